@@ -1,0 +1,28 @@
+# make train: train a language model with Streaming DiLoCo, here, now.   make test: lint, types, tests.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: env train test format clean
+
+env: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt src/diloco/version.py
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: env
+	$(BIN)/diloco train laptop
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --warnings
+	$(BIN)/pytest
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv

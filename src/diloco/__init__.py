@@ -1,0 +1,63 @@
+"""Train one language model on computers joined by slow links: Streaming DiLoCo for PyTorch.
+
+The names below are loaded when they are first used, so that importing `diloco`, or its schedule, costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from diloco.version import __version__
+
+if TYPE_CHECKING:
+    from diloco.engine import NonFiniteError, OuterStep, StreamingDiLoCo
+    from diloco.exchange import DisagreementError, ExchangeError
+    from diloco.exchange.loopback import LoopbackExchange
+    from diloco.exchange.process_group import ProcessGroupExchange
+    from diloco.fragments import Fragment, sequential, strided, whole
+    from diloco.outer import Nesterov
+    from diloco.schedule import Schedule
+
+__all__ = [
+    "DisagreementError",
+    "ExchangeError",
+    "Fragment",
+    "LoopbackExchange",
+    "Nesterov",
+    "NonFiniteError",
+    "OuterStep",
+    "ProcessGroupExchange",
+    "Schedule",
+    "StreamingDiLoCo",
+    "__version__",
+    "sequential",
+    "strided",
+    "whole",
+]
+
+_MODULES = {
+    "DisagreementError": "exchange",
+    "ExchangeError": "exchange",
+    "Fragment": "fragments",
+    "LoopbackExchange": "exchange.loopback",
+    "Nesterov": "outer",
+    "NonFiniteError": "engine",
+    "OuterStep": "engine",
+    "ProcessGroupExchange": "exchange.process_group",
+    "Schedule": "schedule",
+    "StreamingDiLoCo": "engine",
+    "sequential": "fragments",
+    "strided": "fragments",
+    "whole": "fragments",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'diloco' has no attribute {name!r}")
+    return getattr(import_module(f"diloco.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -1,0 +1,105 @@
+"""How the bytes of one fragment reach the other replicas: one file a transport.
+
+Numbers live above this contract, sockets below it. A transport moves flat uint8 tensors and knows nothing of what
+they mean.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class ExchangeError(RuntimeError):
+    """Some replicas' payloads did not arrive."""
+
+    def __init__(self, message: str, *, missing: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.missing = missing
+        """The replicas whose payload is missing."""
+
+
+class DisagreementError(ValueError):
+    """The replicas differ in something that they must agree on."""
+
+
+class Pending(Protocol):
+    """An exchange in flight."""
+
+    def wait(self) -> dict[int, Tensor]:
+        """The other replicas' payloads, by replica, each as long as the one sent to it. Bounded in time.
+
+        Raises:
+            ExchangeError: naming the fragment, the round and the replicas that are missing.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """A way from every replica to every other."""
+
+    replica: int
+    """This replica, from 0."""
+    num_replicas: int
+    """M."""
+
+    def start(self, payloads: Mapping[int, Tensor], fragment: int, round: int, phase: int = 0) -> Pending:
+        """Start sending each other replica its payload, and receiving one from each; returns at once.
+
+        Every replica starts the same (fragment, round, phase), once, with payloads of the same lengths.
+
+        Args:
+            payloads: a flat uint8 tensor for each other replica; must not change until the exchange is over.
+            fragment: index of the fragment, from 0; −1 is for messages about the run itself.
+            round: how often the fragment has been sent, from 1.
+            phase: which leg of an exchange that has several.
+        """
+        ...
+
+
+ABOUT_THE_RUN = -1
+
+
+def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> None:
+    """Compare what every replica believes about the run; each replica must call it with the same `round`.
+
+    Args:
+        exchange: the way to the others.
+        facts: a name and a JSON value each.
+        round: tells one comparison from the next on the same exchange.
+
+    Raises:
+        DisagreementError: on every replica, naming the first fact that differs and both values.
+    """
+    mine = json.dumps(facts, sort_keys=True).encode()
+    header = len(mine).to_bytes(8, "little") + hashlib.sha256(mine).digest()
+    headers = _swap(exchange, header, 2 * round - 1)
+    if len(set(headers)) == 1:
+        return
+    # The values are long and of different lengths: they travel only when they are needed, padded to one length.
+    length = max(int.from_bytes(header[:8], "little") for header in headers)
+    believed = [json.loads(text) for text in _swap(exchange, mine.ljust(length), 2 * round)]
+    for name in sorted(set().union(*believed)):
+        for replica, theirs in enumerate(believed):
+            if theirs.get(name) != believed[0].get(name):
+                raise DisagreementError(
+                    f"the replicas disagree on {name}: replica 0 has {_short(believed[0].get(name))}, "
+                    f"replica {replica} has {_short(theirs.get(name))}; start them with the same settings"
+                )
+
+
+def _swap(exchange: Exchange, message: bytes, round: int) -> list[bytes]:
+    """Every replica's message of one length, in replica order."""
+    payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
+    received = exchange.start(others, ABOUT_THE_RUN, round).wait()
+    received[exchange.replica] = payload
+    return [received[replica].cpu().numpy().tobytes() for replica in range(exchange.num_replicas)]
+
+
+def _short(value: object, most: int = 200) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -1,0 +1,164 @@
+"""Which parameters form fragment p: strided, sequential or whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The parameters that are exchanged together."""
+
+    parameters: tuple[str, ...]
+    """Names as in `model.named_parameters()`, in that order."""
+    blocks: tuple[str, ...] = ()
+    """Module paths of the blocks it holds, e.g. `blocks.0`; none for what is outside every block."""
+
+
+Fragments = tuple[Fragment, ...]
+
+
+def strided(
+    model: nn.Module, *, layers_per_fragment: int = 3, blocks: str | Sequence[str] | None = None
+) -> Fragments:
+    """Fragment b takes blocks b, b+B, b+2B, …, with B = ceil(L / layers_per_fragment) (arXiv 2501.18512, 3.1).
+
+    Args:
+        model: any module that holds its blocks in an `nn.ModuleList`.
+        layers_per_fragment: blocks a fragment holds at the most.
+        blocks: path of that list (or paths, one after the other); found by itself where there is only one.
+
+    Returns:
+        The B block fragments, then one with the parameters outside every block (embeddings, final norm, head).
+        Parameters that need no gradient are in none; tied ones are in one, once.
+
+    Raises:
+        ValueError: if the blocks can't be found, or a parameter belongs to two fragments.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential()
+    >>> model.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(5))
+    >>> [fragment.blocks for fragment in strided(model, layers_per_fragment=2)]
+    [('layers.0', 'layers.3'), ('layers.1', 'layers.4'), ('layers.2',)]
+    """
+    paths = _block_paths(model, blocks)
+    num_fragments = _num_block_fragments(paths, layers_per_fragment)
+    return _partition(model, [paths[b::num_fragments] for b in range(num_fragments)])
+
+
+def sequential(
+    model: nn.Module, *, layers_per_fragment: int = 3, blocks: str | Sequence[str] | None = None
+) -> Fragments:
+    """Fragment b takes `layers_per_fragment` consecutive blocks; otherwise as `strided`.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential()
+    >>> model.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(5))
+    >>> [fragment.blocks for fragment in sequential(model, layers_per_fragment=2)]
+    [('layers.0', 'layers.1'), ('layers.2', 'layers.3'), ('layers.4',)]
+    """
+    paths = _block_paths(model, blocks)
+    num_fragments, size = _num_block_fragments(paths, layers_per_fragment), layers_per_fragment
+    return _partition(model, [paths[b * size : (b + 1) * size] for b in range(num_fragments)])
+
+
+def whole(model: nn.Module) -> Fragments:
+    """One fragment with every parameter: DiLoCo without streaming (arXiv 2311.08105)."""
+    return _partition(model, [])
+
+
+def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
+    """Refuse fragments that don't partition the trainable parameters of `model`.
+
+    Raises:
+        ValueError: with the names of the parameters that are in no fragment, in two, or not in the model.
+    """
+    trainable = dict.fromkeys(name for name, p in model.named_parameters() if p.requires_grad)
+    placed: dict[str, int] = {}
+    for index, fragment in enumerate(fragments):
+        if not fragment.parameters:
+            raise ValueError(f"fragment {index} holds no parameter that needs a gradient: leave it out")
+        for name in fragment.parameters:
+            if name in placed:
+                raise ValueError(f"parameter {name} is in fragments {placed[name]} and {index}: keep it in one")
+            placed[name] = index
+    if unknown := [name for name in placed if name not in trainable]:
+        raise ValueError(
+            f"fragments name {_listed(unknown)}, which the model does not have, has frozen, or knows by "
+            "another name (a tied parameter counts once, under its first name)"
+        )
+    if missing := [name for name in trainable if name not in placed]:
+        raise ValueError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
+
+
+def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
+    if layers_per_fragment < 1:
+        raise ValueError(f"layers_per_fragment must be at least 1, not {layers_per_fragment}")
+    if layers_per_fragment > len(paths):
+        raise ValueError(f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks")
+    return -(-len(paths) // layers_per_fragment)
+
+
+def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
+    """Module paths of the blocks, first to last."""
+    if blocks is None:
+        lists = _outermost_module_lists(model)
+        if len(lists) != 1:
+            found = _listed(lists) if lists else "none"
+            raise ValueError(
+                f"the model should hold its blocks in one nn.ModuleList, and {found} was found: "
+                "name it with blocks='path.to.the.list'"
+            )
+        blocks = lists
+    paths = []
+    for path in [blocks] if isinstance(blocks, str) else blocks:
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise ValueError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
+        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
+            raise ValueError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
+        paths += [f"{path}.{name}" for name, _ in module.named_children()]
+    return paths
+
+
+def _outermost_module_lists(model: nn.Module) -> list[str]:
+    lists: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(outer + ".") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            lists.append(path)
+    return lists
+
+
+def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
+    """Fragments of the given blocks, and a last one with whatever is outside them."""
+    outside = len(blocks_of)
+    fragment_of_block = {path: index for index, paths in enumerate(blocks_of) for path in paths}
+    names_of: list[list[str]] = [[] for _ in range(outside + 1)]
+    placed: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        index = next((i for path, i in fragment_of_block.items() if name.startswith(path + ".")), outside)
+        first_name, first_index = placed.setdefault(id(parameter), (name, index))
+        if first_index != index:
+            raise ValueError(
+                f"{first_name} and {name} are one tied parameter in fragments {first_index} and {index}: "
+                "put their blocks into one fragment, or untie them"
+            )
+        if first_name == name:
+            names_of[index].append(name)
+    fragments = [
+        Fragment(tuple(names), tuple(paths))
+        for names, paths in zip(names_of, [*blocks_of, []], strict=True)
+        if names or paths
+    ]
+    check_partition(model, fragments)
+    return tuple(fragments)
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

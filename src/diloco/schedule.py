@@ -1,0 +1,118 @@
+"""Which fragment is sent, and which is merged, at step t on replica m: one pure function of (t, m)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+
+class Sync(NamedTuple):
+    """One exchange of one fragment."""
+
+    fragment: int
+    """Index of the fragment, from 0."""
+    round: int
+    """How often this fragment has been sent, this time included, from 1."""
+    step: int
+    """The inner step after which it is sent."""
+
+
+class Due(NamedTuple):
+    """What a replica does after one inner step: first send, then merge, each in the order given."""
+
+    send: tuple[Sync, ...]
+    merge: tuple[Sync, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When each fragment is sent and merged (Streaming DiLoCo, arXiv 2501.18512, Algorithm 1).
+
+    Steps t are counted from 1. Fragment p is sent after step t when t ≥ H and (t − t_p) mod H = 0, and replica
+    m merges it after step t + τ_m.
+
+    Raises:
+        ValueError: if the fields contradict each other; the message names both values.
+
+    >>> schedule = Schedule(sync_every=100, num_fragments=2, overlap_steps=1)
+    >>> [t for t in range(1, 301) if schedule.due(t).send]
+    [100, 150, 200, 250, 300]
+    >>> schedule.due(151).merge
+    (Sync(fragment=1, round=1, step=150),)
+    """
+
+    sync_every: int
+    """H: inner steps between two syncs of the same fragment."""
+    num_fragments: int
+    """P: all fragments, the one outside the blocks included."""
+    overlap_steps: int | tuple[int, ...] = 0
+    """τ: inner steps between sending a fragment and merging it; one number, or one a replica."""
+    offsets: tuple[int, ...] | None = None
+    """t_p, one a fragment; None is floor(p·H/P)."""
+    first_sync: Literal["full_period", "early"] = "full_period"
+    """full_period: the first sync of fragment p is at the first due step t ≥ H; early: at the first t ≥ 1."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.sync_every < 1:
+            raise ValueError(f"sync_every must be at least 1 step, not {self.sync_every}")
+        if self.num_fragments < 1:
+            raise ValueError(f"num_fragments must be at least 1, not {self.num_fragments}")
+        overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
+        for overlap in overlaps or (-1,):
+            if not 0 <= overlap < self.sync_every:
+                raise ValueError(
+                    f"overlap_steps must be at least 0 and below sync_every={self.sync_every}, "
+                    f"not {self.overlap_steps}: a fragment has to be merged before it is sent again"
+                )
+        if self.offsets is not None:
+            if len(self.offsets) != self.num_fragments:
+                raise ValueError(f"offsets={self.offsets} must hold num_fragments={self.num_fragments} steps")
+            if not all(0 <= offset < self.sync_every for offset in self.offsets):
+                raise ValueError(
+                    f"offsets={self.offsets} must each be at least 0 and below sync_every={self.sync_every}"
+                )
+        if self.first_sync not in ("full_period", "early"):
+            raise ValueError(f"first_sync must be 'full_period' or 'early', not {self.first_sync!r}")
+
+    def offset(self, fragment: int) -> int:
+        """t_p of a fragment."""
+        if self.offsets is not None:
+            return self.offsets[fragment]
+        return fragment * self.sync_every // self.num_fragments
+
+    def send_step(self, fragment: int, round: int = 1) -> int:
+        """The step after which a fragment is sent for the `round`-th time."""
+        offset, period = self.offset(fragment), self.sync_every
+        first = period + offset if self.first_sync == "full_period" else offset or period
+        return first + (round - 1) * period
+
+    def overlap(self, replica: int) -> int:
+        """τ_m of a replica."""
+        return self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps
+
+    @property
+    def max_overlap(self) -> int:
+        """The largest τ of any replica: how long a payload that was sent may still be needed."""
+        return max(self.overlap_steps) if isinstance(self.overlap_steps, tuple) else self.overlap_steps
+
+    def sent(self, step: int) -> tuple[Sync, ...]:
+        """The fragments that are sent after a step, in the order of their indices."""
+        syncs = []
+        for fragment in self._fragments_at.get(step % self.sync_every, ()):
+            elapsed = step - self.send_step(fragment)
+            if elapsed >= 0:
+                syncs.append(Sync(fragment, 1 + elapsed // self.sync_every, step))
+        return tuple(syncs)
+
+    def due(self, step: int, replica: int = 0) -> Due:
+        """What `replica` sends and merges after `step`."""
+        return Due(send=self.sent(step), merge=self.sent(step - self.overlap(replica)))
+
+    @cached_property
+    def _fragments_at(self) -> dict[int, tuple[int, ...]]:
+        """The fragments of each remainder t mod H, so that a step without a sync costs one look-up."""
+        at: dict[int, tuple[int, ...]] = {}
+        for fragment in range(self.num_fragments):
+            offset = self.offset(fragment)
+            at[offset] = (*at.get(offset, ()), fragment)
+        return at

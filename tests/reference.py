@@ -1,0 +1,151 @@
+"""Streaming DiLoCo (arXiv 2501.18512, Algorithm 1) in NumPy and in lock-step; shares nothing with the engine.
+
+Legend: m of M replicas, p of P fragments, t of T steps, H sync period, τ overlap, α mixing, θ_m a replica's
+parameters, Θ the outer parameters, v the momentum, Δ the outer gradient. Parameters are one float32 vector a
+fragment. Every operation rounds to float32 on its own: nothing here is fused.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+f32 = np.float32
+FirstSync = Literal["full_period", "early"]
+
+
+def fp32(delta: np.ndarray) -> np.ndarray:
+    """The identity: FP32 is sent as it is."""
+    return delta.copy()
+
+
+def bf16(delta: np.ndarray) -> np.ndarray:
+    """Round float32 to the nearest bfloat16 (its upper 16 bits), ties to even, and widen it again."""
+    bits = delta.astype(f32).view(np.uint32).astype(np.uint64)
+    last_kept = (bits >> 16) & 1
+    rounded = ((bits + 0x7FFF + last_kept) >> 16 << 16).astype(np.uint32).view(f32)
+    return np.where(np.isnan(delta), delta, rounded)
+
+
+def e3m0(delta: np.ndarray, block: int = 256) -> np.ndarray:
+    """decode(encode(Δ)): 0 for k = 0, else ±top·2^(k−7), with one top magnitude a block."""
+    scales, codes = _e3m0_scales_and_codes(delta, block)
+    values = []
+    for i, code in enumerate(codes):
+        sign, k, top = -1 if code >> 3 else 1, code & 7, SCALES[scales[i // block]]
+        values.append(sign * top * 2.0 ** (k - 7) if k else 0.0)
+    return np.array(values, f32)
+
+
+def e3m0_bytes(delta: np.ndarray, block: int = 256) -> bytes:
+    """The payload: a scale byte a block, then sign<<3 | k of every element, two a byte, low nibble first."""
+    scales, codes = _e3m0_scales_and_codes(delta, block)
+    codes = codes + [0] * (len(codes) % 2)
+    return bytes(scales) + bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True))
+
+
+# Scale byte b means the top magnitude 2^(b−127); float64 holds these and every distance near a tie exactly.
+SCALES = [2.0 ** (b - 127) for b in range(255)]
+
+
+def _e3m0_scales_and_codes(delta: np.ndarray, block: int) -> tuple[list[int], list[int]]:
+    """A scale byte a block, the nearest to its largest magnitude; a code an element, the nearest under it."""
+    assert delta.ndim == 1 and not np.isnan(delta).any()
+    scales, codes = [], []
+    for start in range(0, len(delta), block):
+        x = delta[start : start + block].astype(np.float64)
+        scale = int(_nearest(np.abs(x).max(keepdims=True), SCALES)[0])
+        magnitudes = [0.0] + [SCALES[scale] * 2.0 ** (k - 7) for k in range(1, 8)]
+        k = _nearest(np.abs(x), magnitudes)
+        sign = (x < 0) & (k > 0)
+        scales.append(scale)
+        codes += [int(code) for code in sign << 3 | k]
+    return scales, codes
+
+
+def _nearest(x: np.ndarray, ascending: Sequence[float]) -> np.ndarray:
+    """For each x, the index of the nearest of the ascending values; of two equally near, the larger."""
+    from_the_largest = np.abs(x[:, None] - np.array(ascending[::-1]))
+    return len(ascending) - 1 - from_the_largest.argmin(axis=1)
+
+
+def send_steps(H: int, P: int, offsets: Sequence[int] | None, first_sync: FirstSync, p: int, T: int) -> list[int]:
+    """The steps t ≤ T that send fragment p: (t − t_p) mod H = 0, and t ≥ H unless the first sync is early."""
+    t_p = p * H // P if offsets is None else offsets[p]
+    earliest = {"full_period": H, "early": 1}[first_sync]
+    return [t for t in range(1, T + 1) if t >= earliest and (t - t_p) % H == 0]
+
+
+@dataclass
+class Replica:
+    """What one replica holds, each a list over fragments: its parameters θ, and its own view of Θ and v."""
+
+    theta: list[np.ndarray]
+    Theta: list[np.ndarray]
+    v: list[np.ndarray]
+
+
+class History(NamedTuple):
+    """steps[t][m] is replica m after step t (steps[0]: before the first), final[m] after the last drain."""
+
+    steps: list[list[Replica]]
+    final: list[Replica]
+
+
+def run(
+    theta0: list[np.ndarray],
+    inner_step: Callable[[list[np.ndarray], int, int], list[np.ndarray]],
+    T: int,
+    H: int,
+    P: int,
+    taus: Sequence[int],
+    alpha: float,
+    M: int,
+    eta: float,
+    mu: float,
+    codec: Callable[[np.ndarray], np.ndarray],
+    offsets: Sequence[int] | None = None,
+    first_sync: FirstSync = "full_period",
+) -> History:
+    """Train M replicas for T steps, then receive and apply what is in flight.
+
+    inner_step(θ_m, m, t) returns the new θ_m; codec(Δ) is decode(encode(Δ)).
+    """
+    assert len(theta0) == P and len(taus) == M and all(0 <= tau < H for tau in taus)
+    assert all(theta_p.dtype == f32 for theta_p in theta0)
+    zeros = [np.zeros_like(theta_p) for theta_p in theta0]
+    replicas = [Replica(deepcopy(theta0), deepcopy(theta0), deepcopy(zeros)) for _ in range(M)]
+    sent_at = [send_steps(H, P, offsets, first_sync, p, T) for p in range(P)]
+    payloads = {}  # (sent step, fragment) -> every replica's decoded Δ, in replica order
+    steps = [deepcopy(replicas)]
+
+    for t in range(1, T + 1):
+        for m, replica in enumerate(replicas):
+            replica.theta = inner_step(replica.theta, m, t)
+        for p in range(P):
+            if t in sent_at[p]:
+                payloads[t, p] = [codec(r.Theta[p] - r.theta[p]) for r in replicas]
+        for m, replica in enumerate(replicas):
+            for sent, p in sorted(payloads):
+                if sent == t - taus[m]:
+                    _receive(replica, p, payloads[sent, p], alpha, eta, mu)
+        steps.append(deepcopy(replicas))
+
+    for m, replica in enumerate(replicas):
+        for sent, p in sorted(payloads):
+            if sent > T - taus[m]:
+                _receive(replica, p, payloads[sent, p], alpha, eta, mu)
+    return History(steps, replicas)
+
+
+def _receive(replica: Replica, p: int, deltas: list[np.ndarray], alpha: float, eta: float, mu: float) -> None:
+    """Δ = (Σ_m Δ_m)/M; v ← μ·v + Δ; Θ ← Θ − η·(Δ + μ·v); θ ← α·θ + (1 − α)·Θ."""
+    total = deltas[0]
+    for other in deltas[1:]:
+        total = total + other
+    delta = total / f32(len(deltas))
+    replica.v[p] = f32(mu) * replica.v[p] + delta
+    replica.Theta[p] = replica.Theta[p] - f32(eta) * (delta + f32(mu) * replica.v[p])
+    replica.theta[p] = f32(alpha) * replica.theta[p] + f32(1 - alpha) * replica.Theta[p]
