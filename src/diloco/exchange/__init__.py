@@ -7,7 +7,7 @@ they mean.
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,10 +41,15 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """A way from every replica to every other."""
 
-    replica: int
-    """This replica, from 0."""
-    num_replicas: int
-    """M."""
+    @property
+    def replica(self) -> int:
+        """This replica, from 0."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """M."""
+        ...
 
     def start(self, payloads: Mapping[int, Tensor], fragment: int, round: int, phase: int = 0) -> Pending:
         """Start sending each other replica its payload, and receiving one from each; returns at once.
@@ -75,13 +80,10 @@ def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> No
         DisagreementError: on every replica, naming the first fact that differs and both values.
     """
     mine = json.dumps(facts, sort_keys=True).encode()
-    header = len(mine).to_bytes(8, "little") + hashlib.sha256(mine).digest()
-    headers = _swap(exchange, header, 2 * round - 1)
-    if len(set(headers)) == 1:
+    if len(set(_swap(exchange, hashlib.sha256(mine).digest(), 3 * round))) == 1:
         return
-    # The values are long and of different lengths: they travel only when they are needed, padded to one length.
-    length = max(int.from_bytes(header[:8], "little") for header in headers)
-    believed = [json.loads(text) for text in _swap(exchange, mine.ljust(length), 2 * round)]
+    # The values are long: they travel only when they are needed.
+    believed: list[dict[str, object]] = share(exchange, facts, round=round)
     for name in sorted(set().union(*believed)):
         for replica, theirs in enumerate(believed):
             if theirs.get(name) != believed[0].get(name):
@@ -89,6 +91,14 @@ def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> No
                     f"the replicas disagree on {name}: replica 0 has {_short(believed[0].get(name))}, "
                     f"replica {replica} has {_short(theirs.get(name))}; start them with the same settings"
                 )
+
+
+def share(exchange: Exchange, value: Any, *, round: int = 1) -> list[Any]:
+    """Every replica's JSON value, in replica order; each replica must call it, with the same `round`."""
+    mine = json.dumps(value).encode()
+    lengths = _swap(exchange, len(mine).to_bytes(8, "little"), 3 * round + 1)
+    longest = max(int.from_bytes(length, "little") for length in lengths)
+    return [json.loads(text) for text in _swap(exchange, mine.ljust(longest), 3 * round + 2)]
 
 
 def _swap(exchange: Exchange, message: bytes, round: int) -> list[bytes]:

@@ -1,0 +1,175 @@
+"""The `diloco` command: thin, and quick to start; each part is imported when it is used."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from diloco.version import __version__
+
+if TYPE_CHECKING:
+    from diloco.training.config import TrainConfig
+
+_COMMANDS = {
+    "train": "train a language model: diloco train RECIPE [--field value …] [--resume RUN]",
+    "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line; exits with 0, with 1 when a run fails, with 2 for a user's mistake."""
+    parser = argparse.ArgumentParser(
+        prog="diloco",
+        description="Train one language model on computers joined by slow links (Streaming DiLoCo).",
+        epilog="diloco COMMAND --help tells more.",
+    )
+    parser.add_argument("--version", action="version", version=f"diloco {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = parser.parse_args(given[:1]).command
+    {"train": _train, "data": _data}[command](given[1:])
+
+
+def _train(arguments: list[str]) -> None:
+    import tyro
+
+    from diloco.training.config import TrainConfig
+    from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.recipes import RECIPES
+
+    @dataclass(frozen=True, kw_only=True)
+    class Command:
+        recipe: tyro.conf.Suppress[str]
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+        resume: Path | None = None
+        """Go on with this run, a directory, from the newest step that every replica holds."""
+
+    with _explained():
+        recipes = {name: recipe() for name, recipe in RECIPES.items()}
+        choices = {
+            name: (RECIPES[name].__doc__ or "", Command(recipe=name, config=config))
+            for name, config in recipes.items()
+        }
+        command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
+        config = _prepared(command.config, recipes[command.recipe], command.recipe, command.resume)
+        resume = command.resume is not None
+        if under_a_launcher():
+            _replica(config, resume)
+            return
+        launch(_replica, config.num_replicas, config, resume)
+
+
+def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Path | None) -> "TrainConfig":
+    """The resolved config, with its data prepared and its directory made by one process a machine."""
+    from diloco.data import prepare
+    from diloco.data.index import read_index
+    from diloco.data.tokenizers import load_tokenizer
+    from diloco.training.config import resolve
+    from diloco.training.launcher import under_a_launcher
+    from diloco.training.run_directory import claim, resume_config
+
+    if resume is not None:
+        return resume_config(resume, asked, recipe)
+    if not asked.name and under_a_launcher():
+        raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
+    asked = replace(asked, name=asked.name or f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    directory = prepare.resolve(asked.data)
+    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        claim(config)
+        print(f"data    {directory}, digest {read_index(directory).digest[:16]}")
+        print(f"run     {config.directory}")
+    return config
+
+
+def _replica(config: "TrainConfig", resume: bool) -> None:
+    """One replica, in a process of its own."""
+    from rich.console import Console
+
+    from diloco.report.outcome import print_outcome
+    from diloco.report.progress import TrainingProgress
+    from diloco.training.loop import train
+
+    with _explained(config):
+        console = Console()
+        progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+        try:
+            outcome = train(config, resume=resume, on_step=progress)
+        finally:
+            if progress is not None:
+                progress.close()
+        if outcome is not None:
+            print_outcome(config, outcome, console)
+
+
+def _data(arguments: list[str]) -> None:
+    import tyro
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+
+    from diloco.data.config import DataConfig
+    from diloco.data.index import read_index, total
+    from diloco.data.prepare import PrepareProgress, prepare
+
+    def command(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()) -> None:  # noqa: B008
+        """Tokenize text into memory-mapped shards; run it again after an interruption, and it goes on.
+
+        Args:
+            output: Directory to write to.
+            data: What to read.
+        """
+        with Progress(SpinnerColumn(), TextColumn("{task.description}")) as bar:
+            task = bar.add_task("starting")
+
+            def show(progress: PrepareProgress) -> None:
+                bar.update(
+                    task,
+                    description=f"{progress.stage}: {progress.num_documents:,} documents, "
+                    f"{progress.num_bytes:,} bytes, {progress.num_tokens:,} tokens",
+                )
+
+            prepare(data, output, progress=show)
+        index = read_index(output)
+        for split, shards in index.splits.items():
+            print(f"{split}: {total(shards).num_documents:,} documents, {total(shards).num_tokens:,} tokens")
+        print(f"digest {index.digest}")
+
+    with _explained():
+        tyro.extras.subcommand_cli_from_dict({"prepare": command}, prog="diloco data", args=arguments)
+
+
+@contextmanager
+def _explained(config: "TrainConfig | None" = None) -> Iterator[None]:
+    """Turn what is expected to go wrong into one sentence and an exit code: 2 for a mistake, 1 for a failure."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _complain("interrupted", config)
+        raise SystemExit(130) from None
+    except Exception as error:
+        from diloco.exchange import ExchangeError
+        from diloco.training.launcher import ReplicaFailedError
+        from diloco.training.loop import TrainingError
+
+        if isinstance(error, ReplicaFailedError):
+            if not error.explained:
+                _complain(str(error), config)
+            raise SystemExit(1) from None
+        if isinstance(error, ValueError):
+            _complain(str(error))
+            raise SystemExit(2) from None
+        if isinstance(error, ExchangeError | TrainingError | TimeoutError | OSError):
+            _complain(str(error), config)
+            raise SystemExit(1) from None
+        raise
+
+
+def _complain(sentence: str, config: "TrainConfig | None" = None) -> None:
+    where = f"; go on with: diloco train RECIPE --resume {config.directory}" if config is not None else ""
+    print(f"diloco: {sentence}{where}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""From text to batches: corpora, tokenizers, packed shards, and which windows a replica reads."""

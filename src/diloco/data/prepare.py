@@ -1,0 +1,243 @@
+"""From sources of text to a prepared directory of token shards (`diloco data prepare`).
+
+It may be killed at any moment. A later call with the same settings keeps the shards that are finished and
+ends with the same bytes as if nothing had happened.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from diloco.data.atomic import write_atomically
+from diloco.data.config import DataConfig
+from diloco.data.corpora import Document, fingerprint
+from diloco.data.index import (
+    INDEX_FILE,
+    SETTINGS_FILE,
+    SPLITS,
+    Index,
+    Settings,
+    Shard,
+    Split,
+    read_index,
+    read_settings,
+    shard_path,
+    total,
+    write_record,
+)
+from diloco.data.packing import SplitWriter
+from diloco.data.splits import explain_empty, split_documents
+from diloco.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file, train_bpe
+
+SHARD_TOKENS = 2**26
+"""Tokens in a shard, by default: 128 MiB of 16 bits each."""
+
+BPE_TRAINING_BYTES = 2**27
+"""A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
+
+_BATCH_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareProgress:
+    """How far `prepare` has come; what an earlier call had finished counts."""
+
+    stage: Literal["training the tokenizer", "packing"]
+    """What it is doing."""
+    num_documents: int = 0
+    """Documents packed."""
+    num_bytes: int = 0
+    """UTF-8 bytes of their text."""
+    num_tokens: int = 0
+    """Their tokens, BOS included."""
+
+
+ProgressCallback = Callable[[PrepareProgress], None]
+
+
+def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> Path:
+    """The prepared directory that `config` means, prepared now if it is not yet.
+
+    Raises:
+        ValueError: as `prepare` does, or if `config.prepared` was made from other sources or with another
+            tokenizer than `config` asks for.
+    """
+    if config.prepared is None:
+        settings = _settings(config, SHARD_TOKENS)
+        name = hashlib.sha256(json.dumps(asdict(settings)).encode()).hexdigest()[:16]
+        return prepare(config, config.cache.expanduser() / name, progress=progress)
+    directory = config.prepared.expanduser()
+    made_with = read_index(directory).settings
+    for name in ("train", "held_out", "held_out_fraction", "tokenizer"):
+        asked, found = getattr(config, name), getattr(made_with, name)
+        if asked not in (getattr(DataConfig, name), found):
+            raise ValueError(
+                f"{name}={asked!r} contradicts prepared={str(directory)!r}, which was made with "
+                f"{name}={found!r}; drop one of the two"
+            )
+    return directory
+
+
+def prepare(
+    config: DataConfig,
+    output: Path,
+    *,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Tokenize the sources of `config` into `output`, and return it. Returns at once if that is done.
+
+    Several processes may ask for the same output at a time: one works, the others wait for it.
+
+    Raises:
+        ValueError: if a source cannot be read, a split holds no document, or `output` was prepared with
+            other settings.
+    """
+    settings = _settings(config, shard_tokens)
+    output.mkdir(parents=True, exist_ok=True)
+    with _lock(output):
+        _claim(output, settings)
+        if not (output / INDEX_FILE).exists():
+            report = progress or (lambda _: None)
+            tokenizer = _install_tokenizer(config, output, report)
+            write_record(output / INDEX_FILE, _pack(config, settings, output, tokenizer, report))
+    return output
+
+
+def _settings(config: DataConfig, shard_tokens: int) -> Settings:
+    sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
+    by_file = config.tokenizer != "bytes" and not config.tokenizer.startswith("bpe:")
+    return Settings(
+        train=config.train,
+        held_out=config.held_out,
+        held_out_fraction=config.held_out_fraction,
+        tokenizer=config.tokenizer,
+        tokenizer_file_digest=_sha256([tokenizer_file(config.tokenizer)]) if by_file else "",
+        source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
+        shard_tokens=shard_tokens,
+    )
+
+
+@contextmanager
+def _lock(output: Path) -> Iterator[None]:
+    # The operating system drops the lock of a process that is killed.
+    with (output / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _claim(output: Path, settings: Settings) -> None:
+    path = output / SETTINGS_FILE
+    if not path.exists():
+        write_record(path, settings)
+    found = read_settings(path)
+    for name, asked in asdict(settings).items():
+        if getattr(found, name) != asked:
+            raise ValueError(
+                f"{output} was prepared with {name}={getattr(found, name)!r}, not {name}={asked!r}; "
+                "choose another directory, or delete this one"
+            )
+
+
+def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallback) -> Tokenizer:
+    """Put the tokenizer's file into `output`, which is then complete in itself."""
+    if config.tokenizer == "bytes":
+        return load_tokenizer("bytes")
+    if config.tokenizer.startswith("bpe:"):
+        path = output / "tokenizer.json"
+        if not path.exists():
+            report(PrepareProgress(stage="training the tokenizer"))
+            train_bpe(_training_texts(config), int(config.tokenizer.removeprefix("bpe:")), path)
+    else:
+        original = tokenizer_file(config.tokenizer)
+        path = output / f"tokenizer{original.suffix}"
+        write_atomically(path, [original.read_bytes()])
+    return load_tokenizer(path)
+
+
+def _training_texts(config: DataConfig) -> Iterator[str]:
+    left_bytes = BPE_TRAINING_BYTES
+    for split, document in split_documents(config):
+        if split == "train":
+            head = _utf8(document)[:left_bytes]
+            yield head.decode(errors="ignore")  # The cut may fall inside a character.
+            left_bytes -= len(head)
+            if not left_bytes:
+                return
+
+
+def _pack(
+    config: DataConfig, settings: Settings, output: Path, tokenizer: Tokenizer, report: ProgressCallback
+) -> Index:
+    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+    writers: dict[Split, SplitWriter] = {
+        split: SplitWriter(output, split, dtype=dtype, bos_id=tokenizer.bos_id, shard_tokens=settings.shard_tokens)
+        for split in SPLITS
+    }
+    for batch in _batches(_unfinished(split_documents(config), writers)):
+        encoded = tokenizer.encode([document.text for _, document in batch])
+        for (split, document), ids in zip(batch, encoded, strict=True):
+            writers[split].add(ids, num_bytes=len(_utf8(document)))
+        packed = total(writer.packed for writer in writers.values())
+        report(PrepareProgress(stage="packing", **asdict(packed)))
+    for split, writer in writers.items():
+        writer.close()
+        if not writer.shards:
+            raise ValueError(explain_empty(config, split))
+    splits: dict[Split, tuple[Shard, ...]] = {split: tuple(writer.shards) for split, writer in writers.items()}
+    return Index(
+        settings=settings,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        dtype=dtype,
+        splits=splits,
+        digest=_sha256(
+            shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split]))
+        ),
+    )
+
+
+def _unfinished(
+    assigned: Iterable[tuple[Split, Document]], writers: dict[Split, SplitWriter]
+) -> Iterator[tuple[Split, Document]]:
+    left = {split: writer.packed.num_documents for split, writer in writers.items()}
+    for split, document in assigned:
+        if left[split]:
+            left[split] -= 1
+        else:
+            yield split, document
+
+
+def _batches(assigned: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[Split, Document]]]:
+    batch: list[tuple[Split, Document]] = []
+    size_bytes = 0
+    for split, document in assigned:
+        batch.append((split, document))
+        size_bytes += len(_utf8(document))
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _utf8(document: Document) -> bytes:
+    try:
+        return document.text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"document {document.id!r} holds text that UTF-8 cannot: {error}") from error
+
+
+def _sha256(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,114 @@
+"""Which windows a replica reads at step t: a pure function of (seed, t, replica, rank).
+
+With W windows and a global batch of B, step t (counted from 1) covers the positions (t−1)B … tB−1.
+Position k is window permutation_{seed,e}(k mod W) of epoch e = ⌊k / W⌋. Of M replicas, replica m takes
+the positions [mB/M, (m+1)B/M) of each step, and of R ranks in a replica each takes its share likewise.
+
+So each window is read once an epoch, no two replicas read the same one in an epoch, and M replicas
+together read what one would with the same global batch. Nothing needs saving to resume.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from diloco.data.permutation import permute
+from diloco.data.shards import TokenShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The order of the windows of one split.
+
+    Raises:
+        ValueError: if a field is out of its range.
+
+    >>> sampler = Sampler(num_windows=10, global_batch=4, seed=0)
+    >>> one = sampler.windows(3)
+    >>> two = [sampler.windows(3, replica=m, num_replicas=2) for m in range(2)]
+    >>> np.concatenate(two).tolist() == one.tolist()
+    True
+    """
+
+    num_windows: int
+    """W: windows in the split, at least 1."""
+    global_batch: int
+    """B: sequences that all replicas together read in a step."""
+    seed: int = 0
+    """Key of the permutations, in [0, 2^64)."""
+
+    def __post_init__(self) -> None:
+        if self.num_windows < 1 or self.global_batch < 1:
+            raise ValueError(
+                f"num_windows={self.num_windows} and global_batch={self.global_batch} must be at least 1"
+            )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed} must lie in [0, 2^64)")
+
+    def windows(
+        self, step: int, replica: int = 0, num_replicas: int = 1, rank: int = 0, num_ranks: int = 1
+    ) -> np.ndarray:
+        """The windows that `rank` of `replica` reads at `step`: int64, shape (B / (M·R),).
+
+        Raises:
+            ValueError: if B is not divisible by M·R, or an argument is out of its range.
+        """
+        if step < 1:
+            raise ValueError(f"step={step} must be at least 1: steps are counted from 1")
+        if not (0 <= replica < num_replicas and 0 <= rank < num_ranks):
+            raise ValueError(
+                f"replica={replica} of num_replicas={num_replicas} and rank={rank} of num_ranks={num_ranks}: "
+                "both are counted from 0 and must be below their number"
+            )
+        share, rest = divmod(self.global_batch, num_replicas * num_ranks)
+        if rest:
+            raise ValueError(
+                f"global_batch={self.global_batch} is not divisible by num_replicas·num_ranks="
+                f"{num_replicas * num_ranks}; choose a multiple of it"
+            )
+        first = (step - 1) * self.global_batch + (replica * num_ranks + rank) * share
+        position_K = np.arange(first, first + share)
+        epoch_K, index_K = np.divmod(position_K, self.num_windows)
+        window_K = permute(index_K, size=self.num_windows, seed=self.seed, epoch_K=epoch_K)
+        return window_K.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The batches of one rank of one replica.
+
+    Raises:
+        ValueError: if `sampler` was made for another number of windows than `shards` holds, or its global batch
+            is not divisible by `num_replicas` · `num_ranks`.
+    """
+
+    shards: TokenShards
+    """The split to read."""
+    sampler: Sampler
+    """The order in which to read it."""
+    seq_len: int
+    """Tokens in a sequence; a window holds one more, the last one's target."""
+    replica: int = 0
+    """m, in [0, num_replicas)."""
+    num_replicas: int = 1
+    """M."""
+    rank: int = 0
+    """This process within the replica, in [0, num_ranks)."""
+    num_ranks: int = 1
+    """R: processes in a replica."""
+
+    def __post_init__(self) -> None:
+        held = self.shards.num_windows(self.seq_len)
+        if self.sampler.num_windows != held:
+            raise ValueError(
+                f"the sampler orders num_windows={self.sampler.num_windows}, but the split holds {held} "
+                f"windows of seq_len={self.seq_len}"
+            )
+        self._windows(step=1)
+
+    def batch(self, step: int) -> np.ndarray:
+        """The tokens to read at `step`, counted from 1: int64, shape (B / (M·R), seq_len + 1)."""
+        return np.stack([self.shards.window(int(i), self.seq_len) for i in self._windows(step)])
+
+    def _windows(self, step: int) -> np.ndarray:
+        return self.sampler.windows(step, self.replica, self.num_replicas, self.rank, self.num_ranks)

@@ -1,0 +1,211 @@
+"""Text ⇄ token ids, behind one small protocol: bytes, Hugging Face's `tokenizer.json`, SentencePiece."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from diloco.data.atomic import write_atomically
+from diloco.data.index import INDEX_FILE, read_index
+from diloco.data.optional import require
+
+FILES = ("tokenizer.json", "tokenizer.model")
+"""Names under which a directory holds its tokenizer: Hugging Face's, SentencePiece's."""
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer has to offer."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+        ...
+
+    @property
+    def bos_id(self) -> int:
+        """The id that precedes a document. No text encodes to it."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, of what defines the mapping."""
+        ...
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, without BOS: uint32, shape (num_tokens,)."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text that ids stand for; BOS stands for none."""
+        ...
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer of `bytes`, a `tokenizer.json`, a SentencePiece `.model`, or a directory with either.
+
+    A directory made by `diloco data prepare` gives the tokenizer that it was prepared with.
+
+    Raises:
+        ValueError: if it is none of these, has no BOS, or is not what the directory was prepared with.
+
+    >>> tokenizer = load_tokenizer("bytes")
+    >>> tokenizer.encode(["né"])
+    [array([110, 195, 169], dtype=uint32)]
+    >>> tokenizer.decode([256, 110, 195, 169])
+    'né'
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if str(spec).startswith("bpe:"):
+        raise ValueError(f"tokenizer {spec!r} exists once it is trained; name the prepared directory instead")
+    if (Path(spec).expanduser() / INDEX_FILE).is_file():
+        return _load_prepared(Path(spec).expanduser())
+    path = tokenizer_file(spec)
+    return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+
+
+def tokenizer_file(spec: str | Path) -> Path:
+    """The file of a tokenizer that is named by its path, or by that of a directory that holds it.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    path = Path(spec).expanduser()
+    for candidate in (path, *(path / name for name in FILES)):
+        if candidate.is_file() and candidate.suffix in (".json", ".model"):
+            return candidate
+    raise ValueError(
+        f"tokenizer {str(spec)!r} is neither 'bytes', nor 'bpe:SIZE', nor the path of a tokenizer.json, of a "
+        "SentencePiece .model, or of a directory that holds one"
+    )
+
+
+def _load_prepared(directory: Path) -> Tokenizer:
+    index = read_index(directory)
+    bytewise = index.tokenizer_digest == ByteTokenizer.digest
+    tokenizer = ByteTokenizer() if bytewise else load_tokenizer(tokenizer_file(directory))
+    if tokenizer.digest != index.tokenizer_digest:
+        raise ValueError(
+            f"the tokenizer in {directory} has digest {tokenizer.digest}, but its tokens were made with "
+            f"{index.tokenizer_digest}; prepare it again"
+        )
+    return tokenizer
+
+
+class ByteTokenizer:
+    """A token a byte of UTF-8, and BOS = 256."""
+
+    name = "bytes"
+    vocab_size = 257
+    bos_id = 256
+    digest = hashlib.sha256(b"UTF-8 bytes; BOS=256").hexdigest()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(int(i) for i in ids if i != self.bos_id).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of Hugging Face's tokenizers library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        content = path.read_bytes()
+        try:
+            self._backend = Backend.from_buffer(content)
+        except Exception as error:  # The library raises nothing narrower.
+            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+        # A file may ask for cuts and padding. And a text may spell BOS out, which must not become one.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True
+        self.name = path.name
+        self.digest = hashlib.sha256(content).hexdigest()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.bos_id = _find_bos(vocabulary, path)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, special tokens neither added nor recognised."""
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, special tokens left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _find_bos(vocabulary: dict[str, int], path: Path) -> int:
+    names = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
+    for name in names:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise ValueError(f"{path} has no token to precede a document; add one of {', '.join(names)}")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`. Most of them normalise white space, so that decoding does not restore it."""
+
+    def __init__(self, path: Path) -> None:
+        content = path.read_bytes()
+        try:
+            self._backend = require("sentencepiece", extra="data").SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+        self.name = path.name
+        self.digest = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self._backend.vocab_size()
+        self.bos_id: int = self._backend.bos_id()
+        if self.bos_id < 0:
+            raise ValueError(f"{path} has no BOS to precede a document; train it with one")
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text."""
+        return [np.array(ids, dtype=np.uint32) for ids in self._backend.encode(texts, out_type=int)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, control tokens left out."""
+        return self._backend.decode([int(i) for i in ids])
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE of `vocab_size` entries, `<bos>` among them, and save it as tokenizer.json.
+
+    Raises:
+        ValueError: if `vocab_size` is too small to hold all bytes, or too large for these texts.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(f"bpe:{vocab_size} cannot hold 256 bytes and BOS; ask for at least bpe:257")
+    backend = Backend(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<bos>"],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the text yields only {backend.get_vocab_size()} entries, not the {vocab_size} of bpe:{vocab_size}"
+        )
+    write_atomically(path, [backend.to_str(pretty=True).encode()])

@@ -1,0 +1,1 @@
+"""Held-out loss: takes a model, knows no run."""

@@ -1,0 +1,1 @@
+"""The decoder, its loss and its size ladder."""

@@ -1,0 +1,156 @@
+"""A pre-LayerNorm decoder: QK-LayerNorm, RoPE, GELU, tied embeddings (arXiv 2503.09799, section 3).
+
+Shapes: B sequences, T tokens, D width, H heads, K = D/H elements a head, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The size of a decoder; 12·L·D² + V·D parameters and the norms' gains."""
+
+    num_layers: int
+    """L, transformer blocks."""
+    num_heads: int
+    """H; must divide the width into an even number of elements a head."""
+    width: int
+    """D, of the residual stream; the MLP is four times as wide."""
+    vocab_size: int = 0
+    """V; 0 takes the tokenizer's."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no decoder."""
+        for name in ("num_layers", "num_heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model: {name} must be at least 1, not {getattr(self, name)}")
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                f"model: width={self.width} must be a multiple of 2·num_heads={2 * self.num_heads}: "
+                "each head needs an even number of elements for RoPE"
+            )
+        if self.vocab_size < 0:
+            raise ValueError(
+                f"model: vocab_size must be at least 1, or 0 for the tokenizer's, not {self.vocab_size}"
+            )
+
+
+class Decoder(nn.Module):
+    """Tokens to the logits of the next token.
+
+    >>> model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=16), seed=0)
+    >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
+    torch.Size([1, 5, 16])
+    """
+
+    def __init__(self, config: DecoderConfig, *, seed: int) -> None:
+        super().__init__()
+        assert config.vocab_size > 0, "the tokenizer's vocabulary was not filled in"
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width, bias=False)
+        self._initialise(seed)
+
+    def forward(self, tokens_BxT: Tensor) -> Tensor:
+        """Logits (B, T, V) for tokens (B, T) of int64."""
+        x_BxTxD = self.embedding(tokens_BxT)
+        rotation = rotary(tokens_BxT.shape[1], self.config.width // self.config.num_heads, tokens_BxT.device)
+        for block in self.blocks:
+            x_BxTxD = block(x_BxTxD, rotation)
+        return F.linear(self.norm(x_BxTxD), self.embedding.weight)
+
+    def _initialise(self, seed: int) -> None:
+        """Normal with variance 1/fan_in; what is added to the residual stream shrinks with its 2L summands."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_scale = 1 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = residual_scale if name.endswith(("attention.out.weight", "mlp_out.weight")) else 1.0
+                nn.init.normal_(parameter, std=scale / math.sqrt(parameter.shape[1]), generator=generator)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=False)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.mlp_out = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """The residual stream after this block."""
+        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD), rotation)
+        return x_BxTxD + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BxTxD))))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries and keys are normalised per head before they are rotated."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.query_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
+        self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
+
+    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """What each position takes from those up to it."""
+        heads = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q_BxHxTxK, k_BxHxTxK, v_BxHxTxK = heads.unbind(0)
+        q_BxHxTxK = rotate(self.query_norm(q_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
+        k_BxHxTxK = rotate(self.key_norm(k_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
+        y_BxHxTxK = F.scaled_dot_product_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, is_causal=True)
+        return self.out(y_BxHxTxK.transpose(1, 2).flatten(-2))
+
+
+def rotary(num_tokens: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, K) of RoPE with base 10,000, each half of a head rotated with the other."""
+    frequency_K2 = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
+    angle_TxK = torch.outer(torch.arange(num_tokens, device=device), frequency_K2).repeat(1, 2)
+    return angle_TxK.cos(), angle_TxK.sin()
+
+
+def rotate(x_BxHxTxK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE (arXiv 2104.09864): position t turns the pair (x_i, x_{i+K/2}) by t·base^(−2i/K)."""
+    cosine_TxK, sine_TxK = rotation
+    first, second = x_BxHxTxK.chunk(2, dim=-1)
+    return x_BxHxTxK * cosine_TxK + torch.cat([-second, first], dim=-1) * sine_TxK
+
+
+def next_token_loss(logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy in nats a token, and what to train on: the same plus z_loss · mean(log Z)².
+
+    Returns:
+        Two scalars, FP32: (cross-entropy, cross-entropy + z-loss).
+    """
+    logits_BxTxV = logits_BxTxV.float()
+    log_z_BxT = logits_BxTxV.logsumexp(dim=-1)
+    target_logit_BxT = logits_BxTxV.gather(-1, targets_BxT[..., None]).squeeze(-1)
+    cross_entropy = (log_z_BxT - target_logit_BxT).mean()
+    return cross_entropy, cross_entropy + z_loss * log_z_BxT.square().mean()
+
+
+def generate(
+    model: Decoder, prompt: list[int], num_tokens: int, *, seed: int, context: int, top_k: int = 40
+) -> list[int]:
+    """`num_tokens` sampled after a prompt, each from the `top_k` likeliest given the last `context` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            device = model.embedding.weight.device
+            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1].float().cpu()
+            top = logits_V.topk(min(top_k, len(logits_V)))
+            choice = torch.multinomial(top.values.softmax(dim=-1), 1, generator=generator)
+            tokens.append(int(top.indices[choice]))
+    return tokens[len(prompt) :]

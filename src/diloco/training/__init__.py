@@ -1,0 +1,1 @@
+"""The trainer: config, recipes, the loop, checkpoints, metrics and the launcher."""

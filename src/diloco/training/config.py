@@ -1,0 +1,275 @@
+"""What a run is: one frozen dataclass, resolved once, kept as `config.json`."""
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from diloco.data.config import DataConfig
+from diloco.models.decoder import DecoderConfig
+
+Method = Literal["streaming", "diloco", "data_parallel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """The inner optimizer and its learning-rate schedule."""
+
+    learning_rate: float = 2e-3
+    """Peak, reached at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled; None is 1/T for a run of T steps."""
+    warmup_steps: int | None = None
+    """Linear from 0; None is min(1000, T/10)."""
+    final_fraction: float = 0.05
+    """What the cosine leaves of the peak at the last step."""
+    clip_norm: float = 1.0
+    """Largest gradient norm of a replica."""
+    z_loss: float = 1e-4
+    """Weight of (log Z)² in the training loss."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't train."""
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} must be above 0, not {getattr(self, name)}")
+        for name in ("beta1", "beta2", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name} must lie between 0 and 1, not {getattr(self, name)}")
+        for name in ("weight_decay", "warmup_steps", "z_loss"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"optimizer.{name} must not be below 0: {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """Outer step and exchange; data_parallel uses none of it. None is the method's own value."""
+
+    sync_every: int = 30
+    """H: inner steps between two syncs of the same fragment."""
+    overlap_steps: int | tuple[int, ...] | None = None
+    """τ, one number or one a replica; None is 1 for streaming, 0 for diloco."""
+    offsets: tuple[int, ...] | None = None
+    """t_p, one a fragment; None is floor(p·H/P)."""
+    first_sync: Literal["full_period", "early"] = "full_period"
+    """The first sync of a fragment is at the first due step t ≥ H, or early, at the first t ≥ 1."""
+    fragments: Literal["strided", "sequential", "whole"] | None = None
+    """How blocks form fragments; None is strided for streaming, whole for diloco."""
+    layers_per_fragment: int = 3
+    """Blocks in a strided or sequential fragment."""
+    outer_learning_rate: float = 0.4
+    """η of the outer SGD with Nesterov momentum."""
+    outer_momentum: float = 0.9
+    """μ of the same."""
+    mixing: float | None = None
+    """α, how much a replica keeps of its own parameters at a merge; None is 0.5 for streaming, 0 for diloco."""
+    wire: str | None = None
+    """Codec of the outer gradients: e3m0, bf16, fp32; None is e3m0 for streaming, fp32 for diloco."""
+    combine: Literal["gather"] = "gather"
+    """Each replica receives every other's payload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved for a resume, on each replica's own disk."""
+
+    every_steps: int = 200
+    """Steps between two checkpoints; 0 saves none."""
+    keep: int = 3
+    """How many of the newest stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out loss of the outer parameters."""
+
+    every_steps: int = 0
+    """Steps between two evaluations while training, each replica on its share of the text; 0 is the end only."""
+    num_tokens: int = 262_144
+    """Held-out tokens to evaluate on at the most."""
+    batch: int = 16
+    """Sequences a forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run."""
+
+    name: str = ""
+    """Directory of the run below `runs`; empty is the recipe's name and the time."""
+    runs: Path = Path("runs")
+    """Where runs are kept."""
+    method: Method = "streaming"
+    """Streaming DiLoCo, DiLoCo, or the baseline that exchanges gradients at every step."""
+    num_replicas: int = 2
+    """M; local processes, or under torchrun the size of the world."""
+    seed: int = 0
+    """Of the initial parameters and of the order of the data."""
+    num_tokens: int
+    """Token budget of the whole run, over all replicas; a multiple of global_batch · sequence_length."""
+    global_batch: int
+    """Sequences a step over all replicas; a multiple of num_replicas."""
+    micro_batch: int | None = None
+    """Sequences a forward pass of one replica, gradients accumulated; None is its whole share of the batch."""
+    sequence_length: int
+    """Tokens a sequence."""
+    model: DecoderConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is one."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16 autocast or fp32; auto is bf16 where the hardware multiplies it faster."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    timeout_seconds: float = 600.0
+    """How long to wait for another replica before giving up."""
+    log_layer_cosine: bool = False
+    """Log the cosine between replicas' outer gradients for every block, not only for every fragment."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; the schedule, codec and fragments check their own."""
+        for name in ("num_replicas", "num_tokens", "global_batch", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.global_batch % self.num_replicas:
+            raise ValueError(
+                f"global_batch={self.global_batch} must be a multiple of num_replicas={self.num_replicas}: "
+                "each replica takes an equal share"
+            )
+        share = self.global_batch // self.num_replicas
+        if self.micro_batch is not None and (self.micro_batch < 1 or share % self.micro_batch):
+            raise ValueError(f"micro_batch={self.micro_batch} must divide a replica's share of the batch, {share}")
+        per_step = self.tokens_per_step
+        if rest := self.num_tokens % per_step:
+            below, above = max(self.num_tokens - rest, per_step), self.num_tokens - rest + per_step
+            raise ValueError(
+                f"num_tokens={self.num_tokens} is no whole number of steps of global_batch·sequence_length="
+                f"{per_step} tokens: take {below} or {above}"
+            )
+        self._check_checkpoints()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all replicas."""
+        return self.global_batch * self.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return self.num_tokens // self.tokens_per_step
+
+    @property
+    def directory(self) -> Path:
+        """Where this run's files are."""
+        return self.runs / self.name
+
+    def _check_checkpoints(self) -> None:
+        every, keep = self.checkpoint.every_steps, self.checkpoint.keep
+        if every < 0 or keep < 1:
+            raise ValueError(
+                f"checkpoint.every_steps={every} must be at least 0, checkpoint.keep={keep} at least 1"
+            )
+        if not every or self.method == "data_parallel":
+            return
+        overlap = self.diloco.overlap_steps
+        # The replicas may be this many steps apart, and must still have a checkpoint in common.
+        apart = self.diloco.sync_every + max(overlap if isinstance(overlap, tuple) else (overlap or 0,))
+        if keep < (needed := 2 + apart // every):
+            raise ValueError(
+                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {apart} steps "
+                f"apart, so keep at least {needed} checkpoints, or save less often"
+            )
+
+
+_METHOD_VALUES: dict[Method, dict[str, Any]] = {
+    "streaming": {"overlap_steps": 1, "fragments": "strided", "mixing": 0.5, "wire": "e3m0"},
+    "diloco": {"overlap_steps": 0, "fragments": "whole", "mixing": 0.0, "wire": "fp32"},
+    "data_parallel": {},
+}
+
+
+def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
+    """Fill in everything that was left to the method, the tokenizer, and the length of the run.
+
+    Raises:
+        ValueError: if the model's vocabulary is not the tokenizer's.
+    """
+    model = config.model
+    if model.vocab_size and model.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}: "
+            "leave it 0, or choose another tokenizer with --data.tokenizer"
+        )
+    left = {k: v for k, v in _METHOD_VALUES[config.method].items() if getattr(config.diloco, k) is None}
+    optimizer, num_steps = config.optimizer, config.num_steps
+    return replace(
+        config,
+        model=replace(model, vocab_size=model.vocab_size or vocab_size),
+        data=replace(config.data, prepared=prepared),
+        diloco=replace(config.diloco, **left),
+        micro_batch=config.micro_batch or config.global_batch // config.num_replicas,
+        optimizer=replace(
+            optimizer,
+            weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,
+            warmup_steps=min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps,
+        ),
+    )
+
+
+def to_json(config: Any) -> Any:
+    """A config as what `json` writes."""
+    if is_dataclass(config):
+        return {f.name: to_json(getattr(config, f.name)) for f in fields(config)}
+    if isinstance(config, tuple):
+        return [to_json(value) for value in config]
+    return str(config) if isinstance(config, Path) else config
+
+
+_Config = TypeVar("_Config")
+
+
+def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
+    """A config from what `to_json` made.
+
+    Raises:
+        ValueError: for a field that the config does not have, or lacks.
+    """
+    hints = get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"unknown field {where}{unknown[0]}: it was written by another version, or by hand")
+    known = {name: _value(hints[name], value, f"{where}{name}.") for name, value in values.items()}
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise ValueError(f"{where or 'config'}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return from_json(hint, value, where)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if isinstance(value, list):
+        return tuple(value)
+    return Path(value) if Path in options and value is not None else value
+
+
+def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configs differ, by dotted name, with both values."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for f in fields(one):
+        mine, theirs = getattr(one, f.name), getattr(other, f.name)
+        if is_dataclass(mine):
+            found |= differences(mine, theirs, f"{where}{f.name}.")
+        elif mine != theirs:
+            found[where + f.name] = (mine, theirs)
+    return found

@@ -1,0 +1,90 @@
+"""The baseline: gradients averaged over all replicas at every step, by torch's DistributedDataParallel."""
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.engine import OuterStep, parameters_hash
+
+
+def ring_all_reduce_bytes(num_params: int, num_replicas: int) -> int:
+    """What a replica sends a step: 2 (M−1)/M · parameters · 4 bytes (FP32, as DDP sends), rounded to bytes."""
+    return round(2 * (num_replicas - 1) / num_replicas * num_params * 4)
+
+
+class DataParallel:
+    """Takes the place of the engine in the loop; the replicas' parameters are equal at every step.
+
+    Args:
+        model: the replica's copy.
+        forward: the same, compiled or not, to be called in training.
+    """
+
+    def __init__(self, model: nn.Module, forward: nn.Module) -> None:
+        self._model = model
+        group = dist.group.WORLD
+        assert group is not None, "this process has joined the others"
+        self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+        self.forward.register_comm_hook(group, self._reduce)
+        self._last_bucket_at = 0.0
+        self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
+        self.num_steps = self.bytes_sent = self.bytes_received = 0
+        self.blocked_seconds = 0.0
+
+    def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            # From here on the backward pass has nothing left to compute.
+            self._last_bucket_at = self._now()
+        return allreduce_hook(group, bucket)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around every forward and backward pass of a step but the last: nothing is exchanged there."""
+        return self.forward.no_sync()
+
+    def gradients_ready(self) -> None:
+        """To be called when backward() has returned."""
+        self.blocked_seconds += self._now() - self._last_bucket_at
+
+    def _now(self) -> float:
+        if next(self._model.parameters()).is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter()
+
+    def step(self) -> tuple[OuterStep, ...]:
+        """Count a step; there is no outer step."""
+        self.num_steps += 1
+        self.bytes_sent += self._step_bytes
+        self.bytes_received += self._step_bytes
+        return ()
+
+    def finish(self) -> tuple[OuterStep, ...]:
+        """Nothing is in flight."""
+        return ()
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """The parameters, which all replicas share."""
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def outer_hash(self) -> str:
+        """SHA-256 over them, as the engine's."""
+        return parameters_hash(self.outer_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters; parameters are the model's own."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the counters up again."""
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+
+
+_COUNTERS = ("num_steps", "bytes_sent", "bytes_received", "blocked_seconds")

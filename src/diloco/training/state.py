@@ -1,0 +1,112 @@
+"""The one state object: everything of a replica that resumes, exchanges in flight included."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.engine import StreamingDiLoCo
+from diloco.fragments import Fragments, sequential, strided, whole
+from diloco.models.decoder import Decoder
+from diloco.outer import Nesterov
+from diloco.schedule import Schedule
+from diloco.training.config import TrainConfig
+from diloco.training.data_parallel import DataParallel
+from diloco.training.world import World
+
+
+@dataclass
+class TrainState:
+    """One replica's model, inner optimizer, and what keeps it together with the others."""
+
+    model: Decoder
+    """θ_m."""
+    forward: nn.Module
+    """The model as training calls it: itself, compiled, or wrapped for Data-Parallel."""
+    optimizer: torch.optim.Optimizer
+    """AdamW."""
+    sync: StreamingDiLoCo | DataParallel
+    """Θ, the outer momentum and what is in flight; or the baseline."""
+    step: int = 0
+    """Inner steps taken."""
+    seconds: float = 0.0
+    """Spent on them, in all sessions of the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, containers and plain values, to be copied before training goes on."""
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sync": self.sync.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave; every replica must load the same step."""
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sync.load_state_dict(state["sync"])
+
+
+def initial_state(config: TrainConfig, world: World) -> TrainState:
+    """The state before the first step, equal on all replicas.
+
+    Raises:
+        ValueError: for settings that the engine refuses.
+        DisagreementError: if the replicas were started with different ones.
+    """
+    model = Decoder(config.model, seed=config.seed).to(world.device)
+    inner = config.optimizer
+    assert inner.weight_decay is not None, "the config is resolved"
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=inner.learning_rate,
+        betas=(inner.beta1, inner.beta2),
+        eps=inner.epsilon,
+        weight_decay=inner.weight_decay,
+        fused=True,
+    )
+    forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
+    if config.method == "data_parallel":
+        sync = DataParallel(model, forward)
+        return TrainState(model, sync.forward, optimizer, sync)
+    return TrainState(model, forward, optimizer, _engine(config, world, model))
+
+
+def _engine(config: TrainConfig, world: World, model: nn.Module) -> StreamingDiLoCo:
+    diloco = config.diloco
+    assert diloco.overlap_steps is not None and diloco.mixing is not None and diloco.wire is not None
+    fragments = _fragments(config, model)
+    return StreamingDiLoCo(
+        model,
+        fragments=fragments,
+        schedule=Schedule(
+            sync_every=diloco.sync_every,
+            num_fragments=len(fragments),
+            overlap_steps=diloco.overlap_steps,
+            offsets=diloco.offsets,
+            first_sync=diloco.first_sync,
+        ),
+        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
+        mixing=diloco.mixing,
+        wire=diloco.wire,
+        combine=diloco.combine,
+        exchange=world.exchange,
+    )
+
+
+def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
+    if config.diloco.fragments == "whole":
+        return whole(model)
+    cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
+    return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+
+
+def outer_forward(state: TrainState) -> Callable[[Tensor], Tensor]:
+    """The model with the outer parameters in the place of its own, in FP32."""
+    parameters = state.sync.outer_parameters()
+    return lambda tokens_BxT: torch.func.functional_call(state.model, parameters, (tokens_BxT,))

@@ -1,0 +1,177 @@
+import gzip
+import json
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from diloco.data.corpora import Document, documents, fingerprint
+
+ROWS = [{"text": "one\r\ntwo\u2028three"}, {"text": "", "id": "empty"}, {"text": "né", "id": 7}]
+EXPECTED = [Document("a.jsonl:1", ROWS[0]["text"]), Document("empty", ""), Document("a.jsonl:3", "né")]
+
+
+def jsonl(rows=ROWS) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def test_stdlib_is_the_running_pythons():
+    found = {document.id: document.text for document in documents("stdlib")}
+    root = Path(sysconfig.get_path("stdlib"))
+    assert found["json/decoder.py"] == (root / "json/decoder.py").read_text()
+    assert len(found) > 500
+    assert list(found) == sorted(found, key=lambda name: Path(name).parts)
+    directories = {part for name in found for part in Path(name).parts[:-1]}
+    assert directories.isdisjoint({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
+
+
+def test_stdlib_skips_what_is_not_utf8(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_bytes(b"# \xff")
+    (tmp_path / "b.py").write_bytes(b"# ok\r\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert list(documents("stdlib")) == [Document("b.py", "# ok\r\n")]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_text_and_jsonl_plain_and_compressed(tmp_path, suffix):
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(jsonl()))
+    (tmp_path / f"a.txt{suffix}").write_bytes(compress("line\r\nnéxt\n".encode()))
+    found = list(documents(str(tmp_path / f"a.jsonl{suffix}")))
+    assert found == [Document(d.id.replace("a.jsonl", f"a.jsonl{suffix}"), d.text) for d in EXPECTED]
+    assert list(documents(str(tmp_path / f"*.txt{suffix}"))) == [Document(f"a.txt{suffix}", "line\r\nnéxt\n")]
+
+
+def test_parquet_streams_all_row_groups(tmp_path):
+    table = pyarrow.table({"other": [1, 2, 3], "text": ["a", "b", "c"], "id": ["x", None, "z"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    found = list(documents(str(tmp_path / "a.parquet")))
+    assert found == [Document("x", "a"), Document("a.parquet:2", "b"), Document("z", "c")]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_several_compressed_streams_in_one_file_are_all_read(tmp_path, compress):
+    path = tmp_path / {gzip.compress: "a.jsonl.gz"}.get(compress, "a.jsonl.zst")
+    path.write_bytes(compress(jsonl(ROWS[:1])) + compress(jsonl(ROWS[1:])))
+    assert [document.text for document in documents(str(path))] == [row["text"] for row in ROWS]
+
+
+def test_globs_are_sorted_and_ids_do_not_depend_on_where_they_lie(tmp_path, monkeypatch):
+    for root in ("here", "there"):
+        for name in ("b.txt", "a.txt", "deep/er/c.txt"):
+            path = tmp_path / root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+    expected = [Document(name, name) for name in ("a.txt", "b.txt", "deep/er/c.txt")]
+    monkeypatch.setenv("HOME", str(tmp_path / "there"))
+    monkeypatch.chdir(tmp_path / "here")
+    assert list(documents(f"{tmp_path}/here/**/*.txt")) == expected
+    assert list(documents("~/**/*.txt")) == expected
+    assert list(documents("**/*.txt")) == expected
+    assert list(documents("deep/er/c.txt")) == [Document("c.txt", "deep/er/c.txt")]
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path):
+    (tmp_path / "a[1].txt").write_text("text")
+    assert list(documents(str(tmp_path / "a[1].txt"))) == [Document("a[1].txt", "text")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl cannot be read: line 2 has no field `text`"),
+        ("a.jsonl", b'{"text": "x"}\nnonsense\n', r"a\.jsonl cannot be read: line 2 is not JSON"),
+        ("a.jsonl", b"[]\n", r"a\.jsonl cannot be read: line 1 has no field `text`"),
+        ("a.txt", b"\xff", r"a\.txt cannot be read: .*utf-8"),
+        ("a.txt.gz", b"no gzip", r"a\.txt\.gz cannot be read"),
+        ("a.txt.gz", gzip.compress(os.urandom(9999))[:5000], r"a\.txt\.gz cannot be read"),
+        ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst cannot be read"),
+        ("a.txt.zst", zstandard.compress(b"x" * 99)[:-3], r"a\.txt\.zst cannot be read: Truncated"),
+        ("a.parquet", b"no parquet", r"a\.parquet cannot be read"),
+        ("a.csv", b"", r"a\.csv has none of the known suffixes: \.txt, .*\.parquet"),
+        ("a.parquet.gz", b"", r"a\.parquet\.gz has none of the known suffixes"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(documents(str(tmp_path / name)))
+
+
+def test_a_parquet_file_without_text(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="null.parquet cannot be read: row 2 has no field `text`"):
+        list(documents(str(tmp_path / "null.parquet")))
+    with pytest.raises(ValueError, match="none.parquet cannot be read: .*no field `text`"):
+        list(documents(str(tmp_path / "none.parquet")))
+
+
+@pytest.mark.parametrize("source", ["absent.txt", "*.txt", "absent/**/*.jsonl", ".", "", "/"])
+def test_no_match_names_the_pattern_before_anything_is_read(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="matches no file"):
+        documents(source)
+
+
+def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'diloco\[data\]'"):
+        list(documents(str(tmp_path / "a.txt.zst")))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'diloco\[hub\]'"):
+        list(documents("hf:allenai/c4:en"))
+
+
+def test_the_hub_library_streams_a_local_dataset(tmp_path):
+    data = tmp_path / "dataset"
+    data.mkdir()
+    rows = [{"text": "a", "id": "first"}, {"text": "b", "id": "second"}]
+    (data / "train.jsonl").write_bytes(jsonl(rows))
+    (data / "validation.jsonl").write_bytes(jsonl([{"text": "v"}]))
+    found = read_offline(tmp_path, f"hf:{data}", f"hf:{data}::validation", f"hf:{tmp_path}/absent")
+    assert found[0] == [["first", "a"], ["second", "b"]]
+    assert found[1] == [[f"hf:{data}::validation:1", "v"]]
+    assert "is not found" in found[2]
+
+
+def read_offline(tmp_path, *sources):
+    program = """
+import json, sys
+from diloco.data.corpora import documents
+def read(source):
+    try:
+        return [[document.id, document.text] for document in documents(source)]
+    except ValueError as error:
+        return str(error)
+print(json.dumps([read(source) for source in sys.argv[1:]]))
+"""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", program, *sources]
+    result = subprocess.run(command, env=os.environ | offline, check=True, capture_output=True, text=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf::en", "hf:a:b:", "hf:a:b:c:d"])
+def test_a_malformed_hub_source(source):
+    with pytest.raises(ValueError, match=r"is not of the form hf:NAME"):
+        list(documents(source))
+
+
+def test_a_fingerprint_changes_with_the_files(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = fingerprint(str(path))
+    assert before == fingerprint(str(tmp_path / "*.txt"))
+    os.utime(path, ns=(0, 0))
+    assert fingerprint(str(path)) == [["a.txt", 3, 0]] != before
+    assert fingerprint("stdlib") == [platform.python_version()]
+    assert fingerprint("hf:allenai/c4:en") == []

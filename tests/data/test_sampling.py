@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.data.sampling import Batches, Sampler
+from diloco.data.shards import TokenShards
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+
+
+def sampler_of(num_windows, num_replicas, num_ranks, share, seed=0):
+    return Sampler(num_windows=num_windows, global_batch=num_replicas * num_ranks * share, seed=seed)
+
+
+@given(st.integers(1, 300), SHAPES, st.integers(1, 10**9), st.integers(0, 2**64 - 1))
+def test_replicas_and_ranks_together_read_what_one_replica_would(num_windows, shape, step, seed):
+    num_replicas, num_ranks, _ = shape
+    sampler = sampler_of(num_windows, *shape, seed)
+    parts = [
+        sampler.windows(step, replica, num_replicas, rank, num_ranks)
+        for replica in range(num_replicas)
+        for rank in range(num_ranks)
+    ]
+    assert all(part.dtype == np.int64 and len(part) == shape[2] for part in parts)
+    assert np.array_equal(np.concatenate(parts), sampler.windows(step))
+
+
+@given(st.integers(1, 200), SHAPES, st.integers(0, 3))
+def test_every_window_once_an_epoch_though_steps_straddle_epochs(num_windows, shape, seed):
+    sampler = sampler_of(num_windows, *shape, seed)
+    num_steps = -(-3 * num_windows // sampler.global_batch)
+    order = np.concatenate([sampler.windows(step) for step in range(1, num_steps + 1)])
+    epochs = order[: 3 * num_windows].reshape(3, num_windows)
+    assert np.array_equal(np.sort(epochs), np.tile(np.arange(num_windows), (3, 1)))
+
+
+def test_replicas_are_disjoint_within_an_epoch():
+    sampler = Sampler(num_windows=96, global_batch=8, seed=5)
+    read = [{int(i) for t in range(1, 13) for i in sampler.windows(t, m, 4)} for m in range(4)]
+    assert [len(windows) for windows in read] == [24] * 4
+    assert set.union(*read) == set(range(96))
+
+
+def test_epochs_and_seeds_differ_and_a_call_repeats():
+    sampler = Sampler(num_windows=64, global_batch=64, seed=1)
+    assert not np.array_equal(sampler.windows(1), sampler.windows(2))
+    assert not np.array_equal(sampler.windows(1), Sampler(num_windows=64, global_batch=64).windows(1))
+    assert np.array_equal(sampler.windows(1), Sampler(num_windows=64, global_batch=64, seed=1).windows(1))
+
+
+def test_the_order_is_the_same_everywhere_and_forever():
+    # A run resumed elsewhere, or by a later release, has to go on with the same windows.
+    assert Sampler(num_windows=1000, global_batch=8, seed=42).windows(200).tolist() == ORDER
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": 0}, "step=0"),
+        ({"step": 1, "replica": 2, "num_replicas": 2}, "replica=2 of num_replicas=2"),
+        ({"step": 1, "replica": -1}, "replica=-1"),
+        ({"step": 1, "rank": 1}, "rank=1 of num_ranks=1"),
+        ({"step": 1, "num_replicas": 2, "num_ranks": 2}, "global_batch=6 is not divisible by .*4"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sampler(num_windows=10, global_batch=6).windows(**arguments)
+
+
+@pytest.mark.parametrize("fields", [{"num_windows": 0}, {"global_batch": 0}, {"seed": -1}, {"seed": 2**64}])
+def test_fields_out_of_range(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Sampler(**{"num_windows": 10, "global_batch": 6} | fields)
+
+
+def tokens_of(length):
+    return TokenShards(shards=(np.arange(length),), num_bytes=length, vocab_size=length, bos_id=0, digest="")
+
+
+def test_a_batch_is_the_windows_of_the_sampler():
+    shards = tokens_of(101)
+    sampler = Sampler(num_windows=10, global_batch=4)
+    batches = Batches(shards=shards, sampler=sampler, seq_len=10, replica=1, num_replicas=2)
+    batch = batches.batch(3)
+    assert batch.dtype == np.int64
+    assert batch.shape == (2, 11)
+    assert batch[:, 0].tolist() == (sampler.windows(3)[2:] * 10).tolist()
+    assert (np.diff(batch) == 1).all()
+
+
+def test_batches_refuse_a_sampler_of_another_split():
+    with pytest.raises(ValueError, match=r"num_windows=9, but the split holds 10 windows of seq_len=10"):
+        Batches(shards=tokens_of(101), sampler=Sampler(num_windows=9, global_batch=4), seq_len=10)
+
+
+def test_batches_refuse_a_share_that_is_not_whole_at_once():
+    with pytest.raises(ValueError, match="global_batch=4 is not divisible"):
+        Batches(
+            shards=tokens_of(101),
+            sampler=Sampler(num_windows=10, global_batch=4),
+            seq_len=10,
+            num_replicas=3,
+        )
+
+
+ORDER: list[int] = []

@@ -1,0 +1,159 @@
+import hashlib
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
+
+SHARED = Path(__file__).parents[2].parent / "shared/data"
+DOLMA = SHARED / "tokenizers/gpt-neox-olmo-dolma-v1_5.json"
+SENTENCEPIECE = SHARED / "tokenizers/sentencepiece_cc_all.32000.100extra.model"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent")
+
+
+def book_texts(count=20):
+    lines = (SHARED / "books/valid_chapters.jsonl").read_text().splitlines()[:count]
+    return [json.loads(line)["text"] for line in lines]
+
+
+def stdlib_texts():
+    return [Path(module.__file__).read_text() for module in (json, hashlib, subprocess)]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_bytes_round_trip(text):
+    tokenizer = load_tokenizer("bytes")
+    (ids,) = tokenizer.encode([text])
+    assert bytes(ids.astype(np.uint8)) == text.encode()
+    assert tokenizer.decode([tokenizer.bos_id, *ids]) == text
+
+
+def test_bytes_that_are_not_utf8_decode_to_replacements():
+    assert load_tokenizer("bytes").decode([0xFF, 65]) == "\ufffdA"
+
+
+@needs_shared
+@pytest.mark.parametrize("path", [DOLMA, SENTENCEPIECE], ids=["json", "model"])
+def test_real_tokenizers_on_real_text(path):
+    tokenizer = load_tokenizer(str(path))
+    texts = book_texts()
+    encoded = tokenizer.encode(texts)
+    assert all(ids.dtype == np.uint32 and ids.max() < tokenizer.vocab_size for ids in encoded)
+    assert all(tokenizer.bos_id not in ids for ids in encoded)
+    for text, ids in zip(texts, encoded, strict=True):
+        assert len(ids) < len(text.encode()) / 3
+        # SentencePiece folds white space, and both map ligatures and the like to one form.
+        assert tokenizer.decode([tokenizer.bos_id, *ids]).split() == text.split()
+    assert tokenizer.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@needs_shared
+def test_the_dolma_tokenizer_is_lossless_and_known():
+    tokenizer = load_tokenizer(DOLMA)
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (50280, 50279)
+    texts = book_texts()
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
+
+
+@needs_shared
+def test_the_sentencepiece_model_is_known():
+    tokenizer = load_tokenizer(SENTENCEPIECE)
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (32101, 2)
+
+
+@needs_shared
+def test_text_cannot_forge_a_bos():
+    for path, bos in ((DOLMA, "<|endoftext|>"), (SENTENCEPIECE, "<s>")):
+        tokenizer = load_tokenizer(path)
+        (ids,) = tokenizer.encode([f"a{bos}b"])
+        assert tokenizer.bos_id not in ids
+
+
+@pytest.fixture(scope="module")
+def bpe_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe(stdlib_texts(), 600, path)
+    return path
+
+
+def test_a_trained_bpe_round_trips(bpe_path):
+    tokenizer = load_tokenizer(bpe_path)
+    texts = [*stdlib_texts(), "né\r\n\t <bos> 漢", ""]
+    encoded = tokenizer.encode(texts)
+    assert [tokenizer.decode([tokenizer.bos_id, *ids]) for ids in encoded] == texts
+    assert tokenizer.vocab_size == 600
+    assert len(encoded[0]) < len(texts[0]) * 0.7
+    assert not any(tokenizer.bos_id in ids for ids in encoded)
+
+
+def test_training_is_deterministic_across_processes(bpe_path, tmp_path):
+    program = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from diloco.data.tokenizers import train_bpe
+from test_tokenizers import stdlib_texts
+train_bpe(stdlib_texts(), 600, Path({str(tmp_path / "again.json")!r}))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert (tmp_path / "again.json").read_bytes() == bpe_path.read_bytes()
+
+
+def test_merges_are_ordered_by_how_often_they_occur(bpe_path):
+    merges = json.loads(bpe_path.read_text())["model"]["merges"]
+    text = "".join(stdlib_texts()).replace(" ", "Ġ")
+    counts = [text.count("".join(merge)) for merge in merges[:5]]
+    assert all(first >= second for first, second in pairwise(counts))
+
+
+@pytest.mark.parametrize(("size", "message"), [(256, "at least bpe:257"), (50_000, "yields only")])
+def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
+    with pytest.raises(ValueError, match=message):
+        train_bpe(["some text"], size, tmp_path / "tokenizer.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_cuts_and_padding_in_the_file_are_not_applied(bpe_path, tmp_path):
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(bpe_path))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=5)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    texts = ["import json", "", "x"]
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
+
+
+@pytest.mark.parametrize("bos", ["<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>"])
+def test_the_usual_names_of_bos(bpe_path, tmp_path, bos):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(bpe_path.read_text().replace("<bos>", bos))
+    assert HuggingFaceTokenizer(path).bos_id == 0
+
+
+def test_no_bos(bpe_path, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(bpe_path.read_text().replace("<bos>", "<other>"))
+    with pytest.raises(ValueError, match="no token to precede a document"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["broken.json", "broken.model"])
+def test_a_broken_file_is_named(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{name} is not a"):
+        load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize("spec", ["byte", "absent/tokenizer.json", "/", "bpe:9000"])
+def test_an_unknown_spec_says_what_is_known(spec):
+    with pytest.raises(ValueError, match="prepared directory" if spec.startswith("bpe:") else "neither 'bytes'"):
+        load_tokenizer(spec)

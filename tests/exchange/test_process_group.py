@@ -1,0 +1,160 @@
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from diloco.exchange import DisagreementError, ExchangeError, agree, share
+from diloco.exchange.loopback import LoopbackExchange
+from diloco.exchange.process_group import ProcessGroupExchange
+from tests.processes import run_replicas
+
+# (fragment, round, phase) of exchanges that are in flight together, and how long their payloads are.
+LENGTHS = {(0, 1, 0): 1, (1, 1, 0): 100_003, (1, 1, 1): 7, (0, 2, 0): 300_000, (2, 1, 0): 7, (40, 90_000, 1): 513}
+
+
+def content(key: tuple[int, int, int], sender: int, receiver: int) -> torch.Tensor:
+    """What `sender` sends to `receiver`: bytes that no other message holds."""
+    rng = np.random.default_rng((*key, sender, receiver))
+    return torch.from_numpy(rng.integers(0, 256, LENGTHS[key], np.uint8))
+
+
+def payloads(exchange: ProcessGroupExchange, key: tuple[int, int, int]) -> dict[int, torch.Tensor]:
+    others = set(range(exchange.num_replicas)) - {exchange.replica}
+    return {replica: content(key, exchange.replica, replica) for replica in others}
+
+
+def assert_delivered(exchange: ProcessGroupExchange, key: tuple[int, int, int], received: dict) -> None:
+    assert set(received) == set(range(exchange.num_replicas)) - {exchange.replica}
+    for replica, payload in received.items():
+        assert torch.equal(payload, content(key, replica, exchange.replica)), (key, replica)
+
+
+def exchange_out_of_order():
+    exchange = ProcessGroupExchange(timeout_seconds=20)
+    pending = {key: exchange.start(payloads(exchange, key), *key) for key in LENGTHS}
+    for key in np.random.default_rng(exchange.replica).permutation(list(LENGTHS)):
+        key = tuple(map(int, key))
+        assert_delivered(exchange, key, pending[key].wait())
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_exchanges_in_flight_together_arrive_whole_in_whatever_order_they_are_awaited(num_replicas):
+    run_replicas(exchange_out_of_order, num_replicas)
+
+
+def exchange_within(ranks: list[int]):
+    group = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        exchange = ProcessGroupExchange(group, timeout_seconds=20)
+        assert (exchange.replica, exchange.num_replicas) == (ranks.index(dist.get_rank()), len(ranks))
+        assert_delivered(exchange, (1, 1, 0), exchange.start(payloads(exchange, (1, 1, 0)), 1, 1).wait())
+
+
+def test_replicas_are_counted_within_their_group():
+    run_replicas(exchange_within, 3, [1, 2])
+
+
+def start_before_a_late_peer(delay_seconds: float) -> float:
+    exchange = ProcessGroupExchange(timeout_seconds=20)
+    dist.barrier()
+    if exchange.replica == 1:
+        time.sleep(delay_seconds)
+    begin = time.monotonic()
+    pending = exchange.start(payloads(exchange, (0, 2, 0)), 0, 2)
+    seconds = time.monotonic() - begin
+    assert_delivered(exchange, (0, 2, 0), pending.wait())
+    return seconds
+
+
+def test_start_returns_at_once_while_a_peer_is_late():
+    seconds, _ = run_replicas(start_before_a_late_peer, 2, 1.0)
+    assert seconds < 0.5
+
+
+def wait_for(absent: int, dies: bool) -> tuple[str, tuple[int, ...], float] | None:
+    exchange = ProcessGroupExchange(timeout_seconds=1.0)
+    exchange.start(payloads(exchange, (0, 1, 0)), 0, 1).wait()
+    dist.barrier()
+    if exchange.replica == absent:
+        if dies:
+            os._exit(1)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(ExchangeError) as caught:
+        exchange.start(payloads(exchange, (40, 90_000, 1)), 40, 90_000, 1).wait()
+    return str(caught.value), caught.value.missing, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_an_absent_replica_is_named_within_the_time_limit(absent, dies):
+    results = run_replicas(wait_for, 3, absent, dies, mortal=(absent,))
+    for replica in {0, 1, 2} - {absent}:
+        message, missing, seconds = results[replica]
+        assert "fragment 40, round 90000" in message
+        assert f"replica {absent}" in message and missing == (absent,)
+        assert seconds < 3
+
+
+def facts_of(replica: int, odd_one: int, differing: dict[str, object]) -> dict[str, object]:
+    return {"sync_every": 30, "wire": "e3m0", "offsets": [0, 1]} | (differing if replica == odd_one else {})
+
+
+def disagree(cases: list[tuple[int, dict[str, object]]]) -> list[str]:
+    exchange = ProcessGroupExchange(timeout_seconds=20)
+    agree(exchange, facts_of(exchange.replica, 0, {}))
+    messages = []
+    for round, (odd_one, differing) in enumerate(cases, start=2):
+        with pytest.raises(DisagreementError) as caught:
+            agree(exchange, facts_of(exchange.replica, odd_one, differing), round)
+        messages.append(str(caught.value))
+    agree(exchange, facts_of(exchange.replica, 0, {}), len(cases) + 2)
+    return messages
+
+
+def test_a_disagreement_is_raised_on_every_replica_with_the_name_and_both_values():
+    cases = [(2, {"sync_every": 31}), (0, {"wire": "bf16"}), (1, {"offsets": None}), (1, {"seed": "5" * 3000})]
+    expected = [
+        "sync_every: replica 0 has 30, replica 2 has 31",
+        'wire: replica 0 has "bf16", replica 1 has "e3m0"',
+        "offsets: replica 0 has [0, 1], replica 1 has null",
+        'seed: replica 0 has null, replica 1 has "555',
+    ]
+    for messages in run_replicas(disagree, 3, cases):
+        for message, part in zip(messages, expected, strict=True):
+            assert f"disagree on {part}" in message and len(message) < 400
+
+
+def share_something() -> list[object]:
+    exchange = ProcessGroupExchange(timeout_seconds=20)
+    return share(exchange, {"replica": exchange.replica, "name": "é" * 50 * exchange.replica})
+
+
+def test_values_are_shared_in_replica_order():
+    expected = [{"replica": replica, "name": "é" * 50 * replica} for replica in range(3)]
+    assert run_replicas(share_something, 3) == [expected] * 3
+
+
+def refuse_no_time():
+    with pytest.raises(ValueError, match="timeout_seconds must be above 0, not 0"):
+        ProcessGroupExchange(timeout_seconds=0)
+
+
+def test_a_time_limit_of_nothing_is_refused():
+    run_replicas(refuse_no_time, 1)
+
+
+def test_a_process_group_must_exist():
+    with pytest.raises(ValueError, match="init_process_group first; for one replica alone take LoopbackExchange"):
+        ProcessGroupExchange()
+
+
+def test_a_replica_alone_exchanges_with_nobody():
+    exchange = LoopbackExchange()
+    assert (exchange.replica, exchange.num_replicas) == (0, 1)
+    assert exchange.start({}, 0, 1).wait() == {}
+    agree(exchange, {"sync_every": 30})
+    assert share(exchange, 30) == [30]

@@ -1,0 +1,174 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from diloco.fragments import Fragment, check_partition, sequential, strided, whole
+
+
+class Decoder(nn.Module):
+    """Embedding, a list of blocks of two parameters each, a norm, and a head, tied or not."""
+
+    def __init__(self, num_blocks: int, tied: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(2)
+        self.head = nn.Linear(2, 3, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+OUTSIDE = ("embedding.weight", "norm.weight", "norm.bias", "head.weight")
+
+
+@given(st.data(), st.integers(1, 14), st.booleans(), st.sampled_from([strided, sequential, whole]))
+def test_fragments_partition_the_trainable_parameters(data, num_blocks, tied, cut):
+    model = Decoder(num_blocks, tied)
+    for block in model.blocks:
+        block.bias.requires_grad_(data.draw(st.booleans()))
+    size = data.draw(st.integers(1, num_blocks))
+    fragments = whole(model) if cut is whole else cut(model, layers_per_fragment=size)
+
+    names = [name for fragment in fragments for name in fragment.parameters]
+    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    check_partition(model, fragments)
+    if cut is not whole:
+        assert len(fragments) == -(-num_blocks // size) + 1
+        assert max(len(fragment.blocks) for fragment in fragments) <= size
+
+
+@given(st.integers(1, 14), st.data())
+def test_a_block_fragment_holds_its_blocks_and_nothing_else(num_blocks, data):
+    size = data.draw(st.integers(1, num_blocks))
+    B = -(-num_blocks // size)
+    paths = [f"blocks.{i}" for i in range(num_blocks)]
+    model = Decoder(num_blocks)
+    for fragments, blocks_of in (
+        (strided(model, layers_per_fragment=size), [paths[b::B] for b in range(B)]),
+        (sequential(model, layers_per_fragment=size), [paths[b * size : (b + 1) * size] for b in range(B)]),
+    ):
+        *in_blocks, outside = fragments
+        assert [list(fragment.blocks) for fragment in in_blocks] == blocks_of
+        for fragment in in_blocks:
+            assert set(fragment.parameters) == {f"{b}.{p}" for b in fragment.blocks for p in ("weight", "bias")}
+        assert outside == Fragment(OUTSIDE)
+
+
+def test_by_default_three_blocks_form_a_fragment():
+    assert strided(Decoder(7))[0].blocks == ("blocks.0", "blocks.3", "blocks.6")
+    assert sequential(Decoder(7))[0].blocks == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_whole_is_one_fragment():
+    model = Decoder(2)
+    assert whole(model) == (Fragment(tuple(name for name, _ in model.named_parameters())),)
+
+
+@pytest.mark.parametrize("cut", [strided, sequential, whole])
+def test_a_tied_head_counts_once_under_its_first_name(cut):
+    assert cut(Decoder(3, tied=True))[-1].parameters.count("embedding.weight") == 1
+    assert "head.weight" not in cut(Decoder(3, tied=True))[-1].parameters
+
+
+def test_a_model_of_nothing_but_blocks_has_no_fragment_outside_them():
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+    assert [fragment.blocks for fragment in strided(model, layers_per_fragment=2)] == [
+        ("layers.0", "layers.2"),
+        ("layers.1", "layers.3"),
+    ]
+
+
+def test_blocks_tied_across_fragments_are_refused_by_name():
+    model = Decoder(4)
+    model.blocks[3].weight = model.blocks[0].weight
+    with pytest.raises(ValueError, match=r"blocks\.0\.weight and blocks\.3\.weight .* fragments 0 and 1"):
+        strided(model, layers_per_fragment=2)
+    assert len(strided(model, layers_per_fragment=4)) == 2
+
+
+def test_a_block_tied_to_the_embedding_is_refused_by_name():
+    model = Decoder(3)
+    model.blocks[2].weight = model.head.weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"blocks\.2\.weight and head\.weight"):
+        strided(model)
+
+
+def test_a_block_fragment_with_nothing_to_train_is_refused():
+    model = Decoder(2)
+    model.blocks[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="fragment 1 holds no parameter that needs a gradient"):
+        strided(model, layers_per_fragment=1)
+
+
+def test_the_list_of_blocks_is_named_where_it_is_not_plain():
+    model = nn.Module()
+    with pytest.raises(ValueError, match="none was found: name it with blocks="):
+        strided(model)
+    model.encoder = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    model.decoder = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match="encoder, decoder was found: name it with blocks="):
+        strided(model)
+    (only, outside) = strided(model, layers_per_fragment=2, blocks="decoder")
+    assert only.blocks == ("decoder.0", "decoder.1")
+    assert outside.parameters == tuple(f"encoder.{i}.{p}" for i in (0, 1) for p in ("weight", "bias"))
+    assert [fragment.blocks for fragment in strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))] == [
+        ("decoder.0", "encoder.0"),
+        ("decoder.1", "encoder.1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [("layers", "no module 'layers'"), ("norm", "blocks='norm' is not a list of modules, but LayerNorm")],
+)
+def test_blocks_must_name_a_list(blocks, message):
+    with pytest.raises(ValueError, match=message):
+        strided(Decoder(3), blocks=blocks)
+
+
+def test_lists_inside_blocks_are_part_of_their_block():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(1, 1)])}) for _ in range(2))
+    assert strided(model, layers_per_fragment=1)[1] == Fragment(
+        ("layers.1.experts.0.weight", "layers.1.experts.0.bias"), ("layers.1",)
+    )
+
+
+def test_a_block_is_not_taken_for_another_whose_number_it_begins_with():
+    fragments = sequential(Decoder(11), layers_per_fragment=1)
+    assert fragments[1].parameters == ("blocks.1.weight", "blocks.1.bias")
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_layers_per_fragment_lies_between_one_and_the_number_of_blocks(size):
+    with pytest.raises(ValueError, match=f"layers_per_fragment.*{size}"):
+        strided(Decoder(3), layers_per_fragment=size)
+
+
+BLOCK = ("blocks.0.weight", "blocks.0.bias")
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        ([BLOCK], r"no fragment holds embedding\.weight, norm\.weight, norm\.bias"),
+        ([BLOCK, OUTSIDE[:-1], ("norm.bias",)], r"norm\.bias is in fragments 1 and 2"),
+        ([BLOCK, OUTSIDE[:-1], ("norm.scale",)], r"norm\.scale, which the model does not have"),
+        ([BLOCK, OUTSIDE], r"head\.weight, .* \(a tied parameter counts once, under its first name"),
+        ([BLOCK, (), OUTSIDE[:-1]], r"fragment 1 holds no parameter"),
+    ],
+)
+def test_what_is_no_partition_is_refused_with_the_names(fragments, message):
+    with pytest.raises(ValueError, match=message):
+        check_partition(Decoder(1, tied=True), [Fragment(parameters) for parameters in fragments])
+
+
+def test_a_frozen_parameter_has_no_place_in_a_fragment():
+    model = Decoder(1)
+    fragments = whole(model)
+    model.norm.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"norm\.bias, which the model .* has frozen"):
+        check_partition(model, fragments)

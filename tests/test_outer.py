@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.outer import Nesterov, average, merge
+
+f32 = np.float32
+SEEDS = st.integers(0, 2**32 - 1)
+ETAS = st.floats(0.01, 2.0)
+MUS = st.floats(0.0, 0.999)
+
+
+def vectors(seed: int, num: int) -> list[np.ndarray]:
+    """FP32 vectors whose elements spread over many magnitudes, zeros among them."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((num, 40)) * 10.0 ** rng.integers(-12, 6, (num, 40))
+    return list(np.where(rng.random((num, 40)) < 0.1, 0, values).astype(f32))
+
+
+def same_bits(actual: torch.Tensor, expected: np.ndarray) -> bool:
+    assert expected.dtype == f32
+    return actual.dtype == torch.float32 and actual.numpy().tobytes() == expected.tobytes()
+
+
+@given(SEEDS, ETAS, MUS)
+def test_the_outer_step_is_the_equation_in_float32(seed, eta, mu):
+    Theta, v, *deltas = vectors(seed, 6)
+    outer, velocity = torch.tensor(Theta), torch.tensor(v)
+    for delta in deltas:
+        v = f32(mu) * v + delta
+        Theta = Theta - f32(eta) * (delta + f32(mu) * v)
+        outer, velocity = Nesterov(lr=eta, momentum=mu).step(outer, velocity, torch.tensor(delta))
+        assert same_bits(outer, Theta) and same_bits(velocity, v)
+
+
+@given(SEEDS, ETAS, MUS)
+def test_the_outer_step_is_torchs_nesterov(seed, eta, mu):
+    start, *deltas = (torch.tensor(vector).tanh() for vector in vectors(seed, 5))
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([parameter], lr=eta, momentum=mu, nesterov=mu > 0)
+    outer, velocity = start, torch.zeros_like(start)
+    for delta in deltas:
+        parameter.grad = delta
+        sgd.step()
+        outer, velocity = Nesterov(lr=eta, momentum=mu).step(outer, velocity, delta)
+        torch.testing.assert_close(outer, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@given(SEEDS, st.integers(1, 5))
+def test_without_momentum_and_at_full_rate_outer_parameters_become_the_replicas_average(seed, num_replicas):
+    Theta, *thetas = (torch.tensor(vector).tanh() for vector in vectors(seed, 1 + num_replicas))
+    delta = average([Theta - theta for theta in thetas])
+    outer, _ = Nesterov(lr=1.0, momentum=0.0).step(Theta, torch.zeros_like(Theta), delta)
+    torch.testing.assert_close(outer, torch.stack(thetas).mean(dim=0))
+
+
+@given(SEEDS, st.integers(1, 7))
+def test_the_average_is_summed_in_float32_in_the_order_given(seed, num_replicas):
+    first, *others = deltas = vectors(seed, num_replicas)
+    total = first
+    for other in others:
+        total = total + other
+    assert same_bits(average([torch.tensor(delta) for delta in deltas]), total / f32(num_replicas))
+
+
+@given(SEEDS, st.floats(0.0, 1.0))
+def test_the_merge_is_the_equation_in_float32(seed, alpha):
+    theta, Theta = vectors(seed, 2)
+    expected = f32(alpha) * theta + f32(1 - alpha) * Theta
+    assert same_bits(merge(torch.tensor(theta), torch.tensor(Theta), alpha), expected)
+
+
+@given(SEEDS)
+def test_a_merge_can_keep_all_or_nothing(seed):
+    theta, Theta = map(torch.tensor, vectors(seed, 2))
+    assert torch.equal(merge(theta, Theta, 1.0), theta)
+    assert torch.equal(merge(theta, Theta, 0.0), Theta)
+
+
+@given(SEEDS)
+def test_nothing_is_changed_in_place(seed):
+    before = vectors(seed, 3)
+    after = [torch.tensor(vector) for vector in before]
+    Nesterov().step(*after)
+    average(after)
+    merge(after[0], after[1], 0.5)
+    assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": 0.0}, "learning rate must be above 0, not 0.0"),
+        ({"lr": float("nan")}, "learning rate must be above 0, not nan"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
+        ({"momentum": -0.1}, "momentum must be at least 0 and below 1, not -0.1"),
+    ],
+)
+def test_what_cannot_train_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Nesterov(**fields)

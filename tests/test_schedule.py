@@ -1,0 +1,103 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.schedule import Due, Schedule, Sync
+from tests.reference import send_steps
+
+T = 60
+
+
+@st.composite
+def schedules(draw):
+    H = draw(st.integers(1, 13))
+    P = draw(st.integers(1, 15))
+    steps = st.integers(0, H - 1)
+    return Schedule(
+        sync_every=H,
+        num_fragments=P,
+        overlap_steps=draw(steps | st.lists(steps, min_size=1, max_size=4).map(tuple)),
+        offsets=draw(st.none() | st.lists(steps, min_size=P, max_size=P).map(tuple)),
+        first_sync=draw(st.sampled_from(["full_period", "early"])),
+    )
+
+
+def expected_syncs(schedule: Schedule) -> list[Sync]:
+    """Every sync up to step T, by step, then by fragment."""
+    H, P = schedule.sync_every, schedule.num_fragments
+    return sorted(
+        (
+            Sync(fragment, round, step)
+            for fragment in range(P)
+            for round, step in enumerate(
+                send_steps(H, P, schedule.offsets, schedule.first_sync, fragment, T), start=1
+            )
+        ),
+        key=lambda sync: (sync.step, sync.fragment),
+    )
+
+
+@given(schedules())
+def test_sends_what_the_reference_sends(schedule):
+    assert [sync for t in range(1, T + 1) for sync in schedule.due(t).send] == expected_syncs(schedule)
+
+
+@given(schedules())
+def test_each_replica_merges_its_overlap_later(schedule):
+    num_replicas = len(schedule.overlap_steps) if isinstance(schedule.overlap_steps, tuple) else 3
+    for replica in range(num_replicas):
+        tau = schedule.overlap(replica)
+        for t in range(1, T + 1):
+            due = schedule.due(t, replica)
+            assert due.send == schedule.due(t).send
+            assert list(due.merge) == [sync for sync in expected_syncs(schedule) if sync.step + tau == t]
+
+
+@given(schedules())
+def test_a_fragment_is_sent_every_sync_every_steps_and_merged_in_between(schedule):
+    for fragment in range(schedule.num_fragments):
+        steps = [sync.step for sync in expected_syncs(schedule) if sync.fragment == fragment]
+        assert {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)} <= {schedule.sync_every}
+        assert steps == [schedule.send_step(fragment, round) for round in range(1, len(steps) + 1)]
+    assert schedule.max_overlap < schedule.sync_every
+
+
+def test_the_papers_example():
+    schedule = Schedule(sync_every=100, num_fragments=2, overlap_steps=(0, 20))
+    sent = {t: [sync.fragment for sync in schedule.due(t).send] for t in range(1, 301) if schedule.due(t).send}
+    assert sent == {100: [0], 150: [1], 200: [0], 250: [1], 300: [0]}
+    assert schedule.due(170, replica=1) == Due(send=(), merge=(Sync(1, 1, 150),))
+    assert schedule.due(150, replica=0) == Due(send=(Sync(1, 1, 150),), merge=(Sync(1, 1, 150),))
+
+
+def test_early_first_syncs_spread_over_the_first_period():
+    schedule = Schedule(sync_every=7, num_fragments=3, first_sync="early")
+    assert [schedule.send_step(fragment) for fragment in range(3)] == [7, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sync_every": 0}, r"sync_every must be at least 1 step, not 0"),
+        ({"num_fragments": 0}, r"num_fragments must be at least 1, not 0"),
+        ({"overlap_steps": 10}, r"below sync_every=10, not 10"),
+        ({"overlap_steps": -1}, r"below sync_every=10, not -1"),
+        ({"overlap_steps": (3, 12)}, r"below sync_every=10, not \(3, 12\)"),
+        ({"overlap_steps": ()}, r"below sync_every=10, not \(\)"),
+        ({"offsets": (0, 3, 5)}, r"offsets=\(0, 3, 5\) must hold num_fragments=2 steps"),
+        ({"offsets": (0, 10)}, r"offsets=\(0, 10\) must each be .* below sync_every=10"),
+        ({"offsets": (-1, 0)}, r"offsets=\(-1, 0\) must each be at least 0"),
+        ({"first_sync": "late"}, r"first_sync must be 'full_period' or 'early', not 'late'"),
+    ],
+)
+def test_contradictions_are_refused_with_both_values(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**{"sync_every": 10, "num_fragments": 2} | fields)
+
+
+def test_the_schedule_needs_neither_torch_nor_numpy():
+    heavy = "import sys, diloco.schedule; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "[]\n"
