@@ -114,7 +114,9 @@ def test_the_list_of_blocks_is_named_where_it_is_not_plain():
     (only, outside) = strided(model, layers_per_fragment=2, blocks="decoder")
     assert only.blocks == ("decoder.0", "decoder.1")
     assert outside.parameters == tuple(f"encoder.{i}.{p}" for i in (0, 1) for p in ("weight", "bias"))
-    assert [fragment.blocks for fragment in strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))] == [
+    assert [
+        fragment.blocks for fragment in strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))
+    ] == [
         ("decoder.0", "encoder.0"),
         ("decoder.1", "encoder.1"),
     ]

@@ -1,12 +1,13 @@
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.reference import send_steps
 
 from diloco.schedule import Due, Schedule, Sync
-from tests.reference import send_steps
 
 T = 60
 
@@ -27,17 +28,13 @@ def schedules(draw):
 
 def expected_syncs(schedule: Schedule) -> list[Sync]:
     """Every sync up to step T, by step, then by fragment."""
-    H, P = schedule.sync_every, schedule.num_fragments
-    return sorted(
-        (
-            Sync(fragment, round, step)
-            for fragment in range(P)
-            for round, step in enumerate(
-                send_steps(H, P, schedule.offsets, schedule.first_sync, fragment, T), start=1
-            )
-        ),
-        key=lambda sync: (sync.step, sync.fragment),
-    )
+    syncs = []
+    for p in range(schedule.num_fragments):
+        steps = send_steps(
+            schedule.sync_every, schedule.num_fragments, schedule.offsets, schedule.first_sync, p, T
+        )
+        syncs += [Sync(p, r, step) for r, step in enumerate(steps, start=1)]
+    return sorted(syncs, key=lambda sync: (sync.step, sync.fragment))
 
 
 @given(schedules())
@@ -60,8 +57,8 @@ def test_each_replica_merges_its_overlap_later(schedule):
 def test_a_fragment_is_sent_every_sync_every_steps_and_merged_in_between(schedule):
     for fragment in range(schedule.num_fragments):
         steps = [sync.step for sync in expected_syncs(schedule) if sync.fragment == fragment]
-        assert {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)} <= {schedule.sync_every}
-        assert steps == [schedule.send_step(fragment, round) for round in range(1, len(steps) + 1)]
+        assert {later - earlier for earlier, later in pairwise(steps)} <= {schedule.sync_every}
+        assert steps == [schedule.send_step(fragment, r) for r in range(1, len(steps) + 1)]
     assert schedule.max_overlap < schedule.sync_every
 
 

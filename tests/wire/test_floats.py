@@ -3,9 +3,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests import reference
 
 from diloco.wire import codec
-from tests import reference
 
 f32 = np.float32
 SPECS = ["fp32", "bf16", "e3m0", "e3m0:block=2", "e3m0:block=128"]

@@ -1,24 +1,34 @@
 """Local replicas as processes of torch's own elastic launcher, each with its share of the cores."""
 
+import json
 import logging
 import os
 import signal
+import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 class ReplicaFailedError(RuntimeError):
-    """A replica ended before the run did."""
+    """A replica ended before the run did; the message is what the replica said, or how it ended."""
 
-    def __init__(self, message: str, *, explained: bool) -> None:
+    def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
-        self.explained = explained
-        """Whether the replica itself has said why."""
+        self.exit_code = exit_code
+        """The replica's own, or 1."""
+
+
+class Failure(Exception):  # noqa: N818 - a message from a replica to the launcher, not an error of its own
+    """What a replica raises to end the run with a sentence and an exit code."""
+
+    def __init__(self, sentence: str, *, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
 
 
 def under_a_launcher() -> bool:
@@ -32,9 +42,11 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
     When one fails the others are ended.
 
     Raises:
-        ReplicaFailedError: naming the replica that failed first.
+        ReplicaFailedError: with the sentence of the `Failure` that the entrypoint raised, or the signal that
+            killed it.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // num_replicas))
     config = LaunchConfig(
@@ -48,22 +60,45 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
-        rdzv_configs={"timeout": timedelta(seconds=60).total_seconds()},
     )
     try:
-        elastic_launch(config, entrypoint)(*arguments)
+        elastic_launch(config, _run)(entrypoint, arguments)
     except ChildFailedError as error:
-        replica, failure = error.get_first_failure()
-        raise ReplicaFailedError(_describe(replica, failure.exitcode), explained=failure.exitcode > 0) from None
+        raise _explain(error) from None
     except SignalException as error:
-        raise ReplicaFailedError(f"stopped by {error.sigval.name}", explained=False) from None
+        raise ReplicaFailedError(f"stopped by {error.sigval.name}", exit_code=128 + error.sigval) from None
 
 
-def _describe(replica: int, exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"replica {replica} ended with exit code {exit_code}"
+def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """In the replica: leave a failure where the launcher looks for it."""
     try:
-        name = signal.Signals(-exit_code).name
+        entrypoint(*arguments)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Failure as failure:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": str(failure)}))
+        raise SystemExit(failure.exit_code) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _explain(error: ChildFailedError) -> ReplicaFailedError:
+    """The failure that came first: a replica that was killed makes those that wait for it fail, too."""
+    killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    replica, failure = killed[0] if killed else error.get_first_failure()
+    if failure.exitcode >= 0 and failure.message != _NO_MESSAGE:
+        return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
+    return ReplicaFailedError(f"replica {replica} {_ending(failure)}", exit_code=1)
+
+
+_NO_MESSAGE = ProcessFailure(local_rank=0, pid=0, exitcode=1, error_file="").message
+
+
+def _ending(failure: ProcessFailure) -> str:
+    if failure.exitcode >= 0:
+        return f"ended with exit code {failure.exitcode}"
+    try:
+        return f"was killed by {signal.Signals(-failure.exitcode).name}"
     except ValueError:
-        name = str(-exit_code)
-    return f"replica {replica} was killed by signal {name}"
+        return f"was killed by signal {-failure.exitcode}"

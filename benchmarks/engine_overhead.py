@@ -1,0 +1,49 @@
+"""What `engine.step()` costs on a step without a sync, beside the training step of a 5M-parameter model.
+
+    python benchmarks/engine_overhead.py
+
+Prints the ratio of the medians, measured in turns within one process.
+"""
+
+import statistics
+import time
+
+import torch
+
+import diloco
+from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = Decoder(DecoderConfig(num_layers=6, num_heads=4, width=256, vocab_size=1024), seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fragments = diloco.strided(model, layers_per_fragment=3)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=fragments,
+        schedule=diloco.Schedule(sync_every=10**6, num_fragments=len(fragments), overlap_steps=1),
+        exchange=diloco.LoopbackExchange(),
+    )
+    window = torch.randint(0, 1024, (2, 257), generator=torch.Generator().manual_seed(0))
+    training, engine_alone = [], []
+    for _ in range(40):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(window[:, :-1])
+        next_token_loss(logits, window[:, 1:], 1e-4)[1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = time.perf_counter()
+        engine.step()
+        training.append(trained - start)
+        engine_alone.append(time.perf_counter() - trained)
+    step, overhead = statistics.median(training[5:]), statistics.median(engine_alone[5:])
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{num_params:,} parameters, 2 sequences of 256 tokens, one thread")
+    print(f"training step {1e3 * step:.2f} ms, engine.step() {1e3 * overhead:.4f} ms: {overhead / step:.4%}")
+
+
+if __name__ == "__main__":
+    main()

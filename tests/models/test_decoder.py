@@ -1,0 +1,136 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diloco.models.decoder import Decoder, DecoderConfig, generate, next_token_loss, rotary, rotate
+from diloco.models.ladder import LADDER, ladder, num_matrix_params
+
+SMALL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=11)
+
+
+@pytest.mark.parametrize(
+    ("scale", "num_params"),
+    [
+        ("35M", 35_651_584),
+        ("90M", 88_866_816),
+        ("180M", 184_549_376),
+        ("330M", 336_855_040),
+        ("550M", 559_939_584),
+        ("1.3B", 1_275_068_416),
+        ("2.4B", 2_443_182_080),
+    ],
+)
+def test_ladder_counts_parameters_as_the_paper(scale, num_params):
+    config = ladder(scale)
+    with torch.device("meta"):
+        model = Decoder(config, seed=0)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    gains = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    head_width = config.width // config.num_heads
+    assert matrices == num_params == num_matrix_params(config)
+    assert gains == config.num_layers * (2 * config.width + 2 * head_width) + config.width
+    assert all(p.dim() in (1, 2) for p in model.parameters())
+
+
+def test_the_ladder_refuses_an_unknown_size():
+    with pytest.raises(ValueError, match=r"'7B' is not a size.*35M.*10B"):
+        ladder("7B")
+    assert len(LADDER) == 9
+
+
+def test_forward_equals_a_decoder_written_out_by_hand():
+    model = Decoder(SMALL, seed=1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(model(tokens), by_hand(dict(model.named_parameters()), tokens), rtol=1e-4, atol=1e-5)
+
+
+def by_hand(p, tokens):
+    """Head by head and position by position, with complex numbers for RoPE."""
+    width, heads, k = SMALL.width, SMALL.num_heads, SMALL.width // SMALL.num_heads
+    x = p["embedding.weight"][tokens]
+    for layer in range(SMALL.num_layers):
+        b = f"blocks.{layer}."
+        h = normed(x, p[b + "attention_norm.weight"])
+        q, key, v = (h @ w.T for w in p[b + "attention.qkv.weight"].split(width))
+        out = torch.zeros_like(x)
+        for i in range(heads):
+            part = slice(i * k, (i + 1) * k)
+            qi = turned(normed(q[..., part], p[b + "attention.query_norm.weight"]))
+            ki = turned(normed(key[..., part], p[b + "attention.key_norm.weight"]))
+            for t in range(tokens.shape[1]):
+                score = (qi[:, t : t + 1] * ki[:, : t + 1]).sum(-1) / math.sqrt(k)
+                out[:, t, part] = (score.softmax(-1)[..., None] * v[:, : t + 1, part]).sum(1)
+        x = x + out @ p[b + "attention.out.weight"].T
+        h = normed(x, p[b + "mlp_norm.weight"]) @ p[b + "mlp_in.weight"].T
+        gelu = h * (1 + torch.erf(h / math.sqrt(2))) / 2
+        x = x + gelu @ p[b + "mlp_out.weight"].T
+    return normed(x, p["norm.weight"]) @ p["embedding.weight"].T
+
+
+def normed(x, gain):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt() * gain
+
+
+def turned(x):
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[1])[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def test_the_future_does_not_change_the_past():
+    model = Decoder(SMALL, seed=0)
+    tokens = torch.randint(0, 11, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 11
+    torch.testing.assert_close(model(tokens)[0, :5], model(changed)[0, :5])
+    assert not torch.allclose(model(tokens)[0, 5], model(changed)[0, 5])
+
+
+def test_rope_depends_on_distance_alone():
+    rotation = rotary(12, 8, torch.device("cpu"))
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (rotate(x.expand(1, 1, 12, 8), rotation)[0, 0] for x in (q, k))
+    torch.testing.assert_close(turned_q[3] @ turned_k[1], turned_q[10] @ turned_k[8])
+
+
+def test_the_same_seed_gives_the_same_parameters():
+    one, two, other = Decoder(SMALL, seed=5), Decoder(SMALL, seed=5), Decoder(SMALL, seed=6)
+    assert torch.equal(one.embedding.weight, two.embedding.weight)
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+
+
+def test_loss_is_cross_entropy_and_z_loss():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 11, generator=generator, dtype=torch.float32)
+    targets = torch.randint(0, 11, (2, 3), generator=generator)
+    loss, objective = next_token_loss(logits, targets, 0.1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.view(-1, 11), targets.view(-1)))
+    torch.testing.assert_close(objective - loss, 0.1 * logits.exp().sum(-1).log().square().mean())
+
+
+def test_generate_takes_the_likeliest_token_where_only_one_is_allowed():
+    model = Decoder(SMALL, seed=0)
+    written = generate(model, [1, 2], 6, seed=0, context=4, top_k=1)
+    tokens = [1, 2]
+    for _ in range(6):
+        tokens.append(int(model(torch.tensor([tokens[-4:]]))[0, -1].argmax()))
+    assert written == tokens[2:]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 3}, "width=16 must be a multiple of 2·num_heads=6"),
+        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
+        ({"vocab_size": -1}, "vocab_size must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**({"num_layers": 2, "num_heads": 2, "width": 16} | sizes))
