@@ -2,9 +2,9 @@
 
     python benchmarks/streaming_vs_data_parallel.py --train TRAIN.jsonl --held-out HELD_OUT.jsonl --output DIR
 
-Runs a grid of learning rates for both methods and every seed, then, at Streaming DiLoCo's best rate, FP32 on the
-wire, and plain averaging (η = 1, μ = 0) as the sanity check. A run that is finished is not run again. Writes
-DIR/results.csv after every run and prints the comparison.
+Runs one grid of learning rates for both methods with the first seed; then, at each method's best rate, the other
+seeds, FP32 on the wire, and plain averaging (η = 1, μ = 0) as the sanity check. A run that is finished is not run
+again, one that was interrupted is resumed. Writes DIR/results.csv after every run and prints the comparison.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from pathlib import Path
 
 STEP_TOKENS = 8 * 256
 LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002)
-GRID_METHODS = {"data_parallel": ["--method", "data_parallel"], "streaming": []}
-AT_THE_BEST_RATE = {
+VARIANTS = {
+    "data_parallel": ["--method", "data_parallel"],
+    "streaming": [],
     "streaming_fp32": ["--diloco.wire", "fp32"],
     "averaging": ["--diloco.outer-learning-rate", "1.0", "--diloco.outer-momentum", "0.0"],
 }
@@ -49,20 +50,28 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
-    for seed in arguments.seeds:
-        for rate in LEARNING_RATES:
-            for variant, flags in GRID_METHODS.items():
-                rows.append(run(variant, flags, seed, rate, arguments))
-                write(rows, arguments.output)
-    best = best_rate(rows, "streaming")
-    for variant, flags in AT_THE_BEST_RATE.items():
-        for seed in arguments.seeds:
-            rows.append(run(variant, flags, seed, best, arguments))
-            write(rows, arguments.output)
+
+    def run_and_write(variant: str, seed: int, rate: float) -> None:
+        rows.append(run(variant, seed, rate, arguments))
+        with (arguments.output / "results.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    first_seed, *other_seeds = arguments.seeds
+    for rate in LEARNING_RATES:
+        for variant in ("data_parallel", "streaming"):
+            run_and_write(variant, first_seed, rate)
+    best = {variant: best_rate(rows, variant) for variant in ("data_parallel", "streaming")}
+    for variant in ("streaming_fp32", "averaging"):
+        run_and_write(variant, first_seed, best["streaming"])
+    for seed in other_seeds:
+        for variant in VARIANTS:
+            run_and_write(variant, seed, best.get(variant, best["streaming"]))
     compare(rows)
 
 
-def run(variant: str, flags: list[str], seed: int, rate: float, arguments: argparse.Namespace) -> dict:
+def run(variant: str, seed: int, rate: float, arguments: argparse.Namespace) -> dict:
     """One run of the trainer, or what an earlier call left of it."""
     name = f"{variant}-seed{seed}-lr{rate:g}"
     summary = arguments.output / name / "summary.json"
@@ -74,39 +83,38 @@ def run(variant: str, flags: list[str], seed: int, rate: float, arguments: argpa
         command += ["--global-batch", "8", "--num-tokens", str(arguments.steps * STEP_TOKENS)]
         command += ["--evaluation.num-tokens", "1000000"]
         config = arguments.output / name / "config.json"
-        subprocess.run(command + flags + (["--resume", str(config.parent)] if config.exists() else []), check=True)
+        command += [*VARIANTS[variant], *(["--resume", str(config.parent)] if config.exists() else [])]
+        subprocess.run(command, check=True)
     values = json.loads(summary.read_text())
     return {"variant": variant, "seed": seed, "learning_rate": rate} | {c: values[c] for c in COLUMNS[3:]}
 
 
 def best_rate(rows: list[dict], variant: str) -> float:
-    """The learning rate whose loss, averaged over the seeds, is lowest."""
-    rates = {row["learning_rate"] for row in rows if row["variant"] == variant}
-    return min(rates, key=lambda rate: mean_loss(rows, variant, rate))
+    """The learning rate of a variant's lowest loss."""
+    return min((row for row in rows if row["variant"] == variant), key=lambda row: row["eval_loss"])[
+        "learning_rate"
+    ]
 
 
-def mean_loss(rows: list[dict], variant: str, rate: float) -> float:
-    return statistics.mean(
-        row["eval_loss"] for row in rows if row["variant"] == variant and row["learning_rate"] == rate
-    )
+def at_rate(rows: list[dict], variant: str, rate: float) -> list[dict]:
+    return [row for row in rows if row["variant"] == variant and row["learning_rate"] == rate]
 
 
-def write(rows: list[dict], output: Path) -> None:
-    with (output / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+def mean_loss(rows: list[dict]) -> float:
+    return statistics.mean(row["eval_loss"] for row in rows)
 
 
 def compare(rows: list[dict]) -> None:
     """Mean loss over the seeds of each variant at its best rate, beside Data-Parallel's."""
-    baseline = mean_loss(rows, "data_parallel", best_rate(rows, "data_parallel"))
+    first_seed = [row for row in rows if row["seed"] == rows[0]["seed"]]
+    baseline = mean_loss(at_rate(rows, "data_parallel", best_rate(first_seed, "data_parallel")))
     print(f"{'variant':16} {'rate':>8} {'loss':>8} {'to Data-Parallel':>17} {'seeds':>18} {'fewer bytes':>12}")
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        rate = best_rate(rows, variant)
-        chosen = [row for row in rows if row["variant"] == variant and row["learning_rate"] == rate]
-        loss, seeds = mean_loss(rows, variant, rate), " ".join(f"{row['eval_loss']:.4f}" for row in chosen)
+    for variant in VARIANTS:
+        rate = best_rate(first_seed, variant)
+        chosen = at_rate(rows, variant, rate)
+        seeds = " ".join(f"{row['eval_loss']:.4f}" for row in chosen)
         fewer = chosen[0]["data_parallel_bytes_per_replica"] / chosen[0]["bytes_sent_per_replica"]
+        loss = mean_loss(chosen)
         print(f"{variant:16} {rate:8g} {loss:8.4f} {loss / baseline - 1:+17.2%} {seeds:>18} {fewer:11.1f}×")
 
 

@@ -111,15 +111,11 @@ def test_the_list_of_blocks_is_named_where_it_is_not_plain():
     model.decoder = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="encoder, decoder was found: name it with blocks="):
         strided(model)
-    (only, outside) = strided(model, layers_per_fragment=2, blocks="decoder")
+    only, outside = strided(model, layers_per_fragment=2, blocks="decoder")
     assert only.blocks == ("decoder.0", "decoder.1")
     assert outside.parameters == tuple(f"encoder.{i}.{p}" for i in (0, 1) for p in ("weight", "bias"))
-    assert [
-        fragment.blocks for fragment in strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))
-    ] == [
-        ("decoder.0", "encoder.0"),
-        ("decoder.1", "encoder.1"),
-    ]
+    both = strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))
+    assert [fragment.blocks for fragment in both] == [("decoder.0", "encoder.0"), ("decoder.1", "encoder.1")]
 
 
 @pytest.mark.parametrize(

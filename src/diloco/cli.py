@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from diloco.version import __version__
 
@@ -59,11 +59,11 @@ def _train(arguments: list[str]) -> None:
         }
         command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
         config = _prepared(command.config, recipes[command.recipe], command.recipe, command.resume)
-        resume = command.resume is not None
+    with _explained(hint=f"; go on with: diloco train {command.recipe} --resume {config.directory}"):
         if under_a_launcher():
-            _replica(config, resume)
-            return
-        launch(_replica, config.num_replicas, config, resume)
+            _replica(config, command.resume is not None)
+        else:
+            launch(_local_replica, config.num_replicas, config, command.resume is not None)
 
 
 def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Path | None) -> "TrainConfig":
@@ -74,6 +74,7 @@ def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Pa
     from diloco.training.config import resolve
     from diloco.training.launcher import under_a_launcher
     from diloco.training.run_directory import claim, resume_config
+    from diloco.training.state import check
 
     if resume is not None:
         return resume_config(resume, asked, recipe)
@@ -82,11 +83,25 @@ def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Pa
     asked = replace(asked, name=asked.name or f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     directory = prepare.resolve(asked.data)
     config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
+    check(config)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(config)
         print(f"data    {directory}, digest {read_index(directory).digest[:16]}")
         print(f"run     {config.directory}")
     return config
+
+
+def _local_replica(config: "TrainConfig", resume: bool) -> None:
+    """One replica in a process of our own launcher, which tells the user what ended it."""
+    from diloco.training.launcher import Failure
+
+    try:
+        _replica(config, resume)
+    except Exception as error:
+        exit_code = _exit_code(error)
+        if exit_code is None:
+            raise
+        raise Failure(str(error), exit_code=exit_code) from error
 
 
 def _replica(config: "TrainConfig", resume: bool) -> None:
@@ -97,16 +112,15 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
     from diloco.report.progress import TrainingProgress
     from diloco.training.loop import train
 
-    with _explained(config):
-        console = Console()
-        progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
-        try:
-            outcome = train(config, resume=resume, on_step=progress)
-        finally:
-            if progress is not None:
-                progress.close()
-        if outcome is not None:
-            print_outcome(config, outcome, console)
+    console = Console()
+    progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+    try:
+        outcome = train(config, resume=resume, on_step=progress)
+    finally:
+        if progress is not None:
+            progress.close()
+    if outcome is not None:
+        print_outcome(config, outcome, console)
 
 
 def _data(arguments: list[str]) -> None:
@@ -145,31 +159,34 @@ def _data(arguments: list[str]) -> None:
 
 
 @contextmanager
-def _explained(config: "TrainConfig | None" = None) -> Iterator[None]:
-    """Turn what is expected to go wrong into one sentence and an exit code: 2 for a mistake, 1 for a failure."""
+def _explained(hint: str = "") -> Iterator[None]:
+    """Turn what is expected to go wrong into one sentence and an exit code."""
     try:
         yield
     except KeyboardInterrupt:
-        _complain("interrupted", config)
-        raise SystemExit(130) from None
+        _complain(f"interrupted{hint}", 130)
     except Exception as error:
-        from diloco.exchange import ExchangeError
-        from diloco.training.launcher import ReplicaFailedError
-        from diloco.training.loop import TrainingError
-
-        if isinstance(error, ReplicaFailedError):
-            if not error.explained:
-                _complain(str(error), config)
-            raise SystemExit(1) from None
-        if isinstance(error, ValueError):
-            _complain(str(error))
-            raise SystemExit(2) from None
-        if isinstance(error, ExchangeError | TrainingError | TimeoutError | OSError):
-            _complain(str(error), config)
-            raise SystemExit(1) from None
-        raise
+        exit_code = _exit_code(error)
+        if exit_code is None:
+            raise
+        _complain(str(error) + (hint if exit_code != _MISTAKE else ""), exit_code)
 
 
-def _complain(sentence: str, config: "TrainConfig | None" = None) -> None:
-    where = f"; go on with: diloco train RECIPE --resume {config.directory}" if config is not None else ""
-    print(f"diloco: {sentence}{where}", file=sys.stderr, flush=True)
+_MISTAKE, _FAILURE = 2, 1
+
+
+def _exit_code(error: Exception) -> int | None:
+    """2 for a user's mistake, 1 for a failure that may pass, None for a bug of ours."""
+    from diloco.exchange import ExchangeError
+    from diloco.training.launcher import ReplicaFailedError
+
+    if isinstance(error, ReplicaFailedError):
+        return error.exit_code
+    if isinstance(error, ValueError):
+        return _MISTAKE
+    return _FAILURE if isinstance(error, ExchangeError | OSError) else None
+
+
+def _complain(sentence: str, exit_code: int) -> NoReturn:
+    print(f"diloco: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(exit_code) from None

@@ -117,7 +117,14 @@ class StreamingDiLoCo:
         self.fragments, self.schedule, self.exchange = tuple(fragments), schedule, exchange
         self.outer, self.mixing = outer or Nesterov(), mixing
         self.wire = codec(wire) if isinstance(wire, str) else wire
-        self._check(model, combine)
+        check_settings(
+            model,
+            fragments=self.fragments,
+            schedule=schedule,
+            mixing=mixing,
+            combine=combine,
+            num_replicas=exchange.num_replicas,
+        )
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         self._spans = [_spans(fragment, named) for fragment in self.fragments]
@@ -270,28 +277,6 @@ class StreamingDiLoCo:
             named |= {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
         return named
 
-    def _check(self, model: nn.Module, combine: str) -> None:
-        check_partition(model, self.fragments)
-        if self.schedule.num_fragments != len(self.fragments):
-            raise ValueError(
-                f"schedule.num_fragments={self.schedule.num_fragments}, but there are {len(self.fragments)} "
-                "fragments: count all of them, the one outside the blocks included"
-            )
-        overlaps = self.schedule.overlap_steps
-        if isinstance(overlaps, tuple) and len(overlaps) != self.exchange.num_replicas:
-            raise ValueError(
-                f"overlap_steps={overlaps} must hold one number for each of {self.exchange.num_replicas} replicas"
-            )
-        if not 0 <= self.mixing <= 1:
-            raise ValueError(f"mixing must lie between 0 and 1, not {self.mixing}")
-        if combine != "gather":
-            raise ValueError(f"combine must be 'gather', not {combine!r}")
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "to_local"):
-                raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")
-            if not parameter.is_floating_point():
-                raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
-
     def _check_finite(self, delta_N: Tensor, sync: Sync) -> None:
         if torch.isfinite(delta_N).all():
             return
@@ -322,6 +307,40 @@ class StreamingDiLoCo:
             for name, parameter in parameters.items():
                 facts[f"shape and fragment of parameter {name}"] = [list(parameter.shape), index]
         return facts
+
+
+def check_settings(
+    model: nn.Module,
+    *,
+    fragments: Sequence[Fragment],
+    schedule: Schedule,
+    mixing: float,
+    combine: str,
+    num_replicas: int,
+) -> None:
+    """Refuse, without any other replica, what `StreamingDiLoCo` would refuse; the model may be on `meta`.
+
+    Raises:
+        ValueError: if the settings contradict each other or the model; the message names both values.
+    """
+    check_partition(model, fragments)
+    if schedule.num_fragments != len(fragments):
+        raise ValueError(
+            f"schedule.num_fragments={schedule.num_fragments}, but there are {len(fragments)} fragments: "
+            "count all of them, the one outside the blocks included"
+        )
+    overlaps = schedule.overlap_steps
+    if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
+        raise ValueError(f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas")
+    if not 0 <= mixing <= 1:
+        raise ValueError(f"mixing must lie between 0 and 1, not {mixing}")
+    if combine != "gather":
+        raise ValueError(f"combine must be 'gather', not {combine!r}")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
 
 
 def parameters_hash(parameters: Mapping[str, Tensor]) -> str:

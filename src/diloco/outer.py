@@ -8,8 +8,13 @@ Shapes: N elements of one fragment.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from jaxtyping import Float32
 from torch import Tensor
+
+FlatFP32: TypeAlias = Float32[Tensor, "N"]
+"""One fragment, flat; vectors in one call are equally long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +44,13 @@ class Nesterov:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"the outer momentum must be at least 0 and below 1, not {self.momentum}")
 
-    def step(self, outer_N: Tensor, velocity_N: Tensor, delta_N: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:
         """The new Θ and v, FP32, from the averaged outer gradient Δ; nothing is changed in place."""
         velocity_N = self.momentum * velocity_N + delta_N
         return outer_N - self.lr * (delta_N + self.momentum * velocity_N), velocity_N
 
 
-def average(deltas: Sequence[Tensor]) -> Tensor:
+def average(deltas: Sequence[FlatFP32]) -> FlatFP32:
     """(1/M) Σ_m Δ_m of M flat FP32 vectors: summed in FP32, in the order given, then divided by M."""
     total_N = deltas[0].clone()
     for delta_N in deltas[1:]:
@@ -53,7 +58,7 @@ def average(deltas: Sequence[Tensor]) -> Tensor:
     return total_N / len(deltas)
 
 
-def merge(theta_N: Tensor, outer_N: Tensor, mixing: float) -> Tensor:
+def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
     """Θ mixed into a replica's parameters: α θ + (1 − α) Θ, FP32.
 
     >>> import torch

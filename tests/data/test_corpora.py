@@ -105,19 +105,32 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
         list(documents(str(tmp_path / name)))
 
 
+def test_an_unknown_suffix_is_refused_before_anything_is_read(tmp_path):
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(ValueError, match=r"b\.md has none of the known suffixes"):
+        documents(f"{tmp_path}/*")
+
+
 def test_a_parquet_file_without_text(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match="null.parquet cannot be read: row 2 has no field `text`"):
+    with pytest.raises(ValueError, match=r"null\.parquet cannot be read: row 2 has no field `text`"):
         list(documents(str(tmp_path / "null.parquet")))
-    with pytest.raises(ValueError, match="none.parquet cannot be read: .*no field `text`"):
+    with pytest.raises(ValueError, match=r"none\.parquet cannot be read: .*no field `text`"):
         list(documents(str(tmp_path / "none.parquet")))
 
 
-@pytest.mark.parametrize("source", ["absent.txt", "*.txt", "absent/**/*.jsonl", ".", "", "/"])
+@pytest.mark.parametrize("source", ["absent.txt", "*.txt", "absent/**/*.jsonl"])
 def test_no_match_names_the_pattern_before_anything_is_read(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="matches no file"):
+        documents(source)
+
+
+@pytest.mark.parametrize("source", ["", ".", "/", "~"])
+def test_a_directory_is_not_searched_unasked(source):
+    with pytest.raises(ValueError, match=r"is a directory; name the files in it"):
         documents(source)
 
 

@@ -51,7 +51,8 @@ def test_epochs_and_seeds_differ_and_a_call_repeats():
 
 def test_the_order_is_the_same_everywhere_and_forever():
     # A run resumed elsewhere, or by a later release, has to go on with the same windows.
-    assert Sampler(num_windows=1000, global_batch=8, seed=42).windows(200).tolist() == ORDER
+    order = Sampler(num_windows=1000, global_batch=8, seed=42).windows(200).tolist()
+    assert order == [916, 989, 827, 900, 856, 532, 466, 472]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,3 @@ def test_batches_refuse_a_share_that_is_not_whole_at_once():
             seq_len=10,
             num_replicas=3,
         )
-
-
-ORDER: list[int] = []

@@ -2,7 +2,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +75,17 @@ def test_text_cannot_forge_a_bos():
         assert tokenizer.bos_id not in ids
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_bos_that_the_file_adds_as_a_plain_token_cannot_be_forged_either(bpe_path, tmp_path, special):
+    content = json.loads(bpe_path.read_text())
+    content["added_tokens"][0]["special"] = special
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    (ids,) = tokenizer.encode(["a<bos>b"])
+    assert tokenizer.bos_id not in ids
+    assert tokenizer.decode([tokenizer.bos_id, *ids]) == "a<bos>b"
+
+
 @pytest.fixture(scope="module")
 def bpe_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
@@ -106,13 +116,6 @@ train_bpe(stdlib_texts(), 600, Path({str(tmp_path / "again.json")!r}))
     assert (tmp_path / "again.json").read_bytes() == bpe_path.read_bytes()
 
 
-def test_merges_are_ordered_by_how_often_they_occur(bpe_path):
-    merges = json.loads(bpe_path.read_text())["model"]["merges"]
-    text = "".join(stdlib_texts()).replace(" ", "Ġ")
-    counts = [text.count("".join(merge)) for merge in merges[:5]]
-    assert all(first >= second for first, second in pairwise(counts))
-
-
 @pytest.mark.parametrize(("size", "message"), [(256, "at least bpe:257"), (50_000, "yields only")])
 def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
     with pytest.raises(ValueError, match=message):
@@ -120,16 +123,19 @@ def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_cuts_and_padding_in_the_file_are_not_applied(bpe_path, tmp_path):
+def test_what_the_file_would_add_or_cut_off_is_not(bpe_path, tmp_path):
     from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
 
     backend = Tokenizer.from_file(str(bpe_path))
     backend.enable_truncation(3)
-    backend.enable_padding(length=5)
+    backend.enable_padding(length=5, pad_id=9)
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     texts = ["import json", "", "x"]
-    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
+    for ids, plain in zip(tokenizer.encode(texts), load_tokenizer(bpe_path).encode(texts), strict=True):
+        assert np.array_equal(ids, plain)
 
 
 @pytest.mark.parametrize("bos", ["<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>"])

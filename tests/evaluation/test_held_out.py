@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_mean_and_standard_error_are_those_of_the_sequences():
     windows = rng.integers(0, 8, (5, 4))
     found = held_out_loss(lambda t: table[t], [windows[:3], windows[3:]], bytes_per_token=1, device=CPU)
     log_probabilities = table.log_softmax(-1).numpy()
-    losses = [np.mean([-log_probabilities[a, b] for a, b in zip(w, w[1:], strict=False)]) for w in windows]
+    losses = [np.mean([-log_probabilities[a, b] for a, b in pairwise(w)]) for w in windows]
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert found.standard_error == pytest.approx(np.std(losses, ddof=1) / math.sqrt(5), rel=1e-4)
 

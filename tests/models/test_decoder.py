@@ -46,7 +46,9 @@ def test_forward_equals_a_decoder_written_out_by_hand():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(2))
     tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(model(tokens), by_hand(dict(model.named_parameters()), tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens), by_hand(dict(model.named_parameters()), tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 def by_hand(p, tokens):

@@ -101,6 +101,10 @@ def _files(source: str) -> Iterator[Document]:
 def _match(source: str) -> tuple[Path, list[Path]]:
     """The directory that ids are relative to, and the files that `source` names, sorted."""
     pattern = Path(source).expanduser()
+    if pattern.is_dir():
+        raise ValueError(
+            f"source {source!r} is a directory; name the files in it, such as '{pattern / '**/*.txt'}'"
+        )
     if pattern.is_file():
         root, paths = pattern.parent, [pattern]
     else:

@@ -127,15 +127,18 @@ class HuggingFaceTokenizer:
             self._backend = Backend.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
             raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
-        # A file may ask for cuts and padding. And a text may spell BOS out, which must not become one.
+        # A file may ask for them.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True
         self.name = path.name
         self.digest = hashlib.sha256(content).hexdigest()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        self.bos_id = _find_bos(vocabulary, path)
+        bos = _find_bos(vocabulary, path)
+        self.bos_id = vocabulary[bos]
+        # A text may spell BOS out, and must not get one: special tokens are not looked for, and BOS is made one.
+        self._backend.add_special_tokens([bos])
+        self._backend.encode_special_tokens = True
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, special tokens neither added nor recognised."""
@@ -147,11 +150,11 @@ class HuggingFaceTokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def _find_bos(vocabulary: dict[str, int], path: Path) -> int:
+def _find_bos(vocabulary: dict[str, int], path: Path) -> str:
     names = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
     for name in names:
         if name in vocabulary:
-            return vocabulary[name]
+            return name
     raise ValueError(f"{path} has no token to precede a document; add one of {', '.join(names)}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 
@@ -57,8 +58,8 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self._initialise(seed)
 
-    def forward(self, tokens_BxT: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T) of int64."""
+    def forward(self, tokens_BxT: Int64[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """The logits of the next token at each position."""
         x_BxTxD = self.embedding(tokens_BxT)
         rotation = rotary(tokens_BxT.shape[1], self.config.width // self.config.num_heads, tokens_BxT.device)
         for block in self.blocks:
@@ -120,14 +121,18 @@ def rotary(num_tokens: int, head_width: int, device: torch.device) -> tuple[Tens
     return angle_TxK.cos(), angle_TxK.sin()
 
 
-def rotate(x_BxHxTxK: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(
+    x_BxHxTxK: Float[Tensor, "B H T K"], rotation: tuple[Float32[Tensor, "T K"], Float32[Tensor, "T K"]]
+) -> Float32[Tensor, "B H T K"]:
     """RoPE (arXiv 2104.09864): position t turns the pair (x_i, x_{i+K/2}) by t·base^(−2i/K)."""
     cosine_TxK, sine_TxK = rotation
     first, second = x_BxHxTxK.chunk(2, dim=-1)
     return x_BxHxTxK * cosine_TxK + torch.cat([-second, first], dim=-1) * sine_TxK
 
 
-def next_token_loss(logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def next_token_loss(
+    logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0
+) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
     """Mean cross-entropy in nats a token, and what to train on: the same plus z_loss · mean(log Z)².
 
     Returns:

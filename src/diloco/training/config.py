@@ -151,10 +151,11 @@ class TrainConfig:
             raise ValueError(f"micro_batch={self.micro_batch} must divide a replica's share of the batch, {share}")
         per_step = self.tokens_per_step
         if rest := self.num_tokens % per_step:
-            below, above = max(self.num_tokens - rest, per_step), self.num_tokens - rest + per_step
+            below = self.num_tokens - rest
+            choice = f"{below} or {below + per_step}" if below else f"{per_step} or more"
             raise ValueError(
                 f"num_tokens={self.num_tokens} is no whole number of steps of global_batch·sequence_length="
-                f"{per_step} tokens: take {below} or {above}"
+                f"{per_step} tokens: take {choice}"
             )
         self._check_checkpoints()
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,8 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Failure as failure:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": str(failure)}))
+        told = {"message": str(failure), "timestamp": str(int(time.time()))}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
         raise SystemExit(failure.exit_code) from None
     except Exception:
         traceback.print_exc()
@@ -87,12 +89,9 @@ def _explain(error: ChildFailedError) -> ReplicaFailedError:
     """The failure that came first: a replica that was killed makes those that wait for it fail, too."""
     killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     replica, failure = killed[0] if killed else error.get_first_failure()
-    if failure.exitcode >= 0 and failure.message != _NO_MESSAGE:
+    if failure.exitcode >= 0 and "message" in failure.error_file_data:
         return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
     return ReplicaFailedError(f"replica {replica} {_ending(failure)}", exit_code=1)
-
-
-_NO_MESSAGE = ProcessFailure(local_rank=0, pid=0, exitcode=1, error_file="").message
 
 
 def _ending(failure: ProcessFailure) -> str:

@@ -24,14 +24,14 @@ from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.data_parallel import DataParallel, ring_all_reduce_bytes
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
-from diloco.training.run_directory import write_atomically
+from diloco.training.run_directory import data_digest, write_atomically
 from diloco.training.state import TrainState, initial_state, outer_forward
 from diloco.training.world import World, join
 
 OnStep = Callable[[StepMetrics], None]
 
 
-class TrainingError(RuntimeError):
+class TrainingError(ValueError):
     """Training can't go on; the message says what to do."""
 
 
@@ -68,8 +68,8 @@ def train(config: TrainConfig, *, resume: bool = False, on_step: OnStep | None =
         checkpoints = Checkpoints(
             config.directory / "checkpoints" / f"replica-{world.replica}", keep=config.checkpoint.keep
         )
-        if resume:
-            state.load_state_dict(checkpoints.load(_newest_common_step(checkpoints, world)))
+        if resume and (step := _newest_common_step(checkpoints, world)):
+            state.load_state_dict(checkpoints.load(step))
         log = MetricsLog(config.directory, world.replica, after_step=state.step)
 
         for step in range(state.step + 1, config.num_steps + 1):
@@ -156,6 +156,11 @@ def _open_corpus(config: TrainConfig, world: World) -> TokenShards:
     """The training split, once every replica has been found to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus = open_split(config.data.prepared, "train")
+    if corpus.digest != (started_with := data_digest(config.directory)):
+        raise ValueError(
+            f"the run was started on data with digest {started_with}, and {config.data.prepared} has "
+            f"{corpus.digest}: name the directory with the same text by --data.prepared"
+        )
     facts = {name: value for name, value in to_json(config).items() if name not in _OWN_TO_A_REPLICA}
     agree(world.exchange, facts | {"digest of the data": corpus.digest}, round=1)
     return corpus
@@ -176,14 +181,15 @@ def _batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
 
 
 def _newest_common_step(checkpoints: Checkpoints, world: World) -> int:
+    """The step to resume from; 0, the initial state, where no replica had saved anything yet."""
     held = share(world.exchange, checkpoints.steps())
     common = set.intersection(*map(set, held))
-    if not common:
+    if not common and any(held):
         raise ValueError(
             f"no step is held by every replica (they hold {', '.join(map(str, held))}): "
-            "there is nothing to resume from; start a new run"
+            "bring the checkpoints that are missing back, or start a new run"
         )
-    return max(common)
+    return max(common, default=0)
 
 
 def _not_finite(config: TrainConfig, world: World, step: int, loss: float, grad_norm: float) -> str:

@@ -59,6 +59,11 @@ def read_config(directory: Path) -> TrainConfig:
     return replace(from_json(TrainConfig, values), name=directory.name, runs=directory.parent)
 
 
+def data_digest(directory: Path) -> str:
+    """The digest of the data that a run was started on."""
+    return json.loads((directory / DATA_FILE).read_text())["digest"]
+
+
 def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> TrainConfig:
     """The config to resume with: the run's own, where the command line doesn't ask for what may change.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine import StreamingDiLoCo
+from diloco.engine import StreamingDiLoCo, check_settings
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
 from diloco.outer import Nesterov
@@ -15,6 +15,7 @@ from diloco.schedule import Schedule
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel
 from diloco.training.world import World
+from diloco.wire import codec
 
 
 @dataclass
@@ -74,29 +75,45 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     if config.method == "data_parallel":
         sync = DataParallel(model, forward)
         return TrainState(model, sync.forward, optimizer, sync)
-    return TrainState(model, forward, optimizer, _engine(config, world, model))
+    engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
+    return TrainState(model, forward, optimizer, engine)
 
 
-def _engine(config: TrainConfig, world: World, model: nn.Module) -> StreamingDiLoCo:
+def check(config: TrainConfig) -> None:
+    """Refuse what the engine would, before anything is started.
+
+    Raises:
+        ValueError: naming both values of a contradiction.
+    """
+    if config.method == "data_parallel":
+        return
+    with torch.device("meta"):
+        model = Decoder(config.model, seed=config.seed)
+    settings = _engine_settings(config, model)
+    names = ("fragments", "schedule", "mixing", "combine")
+    check_settings(model, num_replicas=config.num_replicas, **{name: settings[name] for name in names})
+
+
+def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
+    """What StreamingDiLoCo is told, by its parameters' names."""
     diloco = config.diloco
-    assert diloco.overlap_steps is not None and diloco.mixing is not None and diloco.wire is not None
+    assert diloco.overlap_steps is not None and diloco.wire is not None, "the config is resolved"
     fragments = _fragments(config, model)
-    return StreamingDiLoCo(
-        model,
-        fragments=fragments,
-        schedule=Schedule(
-            sync_every=diloco.sync_every,
-            num_fragments=len(fragments),
-            overlap_steps=diloco.overlap_steps,
-            offsets=diloco.offsets,
-            first_sync=diloco.first_sync,
-        ),
-        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
-        mixing=diloco.mixing,
-        wire=diloco.wire,
-        combine=diloco.combine,
-        exchange=world.exchange,
+    schedule = Schedule(
+        sync_every=diloco.sync_every,
+        num_fragments=len(fragments),
+        overlap_steps=diloco.overlap_steps,
+        offsets=diloco.offsets,
+        first_sync=diloco.first_sync,
     )
+    return {
+        "fragments": fragments,
+        "schedule": schedule,
+        "outer": Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
+        "mixing": diloco.mixing,
+        "wire": codec(diloco.wire),
+        "combine": diloco.combine,
+    }
 
 
 def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:

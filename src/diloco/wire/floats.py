@@ -6,6 +6,7 @@ Shapes: N elements, B blocks of K elements (the last may hold fewer).
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 
@@ -13,11 +14,11 @@ from torch import Tensor
 class FP32:
     """Four bytes an element, unchanged, little-endian."""
 
-    def encode(self, delta_N: Tensor) -> Tensor:
+    def encode(self, delta_N: Float32[Tensor, "N"]) -> UInt8[Tensor, "bytes"]:
         """The vector's own bytes."""
         return delta_N.contiguous().view(torch.uint8)
 
-    def decode(self, payload: Tensor, num_elements: int) -> Tensor:
+    def decode(self, payload: Tensor, num_elements: int) -> Float32[Tensor, "{num_elements}"]:
         """The bytes as FP32."""
         _check_length(payload, self.payload_bytes(num_elements), num_elements)
         return payload.view(torch.float32)
@@ -31,11 +32,11 @@ class FP32:
 class BF16:
     """Two bytes an element, rounded to nearest, ties to even, little-endian."""
 
-    def encode(self, delta_N: Tensor) -> Tensor:
+    def encode(self, delta_N: Float32[Tensor, "N"]) -> UInt8[Tensor, "bytes"]:
         """The bytes of the vector in bfloat16."""
         return delta_N.to(torch.bfloat16).view(torch.uint8)
 
-    def decode(self, payload: Tensor, num_elements: int) -> Tensor:
+    def decode(self, payload: Tensor, num_elements: int) -> Float32[Tensor, "{num_elements}"]:
         """The bytes as bfloat16, in FP32."""
         _check_length(payload, self.payload_bytes(num_elements), num_elements)
         return payload.view(torch.bfloat16).float()
@@ -68,7 +69,7 @@ class E3M0:
         if self.block < 2 or self.block % 2:
             raise ValueError(f"e3m0: block must be an even number of elements, at least 2, not {self.block}")
 
-    def encode(self, delta_N: Tensor) -> Tensor:
+    def encode(self, delta_N: Float32[Tensor, "N"]) -> UInt8[Tensor, "bytes"]:
         """Scales, then packed codes."""
         num_elements = delta_N.numel()
         delta_BxK = _blocks(delta_N, self.block)
@@ -78,7 +79,7 @@ class E3M0:
         code_N = _codes(unit_BxK).view(-1)[: num_elements + num_elements % 2]
         return torch.cat([scale_B, code_N[0::2] | code_N[1::2] << 4])
 
-    def decode(self, payload: Tensor, num_elements: int) -> Tensor:
+    def decode(self, payload: Tensor, num_elements: int) -> Float32[Tensor, "{num_elements}"]:
         """Each code's magnitude times its block's scale."""
         _check_length(payload, self.payload_bytes(num_elements), num_elements)
         num_blocks = -(-num_elements // self.block)

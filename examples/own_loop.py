@@ -1,0 +1,46 @@
+"""Streaming DiLoCo in a training loop of one's own, with nothing of this project but the engine.
+
+    torchrun --nproc-per-node 2 examples/own_loop.py
+
+Each process is a replica with its own data. The model is torch's, and the loop is what it was before.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import diloco
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)  # the same initial parameters on every replica
+
+layer = torch.nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=256, batch_first=True, dropout=0.0)
+model = torch.nn.Sequential(
+    torch.nn.Embedding(32, 64), torch.nn.TransformerEncoder(layer, num_layers=4), torch.nn.Linear(64, 32)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+fragments = diloco.strided(model, layers_per_fragment=2)
+engine = diloco.StreamingDiLoCo(
+    model,
+    fragments=fragments,
+    schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
+    exchange=diloco.ProcessGroupExchange(),
+)
+engine.attach(optimizer)
+
+data = torch.Generator().manual_seed(1 + dist.get_rank())
+for step in range(1, 201):
+    # To learn: the sequence backwards.
+    tokens = torch.randint(0, 32, (16, 12), generator=data)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 50 == 0 and dist.get_rank() == 0:
+        print(f"step {step}: loss {loss.item():.3f}, {engine.bytes_sent:,} bytes sent")
+
+engine.finish()
+print(f"replica {dist.get_rank()}: outer hash {engine.outer_hash()[:16]}")
+dist.destroy_process_group()

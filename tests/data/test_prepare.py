@@ -1,0 +1,314 @@
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.data import prepare as prepare_module
+from diloco.data.config import DataConfig
+from diloco.data.corpora import documents
+from diloco.data.index import SPLITS, read_index, shard_path
+from diloco.data.prepare import PrepareProgress, prepare, resolve
+from diloco.data.shards import open_split
+from diloco.data.splits import is_held_out
+from diloco.data.tokenizers import load_tokenizer
+
+SHARED = Path(__file__).parents[2].parent / "shared/data"
+TOKENIZERS = {
+    "dolma": SHARED / "tokenizers/gpt-neox-olmo-dolma-v1_5.json",
+    "sentencepiece": SHARED / "tokenizers/sentencepiece_cc_all.32000.100extra.model",
+}
+
+
+def write_rows(path, texts, prefix="doc"):
+    rows = [{"id": f"{prefix}{i}", "text": text} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", [f"document {i}: né漢\n" * (i % 7) for i in range(200)])
+
+
+def split_of(directory, split):
+    """The documents of a split, token by token, from its files alone."""
+    index = read_index(directory)
+    found = []
+    for number, shard in enumerate(index.splits[split]):
+        tokens = np.fromfile(shard_path(directory, split, number, ".bin"), dtype=index.dtype)
+        starts = np.fromfile(shard_path(directory, split, number, ".idx"), dtype="<i8")
+        assert (len(tokens), len(starts)) == (shard.num_tokens, shard.num_documents)
+        assert (tokens[starts] == index.bos_id).all()
+        assert (tokens == index.bos_id).sum() == len(starts)
+        assert starts[0] == 0
+        found += np.split(tokens, starts[1:])
+    return found
+
+
+def texts_of(directory, split):
+    tokenizer = load_tokenizer(directory)
+    return [tokenizer.decode(tokens) for tokens in split_of(directory, split)]
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 500, 2**26])
+def test_shards_reproduce_the_documents_of_each_split(source, tmp_path, shard_tokens):
+    directory = prepare(
+        DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "out", shard_tokens=shard_tokens
+    )
+    expected = {split: [] for split in SPLITS}
+    for document in documents(source):
+        expected["held_out" if is_held_out(document.id, 0.2) else "train"].append(document.text)
+    assert {split: texts_of(directory, split) for split in SPLITS} == expected
+    for split in SPLITS:
+        opened = open_split(directory, split)
+        assert opened.num_bytes == sum(len(text.encode()) for text in expected[split])
+        shards = read_index(directory).splits[split]
+        assert all(shard.num_tokens >= shard_tokens for shard in shards[:-1])
+        assert len(shards) == len(expected[split]) if shard_tokens == 1 else len(shards) < len(expected[split])
+
+
+def test_the_index_says_what_was_made(source, tmp_path):
+    directory = prepare(DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "out", shard_tokens=500)
+    index = read_index(directory)
+    files = [shard_path(directory, s, i, ".bin") for s in SPLITS for i in range(len(index.splits[s]))]
+    assert index.digest == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert (index.vocab_size, index.bos_id, index.dtype) == (257, 256, "<u2")
+    assert index.settings.train == (source,)
+    assert not list(directory.glob("*.partial"))
+
+
+def test_the_digest_depends_on_the_text_alone(source, tmp_path):
+    config = DataConfig(train=(source,), held_out_fraction=0.2)
+    one = read_index(prepare(config, tmp_path / "one"))
+    many = read_index(prepare(config, tmp_path / "many", shard_tokens=10))
+    assert one.digest == many.digest
+    assert len(many.splits["train"]) > len(one.splits["train"]) == 1
+
+
+def test_a_document_stays_in_its_split_whatever_is_beside_it(tmp_path):
+    texts = [f"text {i}" for i in range(300)]
+    everything = write_rows(tmp_path / "everything.jsonl", texts)
+    lines = Path(everything).read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines[:150])))
+    held_out = []
+    for name in ("everything", "reversed"):
+        config = DataConfig(train=(f"{tmp_path}/{name}.jsonl",), held_out_fraction=0.1)
+        held_out.append(set(texts_of(prepare(config, tmp_path / name), "held_out")))
+    assert held_out[1] == held_out[0] & set(texts[:150])
+    assert 15 <= len(held_out[0]) <= 45
+
+
+def test_held_out_sources_take_no_training_document(tmp_path):
+    train = tuple(write_rows(tmp_path / f"{name}.jsonl", [name] * 40, name) for name in ("a", "b"))
+    held_out = write_rows(tmp_path / "held_out.jsonl", ["h"] * 3)
+    directory = prepare(DataConfig(train=train, held_out=(held_out,)), tmp_path / "out")
+    assert texts_of(directory, "train") == ["a"] * 40 + ["b"] * 40
+    assert texts_of(directory, "held_out") == ["h"] * 3
+
+
+def test_the_standard_library(tmp_path):
+    directory = prepare(DataConfig(), tmp_path / "out")
+    train, held_out = (open_split(directory, split) for split in SPLITS)
+    assert 0.002 < held_out.num_bytes / (train.num_bytes + held_out.num_bytes) < 0.08
+    assert train.num_tokens > 5e6
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent")
+@pytest.mark.parametrize("name", list(TOKENIZERS))
+def test_a_real_tokenizer_is_copied_beside_its_tokens(tmp_path, name):
+    books = str(SHARED / "books/valid_chapters.jsonl")
+    config = DataConfig(train=(books,), held_out_fraction=0.3, tokenizer=str(TOKENIZERS[name]))
+    directory = prepare(config, tmp_path / "out", shard_tokens=20_000)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.digest == load_tokenizer(TOKENIZERS[name]).digest == read_index(directory).tokenizer_digest
+    expected = [document.text for document in documents(books) if not is_held_out(document.id, 0.3)]
+    found = texts_of(directory, "train")
+    assert found == [tokenizer.decode(ids) for ids in tokenizer.encode(expected)]
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) == (len(found) if name == "dolma" else 0)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(source, tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: 70_000 + i for i, symbol in enumerate(alphabet)} | {"<bos>": 0}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer=str(tmp_path))
+    directory = prepare(config, tmp_path / "out")
+    assert read_index(directory).dtype == "<u4"
+    assert open_split(directory, "train").window(0, 100).max() >= 70_000
+    expected = [document.text for document in documents(source) if not is_held_out(document.id, 0.2)]
+    assert texts_of(directory, "train") == expected
+
+
+def test_bpe_is_trained_on_the_training_split_alone(tmp_path, monkeypatch):
+    train = write_rows(tmp_path / "train.jsonl", ["abcdefgh " * 50] * 9)
+    held_out = write_rows(tmp_path / "held_out.jsonl", ["stuvwxyz " * 50] * 9)
+    config = DataConfig(train=(train,), held_out=(held_out,), tokenizer="bpe:264")
+    directory = prepare(config, tmp_path / "out")
+    learnt, other = load_tokenizer(directory).encode([" abcdefgh", " stuvwxyz"])
+    assert len(learnt) == 2
+    assert len(other) == 9
+    assert texts_of(directory, "held_out") == ["stuvwxyz " * 50] * 9
+
+
+def test_bpe_training_reads_so_many_bytes_and_no_more(tmp_path, monkeypatch):
+    train = write_rows(tmp_path / "train.jsonl", ["né" * 10, "x" * 10])
+    held_out = write_rows(tmp_path / "held_out.jsonl", ["h"])
+    read = []
+    monkeypatch.setattr(prepare_module, "train_bpe", lambda texts, *_: read.extend(texts) or sys.exit())
+    for limit, expected in (
+        (5, ["nén"]),
+        (30, ["né" * 10]),
+        (35, ["né" * 10, "x" * 5]),
+        (99, ["né" * 10, "x" * 10]),
+    ):
+        read.clear()
+        monkeypatch.setattr(prepare_module, "BPE_TRAINING_BYTES", limit)
+        with pytest.raises(SystemExit):
+            prepare(DataConfig(train=(train,), held_out=(held_out,), tokenizer="bpe:999"), tmp_path / str(limit))
+        assert read == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "message"),
+    [([], ["x"], "train=.* holds no document"), (["x"], [], "held_out=.* holds no document")],
+)
+def test_an_empty_split(tmp_path, train, held_out, message):
+    sources = [(write_rows(tmp_path / f"{len(t)}.jsonl", t),) for t in (train, held_out)]
+    with pytest.raises(ValueError, match=message):
+        prepare(DataConfig(train=sources[0], held_out=sources[1]), tmp_path / "out")
+    assert not (tmp_path / "out/index.json").exists()
+
+
+def test_too_few_documents_to_hold_any_out(tmp_path):
+    config = DataConfig(train=(write_rows(tmp_path / "a.jsonl", ["x"]),))
+    with pytest.raises(ValueError, match=r"held_out_fraction=0\.02 .* came to none; raise it"):
+        prepare(config, tmp_path / "out")
+
+
+def test_text_that_is_not_unicode_names_the_document(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", ["fine", "\ud800"])
+    with pytest.raises(ValueError, match="document 'doc1' holds text that UTF-8 cannot"):
+        prepare(DataConfig(train=(source,)), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": "bpe:300"}, "tokenizer='bytes', not tokenizer='bpe:300'"),
+        ({"held_out_fraction": 0.5}, "held_out_fraction=0.2, not held_out_fraction=0.5"),
+        ({"train": ("stdlib",)}, r"train=\('.*rows\.jsonl',\), not train=\('stdlib',\)"),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_other_settings_are_refused_by_field_and_values(source, tmp_path, change, message, complete):
+    settings = {"train": (source,), "held_out_fraction": 0.2}
+    directory = prepare(DataConfig(**settings), tmp_path / "out")
+    if not complete:
+        (directory / "index.json").unlink()
+    with pytest.raises(ValueError, match=message):
+        prepare(DataConfig(**settings | change), directory)
+    with pytest.raises(ValueError, match="shard_tokens=67108864, not shard_tokens=5"):
+        prepare(DataConfig(**settings), directory, shard_tokens=5)
+
+
+def test_a_source_that_changed_is_not_mixed_with_what_it_was(source, tmp_path):
+    config = DataConfig(train=(source,), held_out_fraction=0.2)
+    prepare(config, tmp_path / "out")
+    with Path(source).open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(ValueError, match="source_digest"):
+        prepare(config, tmp_path / "out")
+
+
+def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 1000)
+    seen = []
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
+    directory = prepare(config, tmp_path / "out", shard_tokens=500, progress=seen.append)
+    opened = [open_split(directory, split) for split in SPLITS]
+    assert seen[0] == PrepareProgress(stage="training the tokenizer")
+    assert seen[-1] == PrepareProgress(
+        stage="packing",
+        num_documents=200,
+        num_bytes=sum(split.num_bytes for split in opened),
+        num_tokens=sum(split.num_tokens for split in opened),
+    )
+    counts = [progress.num_tokens for progress in seen]
+    assert len(counts) > 10
+    assert counts == sorted(counts)
+
+
+def test_resolve_prepares_once_for_each_choice(source, tmp_path):
+    config = DataConfig(train=(source,), held_out_fraction=0.2, cache=tmp_path / "cache")
+    calls = []
+    first = resolve(config, progress=calls.append)
+    assert calls
+    calls.clear()
+    assert resolve(config, progress=calls.append) == first
+    assert not calls
+    other = DataConfig(train=(source,), held_out_fraction=0.3, cache=tmp_path / "cache")
+    assert resolve(other).parent == first.parent == tmp_path / "cache"
+    assert resolve(other) != first
+    with Path(source).open("a") as file:
+        file.write('{"text": "more"}\n')
+    assert resolve(config) not in (first, resolve(other))
+
+
+def test_resolve_takes_a_prepared_directory_unless_the_config_contradicts_it(source, tmp_path):
+    directory = prepare(DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "out")
+    Path(source).unlink()
+    assert resolve(DataConfig(prepared=directory)) == directory
+    assert resolve(DataConfig(prepared=directory, train=(source,), held_out_fraction=0.2)) == directory
+    with pytest.raises(ValueError, match=r"tokenizer='bpe:999' contradicts prepared='.*tokenizer='bytes'"):
+        resolve(DataConfig(prepared=directory, tokenizer="bpe:999"))
+    with pytest.raises(ValueError, match=r"train=\('a\.txt',\) contradicts prepared=.*rows\.jsonl"):
+        resolve(DataConfig(prepared=directory, train=("a.txt",)))
+    with pytest.raises(ValueError, match=r"has no index\.json"):
+        resolve(DataConfig(prepared=tmp_path / "absent"))
+
+
+def test_a_tokenizer_that_was_exchanged_is_noticed(source, tmp_path):
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
+    directory = prepare(config, tmp_path / "out")
+    path = directory / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(ValueError, match="but its tokens were made with"):
+        load_tokenizer(directory)
+    path.unlink()
+    with pytest.raises(ValueError, match="neither 'bytes'"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train": ()}, "names no source"),
+        ({"held_out_fraction": 0.0}, "held_out_fraction=0.0 must lie between"),
+        ({"held_out_fraction": 1.0}, "held_out_fraction=1.0 must lie between"),
+        ({"tokenizer": "bpe:8k"}, "tokenizer='bpe:8k' is not of the form"),
+        ({"held_out": ("a.txt",), "held_out_fraction": 0.1}, "contradict each other"),
+    ],
+)
+def test_a_config_that_contradicts_itself(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**fields)
+
+
+def test_nothing_heavy_is_imported():
+    program = """
+import sys, pkgutil, importlib, diloco.data
+for module in pkgutil.iter_modules(diloco.data.__path__):
+    importlib.import_module(f"diloco.data.{module.name}")
+heavy = {"torch", "tokenizers", "sentencepiece", "pyarrow", "zstandard", "datasets"}
+assert heavy.isdisjoint(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

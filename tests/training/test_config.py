@@ -1,0 +1,141 @@
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from diloco.models.decoder import DecoderConfig
+from diloco.training.config import (
+    CheckpointConfig,
+    DilocoConfig,
+    TrainConfig,
+    differences,
+    from_json,
+    resolve,
+    to_json,
+)
+from diloco.training.loop import learning_rate
+from diloco.training.recipes import RECIPES, scaling_laws, tiny
+from diloco.training.run_directory import claim, resume_config
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    return resolve(config, vocab_size=257, prepared=Path("prepared"))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("streaming", (1, "strided", 0.5, "e3m0")), ("diloco", (0, "whole", 0.0, "fp32"))],
+)
+def test_a_method_fills_in_what_was_left_to_it(method, expected):
+    diloco = resolved(replace(tiny(), method=method)).diloco
+    assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == expected
+
+
+def test_what_was_asked_for_stays():
+    asked = DilocoConfig(overlap_steps=7, mixing=0.25, wire="bf16")
+    assert resolved(replace(tiny(), method="diloco", diloco=asked)).diloco == replace(asked, fragments="whole")
+
+
+def test_the_length_of_the_run_sets_warm_up_and_weight_decay():
+    config = resolved(tiny())
+    assert config.num_steps == 60
+    assert (config.optimizer.warmup_steps, config.optimizer.weight_decay) == (6, 1 / 60)
+
+
+def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
+    config = resolved(tiny())
+    peak = config.optimizer.learning_rate
+    rates = [learning_rate(config, step) for step in range(1, 61)]
+    assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
+    assert rates[5 + 27] == pytest.approx(peak * (0.05 + 0.95 / 2))
+    assert rates[-1] == pytest.approx(0.05 * peak)
+    assert all(a > b for a, b in pairwise(rates[5:]))
+
+
+def test_json_gives_the_config_back():
+    config = replace(resolved(tiny()), diloco=DilocoConfig(overlap_steps=(0, 3), offsets=(0, 1, 2)))
+    assert from_json(TrainConfig, json.loads(json.dumps(to_json(config)))) == config
+
+
+def test_an_unknown_field_is_an_error():
+    values = to_json(tiny())
+    values["optimizer"]["momentum"] = 0.5
+    with pytest.raises(ValueError, match=r"unknown field optimizer\.momentum"):
+        from_json(TrainConfig, values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_replicas": 3}, "global_batch=8 must be a multiple of num_replicas=3"),
+        ({"num_tokens": 1000}, "num_tokens=1000 is no whole number of steps .*take 512 or 1024"),
+        ({"num_tokens": 100}, "take 512 or more"),
+        ({"micro_batch": 3}, "micro_batch=3 must divide a replica's share of the batch, 4"),
+        ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
+        ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "10 steps apart, so keep at least 4"),
+    ],
+)
+def test_contradictions_name_both_values(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(tiny(), **change)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    small = replace(tiny(), model=DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=100))
+    with pytest.raises(ValueError, match="vocab_size=100 is smaller than the tokenizer's 257"):
+        resolved(small)
+
+
+def test_every_recipe_is_a_run_that_can_be_resolved():
+    for recipe in RECIPES.values():
+        config = recipe()
+        assert resolve(config, vocab_size=257, prepared=Path("p")).num_steps == config.num_steps > 0
+
+
+def test_the_ladder_recipes_follow_the_published_power_laws():
+    config = scaling_laws("35M", num_replicas=2)
+    assert config.optimizer.learning_rate == pytest.approx(0.0059, rel=0.01)
+    assert config.global_batch == 32
+    assert config.num_tokens == pytest.approx(20 * 35_651_584, rel=1e-3)
+
+
+def test_differences_name_nested_fields():
+    one, other = tiny(), replace(tiny(), seed=1, diloco=replace(tiny().diloco, wire="bf16"))
+    assert differences(one, other) == {"seed": (0, 1), "diloco.wire": (None, "bf16")}
+
+
+@pytest.fixture
+def run(tmp_path):
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    (prepared / "index.json").write_text("{}")
+    config = resolve(replace(tiny(), name="r", runs=tmp_path), vocab_size=257, prepared=prepared)
+    claim(config)
+    return config
+
+
+def test_a_resume_takes_the_runs_own_config(run):
+    assert resume_config(run.directory, tiny(), tiny()) == run
+
+
+def test_a_resume_may_change_what_does_not_change_the_run(run):
+    asked = replace(tiny(), timeout_seconds=5.0, checkpoint=replace(tiny().checkpoint, keep=9))
+    found = resume_config(run.directory, asked, tiny())
+    assert (found.timeout_seconds, found.checkpoint.keep) == (5.0, 9)
+
+
+def test_a_resume_that_would_be_another_run_is_refused(run):
+    with pytest.raises(ValueError, match=r"started with seed=0, and now 3 is asked for"):
+        resume_config(run.directory, replace(tiny(), seed=3), tiny())
+
+
+def test_a_directory_is_claimed_once(run):
+    with pytest.raises(ValueError, match="already holds a run: choose another --name"):
+        claim(run)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        resume_config(tmp_path, tiny(), tiny())

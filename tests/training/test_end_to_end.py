@@ -1,0 +1,294 @@
+"""The command line, on real processes and real files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.models.decoder import Decoder
+from diloco.training.run_directory import read_config
+
+DILOCO = [sys.executable, "-m", "diloco"]
+BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT = ["--diloco.overlap-steps", "2", "7"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where runs are made, with a small corpus of English-like sentences."""
+    folder = tmp_path_factory.mktemp("runs")
+    subjects, verbs, objects = (
+        ("the cat", "a ship", "my aunt"),
+        ("sees", "carries", "forgets"),
+        ("rain", "salt", "him"),
+    )
+    sentences = [f"{s} {v} {o}, {i}." for i in range(40) for s in subjects for v in verbs for o in objects]
+    rows = [{"id": str(i), "text": " ".join(sentences[i : i + 30])} for i in range(0, len(sentences), 10)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def command(*flags: str) -> list[str]:
+    text = ["--data.train", "text.jsonl", "--data.held-out-fraction", "0.1"]
+    return [*DILOCO, "train", "tiny", *flags, *([] if "--resume" in flags else text)]
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*flags), cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def trained(folder: Path, name: str, *flags: str) -> Path:
+    """A run that went well."""
+    process = run(folder, "--name", name, *flags)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert not process.stderr, process.stderr
+    return folder / "runs" / name
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def lines(run: Path, replica: int) -> list[dict]:
+    return [json.loads(line) for line in (run / f"metrics-{replica}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def streaming(folder) -> Path:
+    flags = ("--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60")
+    return trained(folder, "streaming", *flags, *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT)
+
+
+def test_a_run_leaves_its_files(streaming):
+    assert {path.name for path in streaming.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "data.json",
+        "metrics-0.jsonl",
+        "metrics-1.jsonl",
+        "outer.safetensors",
+        "summary.json",
+        "tensorboard",
+    }
+    assert read_config(streaming).diloco.overlap_steps == (2, 7)
+
+
+def test_the_model_learns(streaming):
+    losses = [line["loss"] for line in lines(streaming, 0)]
+    assert losses[0] > 5 and losses[-1] < 3
+    assert 0 < summary(streaming)["eval_loss"] < losses[20]
+
+
+def test_the_books_of_bytes_agree(streaming):
+    config, total = read_config(streaming), summary(streaming)
+    model = Decoder(config.model, seed=0)
+    num_params = sum(p.numel() for p in model.parameters())
+    by_fragment = {0: 0, 1: 0, 2: 0}
+    for name, parameter in model.named_parameters():
+        block = name.split(".")[1] if name.startswith("blocks") else None
+        by_fragment[2 if block is None else int(block) % 2] += parameter.numel()
+    payload = {p: -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
+    sends = {p: len([t for t in range(10, 121) if (t - p * 10 // 3) % 10 == 0]) for p in payload}
+    expected = sum(payload[p] * sends[p] for p in payload)
+    assert total["bytes_sent_per_replica"] == expected
+    for replica in (0, 1):
+        assert sum(line["bytes_sent"] for line in lines(streaming, replica)) == expected
+    assert total["data_parallel_bytes_per_replica"] == num_params * 4 * 120
+    assert total["num_params"] == num_params
+
+
+def test_each_outer_step_is_written_down(streaming):
+    for replica, overlap in ((0, 2), (1, 7)):
+        for line in lines(streaming, replica):
+            for outer_step in line.get("outer_steps", []):
+                assert outer_step["sent_step"] == line["step"] - overlap
+                assert outer_step["outer_gradient_norm"] > 0
+                assert -1 <= outer_step["cosine"] <= 1
+                blocks = {0: {"blocks.0", "blocks.2"}, 1: {"blocks.1", "blocks.3"}, 2: set()}
+                assert set(outer_step["layer_cosine"]) == blocks[outer_step["fragment"]]
+    norms = [
+        {
+            (o["fragment"], o["round"]): o["outer_gradient_norm"]
+            for line in lines(streaming, m)
+            for o in line.get("outer_steps", [])
+        }
+        for m in (0, 1)
+    ]
+    both = norms[0].keys() & norms[1].keys()
+    assert len(both) > 25 and all(norms[0][key] == norms[1][key] for key in both)
+
+
+def test_replicas_read_different_text_and_share_the_evaluation(streaming):
+    mine, theirs = lines(streaming, 0), lines(streaming, 1)
+    assert [line["loss"] for line in mine] != [line["loss"] for line in theirs]
+    evaluated = [line["step"] for line in mine if "eval_loss" in line]
+    assert evaluated == [line["step"] for line in theirs if "eval_loss" in line] == [60, 120]
+
+
+def test_the_time_adds_up(streaming):
+    total = summary(streaming)
+    blocked = sum(line["blocked_seconds"] for line in lines(streaming, 0))
+    seconds = sum(line["step_seconds"] for line in lines(streaming, 0))
+    assert total["wall_seconds"] >= seconds
+    assert 0 <= total["compute_utilization"] <= 1 - blocked / total["wall_seconds"] + 1e-9
+
+
+@pytest.mark.parametrize("flags", [BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, ["--method", "data_parallel"]])
+def test_a_killed_run_goes_on_bit_for_bit(folder, flags):
+    method = flags[-1]
+    flags = [*flags, "--num-tokens", "204800", "--checkpoint.every-steps", "25"]
+    whole = trained(folder, f"whole-{method}", *flags)
+    killed = folder / "runs" / f"killed-{method}"
+    with subprocess.Popen(
+        command("--name", killed.name, *flags),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        victim = wait_for_step(process, killed, step=115)
+        os.kill(victim, signal.SIGKILL)
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert re.fullmatch(
+        rf"diloco: replica \d was killed by SIGKILL; go on with: .* --resume runs/{killed.name}\n", told
+    )
+    assert len(lines(killed, 0)) < 400
+
+    again = run(folder, "--resume", str(killed))
+    assert again.returncode == 0, again.stderr
+    for replica in (0, 1):
+        assert_equal(final_state(whole, replica), final_state(killed, replica))
+        assert [line["loss"] for line in lines(whole, replica)] == [
+            line["loss"] for line in lines(killed, replica)
+        ]
+    same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
+    assert [summary(whole)[name] for name in same] == [summary(killed)[name] for name in same]
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+    """The process of the last replica, once replica 0 has come that far."""
+    path = run / "metrics-0.jsonl"
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
+        time.sleep(0.02)
+    return max(pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())
+
+
+def final_state(run: Path, replica: int) -> dict:
+    newest = max((run / "checkpoints" / f"replica-{replica}").glob("*.pt"))
+    state = torch.load(newest, weights_only=True)
+    del state["seconds"], state["sync"]["blocked_seconds"]
+    return state
+
+
+def assert_equal(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_data_parallel_is_one_replica_with_the_whole_batch(folder):
+    flags = ("--method", "data_parallel", "--precision", "fp32", "--micro-batch", "2")
+    losses = {}
+    for num_replicas in (1, 2):
+        path = trained(folder, f"dp-{num_replicas}", *flags, "--num-replicas", str(num_replicas))
+        by_replica = [[line["loss"] for line in lines(path, m)] for m in range(num_replicas)]
+        losses[num_replicas] = torch.tensor(by_replica).mean(0)
+    torch.testing.assert_close(losses[1], losses[2], rtol=1e-3, atol=1e-3)
+
+
+def test_torchrun_joins_the_replicas(folder, streaming):
+    """Under torchrun the run ends with the same bits as under our own launcher."""
+    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    process = subprocess.run(
+        [*torchrun, "-m", *command("--name", "torchrun", *flags)[2:]],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert summary(folder / "runs" / "torchrun")["outer_hash"] == summary(streaming)["outer_hash"]
+
+
+MISTAKES = {
+    "overlap": (
+        ["--diloco.overlap-steps", "10"],
+        "overlap_steps must be at least 0 and below sync_every=10, not 10",
+    ),
+    "mixing": (["--diloco.mixing", "1.5"], "mixing must lie between 0 and 1, not 1.5"),
+    "period": (["--diloco.sync-every", "0"], "sync_every must be at least 1 step, not 0"),
+    "wire": (["--diloco.wire", "e9m9"], "wire='e9m9' is not a wire format: choose one of fp32, bf16, e3m0"),
+    "batch": (["--num-replicas", "3"], "global_batch=8 must be a multiple of num_replicas=3"),
+    "missing file": (["--data.train", "nowhere.txt"], "'nowhere.txt' matches no file"),
+    "empty corpus": (["--data.train", "empty.txt"], "empty.txt"),
+    "tokenizer": (["--model.vocab-size", "100"], "vocab_size=100 is smaller than the tokenizer's 257"),
+    "no run": (["--resume", "runs/nothing"], "runs/nothing holds no run"),
+    "a run twice": (["--name", "streaming"], "already holds a run: choose another --name"),
+    "another run": (["--resume", "runs/streaming", "--seed", "9"], "started with seed=0, and now 9 is asked for"),
+    "long sequences": (["--sequence-length", "1048576", "--num-tokens", "8388608"], "fewer than the 1048577"),
+}
+
+
+@pytest.mark.parametrize(("flags", "sentence"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_ends_in_one_sentence(folder, streaming, flags, sentence):
+    (folder / "empty.txt").touch()
+    before = sorted(folder.glob("runs/*"))
+    process = run(folder, *flags)
+    assert process.returncode == 2
+    assert process.stderr.startswith("diloco: ") and process.stderr.count("\n") == 1
+    assert sentence in process.stderr
+    assert sorted(folder.glob("runs/*")) == before or "fewer" in sentence
+
+
+def test_an_unknown_flag_is_named(folder):
+    process = run(folder, "--learning-rat", "1")
+    assert process.returncode == 2 and "--learning-rat" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(folder):
+    process = run(folder, "--name", "diverged", "--optimizer.learning-rate", "1e12")
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"diloco: step \d+: the loss of replica \d is .* lower --optimizer.learning-rate .*\n", process.stderr
+    )
+
+
+def test_a_damaged_checkpoint_ends_the_resume_with_the_way_out(folder, streaming):
+    newest = max((streaming / "checkpoints" / "replica-1").glob("*.pt"))
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-100])
+    try:
+        process = run(folder, "--resume", "runs/streaming")
+    finally:
+        newest.write_bytes(content)
+    assert process.returncode == 2
+    assert re.search(r"step-00000120.pt is damaged .* to resume from step 100", process.stderr)
+    assert process.stderr.count("\n") == 1

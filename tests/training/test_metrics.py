@@ -1,0 +1,55 @@
+import json
+from dataclasses import replace
+
+from diloco.training.metrics import MetricsLog, StepMetrics
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        tokens=10 * step,
+        loss=2.0,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        step_seconds=0.1,
+        blocked_seconds=0.0,
+        bytes_sent=0,
+        bytes_received=0,
+    )
+
+
+def steps_in(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
+    log = MetricsLog(tmp_path, 1, after_step=0)
+    outer = {"fragment": 2, "round": 1, "outer_gradient_norm": 0.5, "cosine": None}
+    log.write(replace(metrics(1), outer_steps=(outer,)))
+    log.close()
+    assert json.loads((tmp_path / "metrics-1.jsonl").read_text()) == {
+        "step": 1,
+        "tokens": 10,
+        "loss": 2.0,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "step_seconds": 0.1,
+        "blocked_seconds": 0.0,
+        "bytes_sent": 0,
+        "bytes_received": 0,
+        "outer_steps": [outer],
+    }
+    assert list((tmp_path / "tensorboard" / "replica-1").iterdir())
+
+
+def test_a_resume_drops_what_lies_beyond_its_step_and_half_a_line(tmp_path):
+    log = MetricsLog(tmp_path, 0, after_step=0)
+    for step in range(1, 8):
+        log.write(metrics(step))
+    log.close()
+    path = tmp_path / "metrics-0.jsonl"
+    path.write_text(path.read_text() + '{"step": 8, "tok')
+    log = MetricsLog(tmp_path, 0, after_step=5)
+    log.write(metrics(6))
+    log.close()
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
