@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 STEP_TOKENS = 8 * 256
-LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002)
+LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002, 0.00141)
 VARIANTS = {
     "data_parallel": ["--method", "data_parallel"],
     "streaming": [],

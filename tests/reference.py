@@ -22,11 +22,12 @@ def fp32(delta: np.ndarray) -> np.ndarray:
 
 
 def bf16(delta: np.ndarray) -> np.ndarray:
-    """Round float32 to the nearest bfloat16 (its upper 16 bits), ties to even, and widen it again."""
+    """Round float32 to the nearest bfloat16 (its upper 16 bits), ties to even; saturate; widen it again."""
     bits = delta.astype(f32).view(np.uint32).astype(np.uint64)
     last_kept = (bits >> 16) & 1
     rounded = ((bits + 0x7FFF + last_kept) >> 16 << 16).astype(np.uint32).view(f32)
-    return np.where(np.isnan(delta), delta, rounded)
+    largest = np.array(0x7F7F0000, np.uint32).view(f32)
+    return np.where(np.isnan(delta), delta, rounded.clip(-largest, largest))
 
 
 def e3m0(delta: np.ndarray, block: int = 256) -> np.ndarray:

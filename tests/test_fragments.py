@@ -96,11 +96,27 @@ def test_a_block_tied_to_the_embedding_is_refused_by_name():
         strided(model)
 
 
-def test_a_block_fragment_with_nothing_to_train_is_refused():
-    model = Decoder(2)
+def test_blocks_with_nothing_to_train_do_not_count():
+    model = Decoder(3)
     model.blocks[1].requires_grad_(False)
-    with pytest.raises(ValueError, match="fragment 1 holds no parameter that needs a gradient"):
+    fragments = strided(model, layers_per_fragment=1)
+    assert [fragment.blocks for fragment in fragments] == [("blocks.0",), ("blocks.2",), ()]
+    model.blocks.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no block .* has a parameter that needs a gradient"):
         strided(model, layers_per_fragment=1)
+
+
+def test_a_list_of_blocks_is_named_once():
+    with pytest.raises(ValueError, match="names a list of blocks twice"):
+        strided(Decoder(2), layers_per_fragment=1, blocks=["blocks", "blocks"])
+
+
+def test_the_parameters_of_a_block_follow_one_another():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    names = ("blocks.0.weight", "blocks.1.weight", "blocks.0.bias", "blocks.1.bias")
+    with pytest.raises(ValueError, match=r"fragment 0: the parameters of block blocks\.0 must follow one another"):
+        check_partition(model, [Fragment(names, ("blocks.0", "blocks.1"))])
 
 
 def test_the_list_of_blocks_is_named_where_it_is_not_plain():

@@ -87,6 +87,9 @@ def test_early_first_syncs_spread_over_the_first_period():
         ({"offsets": (0, 3, 5)}, r"offsets=\(0, 3, 5\) must hold num_fragments=2 steps"),
         ({"offsets": (0, 10)}, r"offsets=\(0, 10\) must each be .* below sync_every=10"),
         ({"offsets": (-1, 0)}, r"offsets=\(-1, 0\) must each be at least 0"),
+        ({"sync_every": 4.5}, r"sync_every takes whole numbers, .* not 4\.5"),
+        ({"overlap_steps": [1, 2]}, r"overlap_steps takes whole numbers, several as a tuple, not \[1, 2\]"),
+        ({"offsets": 3}, r"offsets takes whole numbers, several as a tuple, not 3"),
         ({"first_sync": "late"}, r"first_sync must be 'full_period' or 'early', not 'late'"),
     ],
 )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from diloco.engine import NonFiniteError, OuterStep, StreamingDiLoCo
+    from diloco.engine import NonFiniteError, StreamingDiLoCo
     from diloco.exchange import DisagreementError, ExchangeError
     from diloco.exchange.loopback import LoopbackExchange
     from diloco.exchange.process_group import ProcessGroupExchange
     from diloco.fragments import Fragment, sequential, strided, whole
-    from diloco.outer import Nesterov
+    from diloco.outer import Nesterov, OuterStep
     from diloco.schedule import Schedule
 
 __all__ = [
@@ -41,7 +41,7 @@ _MODULES = {
     "LoopbackExchange": "exchange.loopback",
     "Nesterov": "outer",
     "NonFiniteError": "engine",
-    "OuterStep": "engine",
+    "OuterStep": "outer",
     "ProcessGroupExchange": "exchange.process_group",
     "Schedule": "schedule",
     "StreamingDiLoCo": "engine",

@@ -3,19 +3,17 @@
 Shapes: N elements of one fragment.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from diloco.exchange import Exchange, ExchangeError, Pending, agree
-from diloco.fragments import Fragment, check_partition
-from diloco.outer import Nesterov, average, merge
+from diloco.fragments import Fragment, block_spans, check_partition
+from diloco.outer import Nesterov, OuterStep, average, merge, parameters_hash
 from diloco.schedule import Schedule, Sync
 from diloco.wire import Codec, codec
 
@@ -24,39 +22,12 @@ class NonFiniteError(ValueError):
     """An outer gradient holds NaN or an infinity; nothing of it was sent."""
 
 
-@dataclass(frozen=True)
-class OuterStep:
-    """One outer step of one fragment, as this replica took it."""
-
-    sync: Sync
-    """Fragment, round, and the step after which it was sent."""
-    blocked_seconds: float
-    """How long this replica waited for the others' payloads."""
-    average_N: Tensor
-    """Δ_p, the average of the decoded outer gradients; flat FP32."""
-    deltas: tuple[Tensor, ...]
-    """The decoded outer gradient of each replica, in replica order; flat FP32 of N elements."""
-    spans: Mapping[str, tuple[int, int]]
-    """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
-
-    def norm(self) -> float:
-        """‖Δ_p‖₂."""
-        return self.average_N.norm().item()
-
-    def mean_cosine(self, block: str | None = None) -> float | None:
-        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None for M = 1."""
-        start, end = self.spans[block] if block is not None else (0, None)
-        parts = [delta_N[start:end] for delta_N in self.deltas]
-        cosines = [torch.cosine_similarity(a_N, b_N, dim=0).item() for a_N, b_N in combinations(parts, 2)]
-        return sum(cosines) / len(cosines) if cosines else None
-
-
 @dataclass
 class _InFlight:
     sync: Sync
     payload: Tensor
     pending: Pending
-    arrived: bool = False
+    received: bool = False
 
 
 class StreamingDiLoCo:
@@ -127,11 +98,13 @@ class StreamingDiLoCo:
         )
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
-        self._spans = [_spans(fragment, named) for fragment in self.fragments]
+        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._outer = [self._flat(fragment) for fragment in range(len(self.fragments))]
         self._velocity = [torch.zeros_like(outer_N) for outer_N in self._outer]
         self._in_flight: list[_InFlight] = []
-        self._finished = False
+        self._sound = True
+        self._drained_step = 0  # what was sent up to this step was merged by finish()
         self.num_steps = 0
         """Inner steps taken."""
         self.bytes_sent = 0
@@ -149,17 +122,19 @@ class StreamingDiLoCo:
             The outer steps that were taken; none on most steps.
 
         Raises:
-            NonFiniteError: if an outer gradient is not finite, before anything of it is sent.
-            ExchangeError: if payloads don't arrive in time; parameters and outer parameters are as they were.
+            NonFiniteError: if an outer gradient is not finite, before anything of this step is sent.
+            ExchangeError: if payloads don't arrive in time, before anything of this step is merged.
+            ValueError: after either of these: go on from the last state that was saved, in a new engine.
         """
-        if self._finished:
-            raise RuntimeError("finish() has ended this run: build a new engine to train on")
+        self._check_sound()
+        self._sound = False
         self.num_steps += 1
         due = self.schedule.due(self.num_steps, self.exchange.replica)
-        for sync in due.send:
-            self._send(sync)
-        merged = tuple(self._merge(sync) for sync in due.merge)
+        if due.send:
+            self._send(due.send)
+        merged = self._merge([sync for sync in due.merge if sync.step > self._drained_step])
         self._forget_before(self.num_steps - self.schedule.max_overlap)
+        self._sound = True
         return merged
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
@@ -167,12 +142,18 @@ class StreamingDiLoCo:
         return optimizer.register_step_post_hook(lambda *_: (self.step(), None)[1])
 
     def finish(self) -> tuple[OuterStep, ...]:
-        """Receive what is in flight and merge it, in order; call it on every replica after its last step."""
-        overlap = self.schedule.overlap(self.exchange.replica)
-        syncs = [flight.sync for flight in self._in_flight if flight.sync.step + overlap > self.num_steps]
-        merged = tuple(self._merge(sync) for sync in syncs)
+        """Receive what is in flight and merge it, in order; every replica calls it after the same step.
+
+        Raises:
+            ExchangeError: if payloads don't arrive in time.
+        """
+        self._check_sound()
+        self._sound = False
+        first_step = self.num_steps - self.schedule.overlap(self.exchange.replica) + 1
+        merged = self._merge([flight.sync for flight in self._in_flight if flight.sync.step >= first_step])
         self._forget_before(self.num_steps)
-        self._finished = True
+        self._drained_step = self.num_steps
+        self._sound = True
         return merged
 
     def outer_parameters(self) -> dict[str, Tensor]:
@@ -185,8 +166,10 @@ class StreamingDiLoCo:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, payloads in flight included; model and optimizer apart."""
+        self._check_sound()
         return {
             "num_steps": self.num_steps,
+            "drained_step": self._drained_step,
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "blocked_seconds": self.blocked_seconds,
@@ -198,11 +181,13 @@ class StreamingDiLoCo:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
 
+        Build the engine on the initial parameters, which all replicas share, and load the model's own after that.
+
         Raises:
             DisagreementError: if the replicas load different steps.
         """
         agree(self.exchange, {"step of the loaded state": state["num_steps"]}, round=2)
-        self.num_steps = state["num_steps"]
+        self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]
         for fragment in range(len(self.fragments)):
@@ -213,22 +198,51 @@ class StreamingDiLoCo:
         for flight in state["in_flight"]:
             self._start(Sync(*flight["sync"]), flight["payload"])
 
-    def _send(self, sync: Sync) -> None:
-        delta_N = self._outer[sync.fragment] - self._flat(sync.fragment)
-        self._check_finite(delta_N, sync)
-        payload = self.wire.encode(delta_N)
-        self._start(sync, payload)
-        self.bytes_sent += payload.numel() * (self.exchange.num_replicas - 1)
+    def _check_sound(self) -> None:
+        if not self._sound:
+            raise ValueError(
+                f"step {self.num_steps} failed: build a new engine and load the last state that was saved"
+            )
+
+    def _send(self, syncs: Sequence[Sync]) -> None:
+        deltas = [self._outer[sync.fragment] - self._flat(sync.fragment) for sync in syncs]
+        for sync, delta_N in zip(syncs, deltas, strict=True):
+            self._check_finite(delta_N, sync)
+        for sync, delta_N in zip(syncs, deltas, strict=True):
+            payload = self.wire.encode(delta_N)
+            self._start(sync, payload)
+            self.bytes_sent += payload.numel() * (self.exchange.num_replicas - 1)
 
     def _start(self, sync: Sync, payload: Tensor) -> None:
         others = (m for m in range(self.exchange.num_replicas) if m != self.exchange.replica)
         pending = self.exchange.start(dict.fromkeys(others, payload), sync.fragment, sync.round)
         self._in_flight.append(_InFlight(sync, payload, pending))
 
-    def _merge(self, sync: Sync) -> OuterStep:
+    def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
+        """Wait for everything first, so that a failure leaves all parameters as they were."""
+        flights = [flight for sync in syncs for flight in self._in_flight if flight.sync == sync]
+        assert len(flights) == len(syncs), "what is due was sent"
+        received = [self._receive(flight) for flight in flights]
+        return tuple(self._outer_step(sync, *found) for sync, found in zip(syncs, received, strict=True))
+
+    def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
+        """Every replica's payload, this one's included, and the seconds that training waited for them."""
+        start = time.perf_counter()
+        try:
+            payloads = dict(flight.pending.wait())
+        except ExchangeError as error:
+            raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
+        blocked_seconds = time.perf_counter() - start
+        flight.received = True
+        self.blocked_seconds += blocked_seconds
+        payloads[self.exchange.replica] = flight.payload
+        return payloads, blocked_seconds
+
+    def _outer_step(self, sync: Sync, payloads: Mapping[int, Tensor], blocked_seconds: float) -> OuterStep:
         p = sync.fragment
-        flight = next(flight for flight in self._in_flight if flight.sync == sync)
-        payloads, blocked_seconds = self._receive(flight)
+        self.bytes_received += sum(
+            n.numel() for replica, n in payloads.items() if replica != self.exchange.replica
+        )
         num_elements, device = self._outer[p].numel(), self._outer[p].device
         deltas = tuple(
             self.wire.decode(payloads[replica].to(device), num_elements) for replica in sorted(payloads)
@@ -238,25 +252,11 @@ class StreamingDiLoCo:
         self._write(p, merge(self._flat(p), self._outer[p], self.mixing))
         return OuterStep(sync, blocked_seconds, delta_N, deltas, self._spans[p])
 
-    def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
-        """Every replica's payload, this one's included, and the seconds that training waited for them."""
-        start = time.perf_counter()
-        try:
-            payloads = dict(flight.pending.wait())
-        except ExchangeError as error:
-            raise ExchangeError(f"step {self.num_steps}: {error}", missing=error.missing) from error
-        blocked_seconds = time.perf_counter() - start
-        flight.arrived = True
-        self.blocked_seconds += blocked_seconds
-        self.bytes_received += sum(payload.numel() for payload in payloads.values())
-        payloads[self.exchange.replica] = flight.payload
-        return payloads, blocked_seconds
-
     def _forget_before(self, step: int) -> None:
         """Drop the payloads that no replica needs any more, not even after a resume."""
         for flight in self._in_flight:
-            if flight.sync.step <= step and not flight.arrived:
-                flight.pending.wait()  # sent again after a resume for a slower replica, merged here long ago
+            if flight.sync.step <= step and not flight.received:
+                self._receive(flight)  # merged here before a resume, sent again for the sake of a slower replica
         self._in_flight = [flight for flight in self._in_flight if flight.sync.step > step]
 
     def _flat(self, fragment: int) -> Tensor:
@@ -289,24 +289,27 @@ class StreamingDiLoCo:
                 )
 
     def _facts(self, combine: str) -> dict[str, object]:
-        """What all replicas must agree on."""
+        """What all replicas must agree on, in the order in which a difference explains the most."""
+        num_replicas, schedule = self.exchange.num_replicas, self.schedule
         facts: dict[str, object] = {
-            "num_replicas": self.exchange.num_replicas,
-            "initial parameters (SHA-256)": self.outer_hash(),
-            "sync_every": self.schedule.sync_every,
-            "num_fragments": self.schedule.num_fragments,
-            "overlap_steps": self.schedule.overlap_steps,
-            "offsets": self.schedule.offsets,
-            "first_sync": self.schedule.first_sync,
-            "outer": repr(self.outer),
-            "mixing": self.mixing,
+            "num_replicas": num_replicas,
+            "sync_every": schedule.sync_every,
+            "num_fragments": schedule.num_fragments,
+            "overlap_steps": [schedule.overlap(replica) for replica in range(num_replicas)],
+            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
+            "first_sync": schedule.first_sync,
+            "outer learning rate": float(self.outer.lr),
+            "outer momentum": float(self.outer.momentum),
+            "mixing": float(self.mixing),
             "wire": repr(self.wire),
             "combine": combine,
         }
         for index, parameters in enumerate(self._parameters):
+            start = 0
             for name, parameter in parameters.items():
-                facts[f"shape and fragment of parameter {name}"] = [list(parameter.shape), index]
-        return facts
+                facts[f"shape, fragment and place of parameter {name}"] = [list(parameter.shape), index, start]
+                start += parameter.numel()
+        return facts | {"initial parameters (SHA-256)": self.outer_hash()}
 
 
 def check_settings(
@@ -341,24 +344,3 @@ def check_settings(
             raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
-
-
-def parameters_hash(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the parameters' FP32 bits, in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(parameters):
-        digest.update(parameters[name].detach().float().cpu().contiguous().numpy().data)
-    return digest.hexdigest()
-
-
-def _spans(fragment: Fragment, named: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """Where each block lies in the fragment's flat vector; a block's parameters follow one another."""
-    spans: dict[str, tuple[int, int]] = {}
-    start = 0
-    for name in fragment.parameters:
-        end = start + named[name].numel()
-        for block in fragment.blocks:
-            if name.startswith(block + "."):
-                spans[block] = (spans.get(block, (start, end))[0], end)
-        start = end
-    return spans

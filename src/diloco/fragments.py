@@ -1,6 +1,6 @@
 """Which parameters form fragment p: strided, sequential or whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -31,7 +31,8 @@ def strided(
 
     Returns:
         The B block fragments, then one with the parameters outside every block (embeddings, final norm, head).
-        Parameters that need no gradient are in none; tied ones are in one, once.
+        Parameters that need no gradient are in none, and blocks without any other don't count; tied parameters
+        are in one, once.
 
     Raises:
         ValueError: if the blocks can't be found, or a parameter belongs to two fragments.
@@ -83,6 +84,7 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
             if name in placed:
                 raise ValueError(f"parameter {name} is in fragments {placed[name]} and {index}: keep it in one")
             placed[name] = index
+        _check_blocks(index, fragment)
     if unknown := [name for name in placed if name not in trainable]:
         raise ValueError(
             f"fragments name {_listed(unknown)}, which the model does not have, has frozen, or knows by "
@@ -90,6 +92,26 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
         )
     if missing := [name for name in trainable if name not in placed]:
         raise ValueError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
+
+
+def block_spans(fragment: Fragment, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Where each block lies in the fragment's flat vector: its first element, and the one after its last."""
+    spans: dict[str, tuple[int, int]] = {}
+    start = 0
+    for name in fragment.parameters:
+        end = start + sizes[name]
+        for block in fragment.blocks:
+            if name.startswith(block + "."):
+                spans[block] = (spans.get(block, (start, end))[0], end)
+        start = end
+    return spans
+
+
+def _check_blocks(index: int, fragment: Fragment) -> None:
+    ones = dict.fromkeys(fragment.parameters, 1)
+    for block, (start, end) in block_spans(fragment, ones).items():
+        if not all(name.startswith(block + ".") for name in fragment.parameters[start:end]):
+            raise ValueError(f"fragment {index}: the parameters of block {block} must follow one another")
 
 
 def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
@@ -120,7 +142,14 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
             raise ValueError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
         paths += [f"{path}.{name}" for name, _ in module.named_children()]
-    return paths
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"blocks={blocks!r} names a list of blocks twice")
+    trained = [p for p in paths if any(w.requires_grad for w in model.get_submodule(p).parameters())]
+    if not trained:
+        raise ValueError(
+            f"no block of {blocks!r} has a parameter that needs a gradient: unfreeze one, or take whole()"
+        )
+    return trained
 
 
 def _outermost_module_lists(model: nn.Module) -> list[str]:

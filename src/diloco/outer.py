@@ -6,12 +6,17 @@ multiply-add, which some devices have and others not.
 Shapes: N elements of one fragment.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeAlias
 
+import torch
 from jaxtyping import Float32
 from torch import Tensor
+
+from diloco.schedule import Sync
 
 FlatFP32: TypeAlias = Float32[Tensor, "N"]
 """One fragment, flat; vectors in one call are equally long."""
@@ -55,7 +60,8 @@ def average(deltas: Sequence[FlatFP32]) -> FlatFP32:
     total_N = deltas[0].clone()
     for delta_N in deltas[1:]:
         total_N += delta_N
-    return total_N / len(deltas)
+    # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+    return total_N / torch.full((), len(deltas), dtype=torch.float32, device=total_N.device)
 
 
 def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
@@ -66,3 +72,38 @@ def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
     tensor([2.])
     """
     return mixing * theta_N + (1 - mixing) * outer_N
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """One outer step of one fragment, as this replica took it."""
+
+    sync: Sync
+    """Fragment, round, and the step after which it was sent."""
+    blocked_seconds: float
+    """How long this replica waited for the others' payloads."""
+    average_N: Tensor
+    """Δ_p, the average of the decoded outer gradients; flat FP32."""
+    deltas: tuple[Tensor, ...]
+    """The decoded outer gradient of each replica, in replica order; flat FP32 of N elements."""
+    spans: Mapping[str, tuple[int, int]]
+    """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+
+    def norm(self) -> float:
+        """‖Δ_p‖₂."""
+        return self.average_N.norm().item()
+
+    def mean_cosine(self, block: str | None = None) -> float | None:
+        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None for M = 1."""
+        start, end = self.spans[block] if block is not None else (0, None)
+        parts = [delta_N[start:end] for delta_N in self.deltas]
+        cosines = [torch.cosine_similarity(a_N, b_N, dim=0).item() for a_N, b_N in combinations(parts, 2)]
+        return sum(cosines) / len(cosines) if cosines else None
+
+
+def parameters_hash(parameters: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the parameters' FP32 bits, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(parameters):
+        digest.update(parameters[name].detach().float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()

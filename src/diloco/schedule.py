@@ -53,6 +53,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
+        self._check_types()
         if self.sync_every < 1:
             raise ValueError(f"sync_every must be at least 1 step, not {self.sync_every}")
         if self.num_fragments < 1:
@@ -73,6 +74,18 @@ class Schedule:
                 )
         if self.first_sync not in ("full_period", "early"):
             raise ValueError(f"first_sync must be 'full_period' or 'early', not {self.first_sync!r}")
+
+    def _check_types(self) -> None:
+        overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
+        numbers = {
+            "sync_every": (self.sync_every,),
+            "num_fragments": (self.num_fragments,),
+            "overlap_steps": overlaps,
+            "offsets": () if self.offsets is None else self.offsets,
+        }
+        for name, value in numbers.items():
+            if not (isinstance(value, tuple) and all(isinstance(number, int) for number in value)):
+                raise ValueError(f"{name} takes whole numbers, several as a tuple, not {getattr(self, name)!r}")
 
     def offset(self, fragment: int) -> int:
         """t_p of a fragment."""

@@ -14,12 +14,15 @@ from torch import Tensor
 
 
 class ExchangeError(RuntimeError):
-    """Some replicas' payloads did not arrive."""
+    """Some replicas' payloads did not arrive; on gloo, the process group is of no use after that."""
 
-    def __init__(self, message: str, *, missing: tuple[int, ...]) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message, missing)
         self.missing = missing
         """The replicas whose payload is missing."""
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class DisagreementError(ValueError):
@@ -77,19 +80,20 @@ def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> No
         round: tells one comparison from the next on the same exchange.
 
     Raises:
-        DisagreementError: on every replica, naming the first fact that differs and both values.
+        DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
     """
-    mine = json.dumps(facts, sort_keys=True).encode()
+    mine = json.dumps(facts).encode()
     if len(set(_swap(exchange, hashlib.sha256(mine).digest(), 3 * round))) == 1:
         return
     # The values are long: they travel only when they are needed.
     believed: list[dict[str, object]] = share(exchange, facts, round=round)
-    for name in sorted(set().union(*believed)):
+    for name in dict.fromkeys(name for facts in believed for name in facts):
+        values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in believed]
         for replica, theirs in enumerate(believed):
-            if theirs.get(name) != believed[0].get(name):
+            if (name in theirs, theirs.get(name)) != (name in believed[0], believed[0].get(name)):
                 raise DisagreementError(
-                    f"the replicas disagree on {name}: replica 0 has {_short(believed[0].get(name))}, "
-                    f"replica {replica} has {_short(theirs.get(name))}; start them with the same settings"
+                    f"the replicas disagree on {name}: replica 0 has {values[0]}, replica {replica} has "
+                    f"{values[replica]}; start them with the same settings"
                 )
 
 

@@ -1,8 +1,10 @@
 """Direct messages between replicas over a torch.distributed process group (gloo or nccl)."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,67 +54,74 @@ class ProcessGroupExchange:
         phase: int = 0,
     ) -> "_PendingMessages":
         """Post every receive, then every send, and return."""
-        outgoing = {replica: payload.to(self._device) for replica, payload in sorted(payloads.items())}
-        incoming = {replica: torch.empty_like(payload) for replica, payload in outgoing.items()}
-        tag = _tag(fragment, round, phase)
-        messages = [(dist.irecv, replica, buffer) for replica, buffer in incoming.items()]
-        messages += [(dist.isend, replica, payload) for replica, payload in outgoing.items()]
-        where = f"fragment {fragment}, round {round}"
-        try:
-            if self._is_gloo:
-                works = [(replica, self._post(post, tensor, replica, tag)) for post, replica, tensor in messages]
-            else:
-                operations = [
-                    dist.P2POp(post, tensor, group=self._group, group_peer=replica)
-                    for post, replica, tensor in messages
-                ]
-                # nccl answers for all messages at once, so whoever is late is any of them.
-                batch = dist.batch_isend_irecv(operations) if operations else []
-                works = [(replica, work) for work in batch for replica in outgoing]
-        except RuntimeError as error:
-            raise ExchangeError(f"{where}: could not be sent: {_reason(error)}", missing=()) from error
-        wait = _wait_for_gloo if self._is_gloo else _wait_for_nccl
-        return _PendingMessages(where, works, incoming, outgoing, self._timeout_seconds, wait)
+        pending = _PendingMessages(f"fragment {fragment}, round {round}", self._timeout_seconds)
+        pending.outgoing = {replica: payload.to(self._device) for replica, payload in sorted(payloads.items())}
+        pending.incoming = {replica: torch.empty_like(payload) for replica, payload in pending.outgoing.items()}
+        if self._is_gloo:
+            self._post_to_gloo(pending, _tag(fragment, round, phase))
+        elif payloads:
+            self._post_to_nccl(pending)
+        return pending
 
-    def _post(self, post: Callable[..., dist.Work | None], tensor: Tensor, replica: int, tag: int) -> dist.Work:
-        peer = {"group_dst": replica} if post is dist.isend else {"group_src": replica}
-        work = post(tensor, group=self._group, tag=tag, **peer)
-        assert work is not None, "this process is a member of the group"
-        return work
+    def _post_to_gloo(self, pending: "_PendingMessages", tag: int) -> None:
+        for replica, buffer in pending.incoming.items():
+            with pending.blaming(replica):
+                pending.add(replica, dist.irecv(buffer, group=self._group, group_src=replica, tag=tag))
+        for replica, payload in pending.outgoing.items():
+            with pending.blaming(replica):
+                pending.add(replica, dist.isend(payload, group=self._group, group_dst=replica, tag=tag))
+
+    def _post_to_nccl(self, pending: "_PendingMessages") -> None:
+        messages = [(dist.irecv, replica, buffer) for replica, buffer in pending.incoming.items()]
+        messages += [(dist.isend, replica, payload) for replica, payload in pending.outgoing.items()]
+        operations = [
+            dist.P2POp(post, tensor, group=self._group, group_peer=replica) for post, replica, tensor in messages
+        ]
+        # nccl answers for all messages at once: whoever is late may be any of them.
+        for work in dist.batch_isend_irecv(operations):
+            for replica in pending.outgoing:
+                pending.add(replica, work, poll=True)
 
 
 class _PendingMessages:
-    def __init__(
-        self,
-        where: str,
-        works: list[tuple[int, dist.Work]],
-        incoming: dict[int, Tensor],
-        outgoing: dict[int, Tensor],
-        timeout_seconds: float,
-        wait: Callable[[dist.Work, float], None],
-    ) -> None:
-        self._where, self._works, self._incoming = where, works, incoming
-        self._outgoing = outgoing  # kept alive: the transport reads from it until the messages are out
-        self._timeout_seconds, self._wait = timeout_seconds, wait
+    """The messages of one exchange, and what has gone wrong with them so far."""
+
+    def __init__(self, where: str, timeout_seconds: float) -> None:
+        self._where, self._timeout_seconds = where, timeout_seconds
+        self._waits: list[tuple[int, Callable[[float], None]]] = []
+        self._missing: dict[int, str] = {}
+        self.incoming: dict[int, Tensor] = {}
+        self.outgoing: dict[int, Tensor] = {}  # kept alive: the transport reads from it until all is sent
+
+    def add(self, replica: int, work: dist.Work | None, *, poll: bool = False) -> None:
+        """A message from or to a replica, to be waited for."""
+        assert work is not None, "this process is a member of the group"
+        wait = partial(_wait_for_nccl if poll else _wait_for_gloo, work)
+        self._waits.append((replica, wait))
+
+    @contextmanager
+    def blaming(self, replica: int) -> Iterator[None]:
+        """Note an error as this replica's, and go on with the others."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self._missing.setdefault(replica, _reason(error))
 
     def wait(self) -> dict[int, Tensor]:
         """Until every payload has come in and gone out."""
         deadline = time.monotonic() + self._timeout_seconds
-        missing: dict[int, str] = {}
-        for replica, work in self._works:
-            try:
-                # A replica that was waited for in vain leaves the others a moment, to learn who else is missing.
-                self._wait(work, max(deadline - time.monotonic(), 0.01))
-            except (RuntimeError, TimeoutError) as error:
-                missing.setdefault(replica, _reason(error))
-        self._works = []
-        if missing:
-            names = ", ".join(f"replica {replica} ({reason})" for replica, reason in sorted(missing.items()))
+        while self._waits:
+            replica, wait = self._waits.pop(0)
+            with self.blaming(replica):
+                # After one was waited for in vain the others have a moment left, to learn who else is missing.
+                wait(max(deadline - time.monotonic(), 0.01))
+        if self._missing:
+            names = ", ".join(f"replica {replica} ({why})" for replica, why in sorted(self._missing.items()))
             raise ExchangeError(
                 f"{self._where}: no payload within {self._timeout_seconds:g} s from or to {names}",
-                missing=tuple(sorted(missing)),
+                tuple(sorted(self._missing)),
             )
-        return self._incoming
+        return self.incoming
 
 
 def _tag(fragment: int, round: int, phase: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from diloco.engine import OuterStep
+from diloco.outer import OuterStep
 
 
 @dataclass(frozen=True, kw_only=True)

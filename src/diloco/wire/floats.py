@@ -30,11 +30,12 @@ class FP32:
 
 @dataclass(frozen=True)
 class BF16:
-    """Two bytes an element, rounded to nearest, ties to even, little-endian."""
+    """Two bytes an element, rounded to nearest, ties to even, little-endian; saturates at bfloat16's largest."""
 
     def encode(self, delta_N: Float32[Tensor, "N"]) -> UInt8[Tensor, "bytes"]:
         """The bytes of the vector in bfloat16."""
-        return delta_N.to(torch.bfloat16).view(torch.uint8)
+        largest = torch.finfo(torch.bfloat16).max
+        return delta_N.clamp(-largest, largest).to(torch.bfloat16).view(torch.uint8)
 
     def decode(self, payload: Tensor, num_elements: int) -> Float32[Tensor, "{num_elements}"]:
         """The bytes as bfloat16, in FP32."""
