@@ -93,6 +93,7 @@ def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Pa
 
 def _local_replica(config: "TrainConfig", resume: bool) -> None:
     """One replica in a process of our own launcher, which tells the user what ended it."""
+    from diloco.exchange import ExchangeError
     from diloco.training.launcher import Failure
 
     try:
@@ -101,7 +102,8 @@ def _local_replica(config: "TrainConfig", resume: bool) -> None:
         exit_code = _exit_code(error)
         if exit_code is None:
             raise
-        raise Failure(str(error), exit_code=exit_code) from error
+        blames_another = isinstance(error, ExchangeError)
+        raise Failure(str(error), exit_code=exit_code, blames_another=blames_another) from error
 
 
 def _replica(config: "TrainConfig", resume: bool) -> None:

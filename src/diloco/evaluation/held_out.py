@@ -1,7 +1,7 @@
 """Held-out loss in nats a token and bits a byte."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,35 +25,38 @@ class HeldOutLoss:
     """Tokens predicted."""
 
 
-def held_out_loss(
-    forward: Callable[[Tensor], Tensor],
-    batches: Iterable[np.ndarray],
-    *,
-    bytes_per_token: float,
-    device: torch.device,
-) -> HeldOutLoss:
-    """Evaluate a model on windows of tokens.
+def sequence_losses(
+    forward: Callable[[Tensor], Tensor], batches: Iterable[np.ndarray], device: torch.device
+) -> list[float]:
+    """Mean cross-entropy of each sequence, nats a token.
 
     Args:
         forward: tokens (B, T) to logits (B, T, V).
         batches: int64 arrays (B, T+1): T tokens and, shifted by one, their targets.
-        bytes_per_token: UTF-8 bytes of the text for each of its tokens.
         device: where the model is.
-
-    Raises:
-        ValueError: if there is no batch.
     """
     losses: list[float] = []
-    num_tokens = 0
     with torch.inference_mode():
         for batch in batches:
             window_BxT1 = torch.from_numpy(batch).to(device)
             logits_BxTxV = forward(window_BxT1[:, :-1])
             for logits_TxV, window_T1 in zip(logits_BxTxV, window_BxT1, strict=True):
                 losses.append(next_token_loss(logits_TxV[None], window_T1[None, 1:])[0].item())
-            num_tokens += window_BxT1[:, 1:].numel()
-    if not losses:
-        raise ValueError("there is no held-out text to evaluate on: give some with --data.held-out")
+    return losses
+
+
+def held_out_loss(losses: Sequence[float], *, sequence_length: int, bytes_per_token: float) -> HeldOutLoss:
+    """The mean over sequences of equal length.
+
+    Args:
+        losses: of each sequence, nats a token.
+        sequence_length: tokens predicted in each.
+        bytes_per_token: UTF-8 bytes of the text for each of its tokens.
+
+    >>> held_out_loss([2.0, 3.0], sequence_length=8, bytes_per_token=1.0)
+    HeldOutLoss(loss=2.5, standard_error=0.5, bits_per_byte=3.6067376022224087, num_tokens=16)
+    """
     mean = float(np.mean(losses))
     spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else math.nan
+    num_tokens = sequence_length * len(losses)
     return HeldOutLoss(mean, spread / math.sqrt(len(losses)), mean / bytes_per_token / math.log(2), num_tokens)

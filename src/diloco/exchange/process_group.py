@@ -144,6 +144,6 @@ def _wait_for_nccl(work: dist.Work, seconds: float) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of a transport's message, without the place in its source."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return first.split("] ", 1)[-1] if first.startswith("[") else first
+    """The first sentence of a transport's message, without the place in its source."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (first.split("] ", 1)[-1] if first.startswith("[") else first).split(". ")[0]

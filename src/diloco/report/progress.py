@@ -1,9 +1,11 @@
-"""A run while it goes on: one live line in a terminal, a line now and then elsewhere."""
+"""A run while it goes on: two live lines in a terminal, a line now and then elsewhere."""
 
 import time
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
 
 from diloco.training.config import TrainConfig
 from diloco.training.metrics import StepMetrics
@@ -12,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class TrainingProgress:
-    """Told of each step of one replica, shows where the run is.
+    """Told of each step of one replica, shows where the run is; figures are those since it was started.
 
     Args:
         config: of the run, for its length.
@@ -21,56 +23,52 @@ class TrainingProgress:
 
     def __init__(self, config: TrainConfig, console: Console) -> None:
         self._config, self._console = config, console
-        self._live = console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.fields[status]}"),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not self._live,
-            expand=True,
+            BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[eta]}"), expand=True
         )
-        self._task = self._bar.add_task("train", total=config.num_steps, status="starting")
-        self._started, self._first_step, self._last_line = time.monotonic(), 0, time.monotonic()
-        self._loss, self._seconds, self._blocked, self._bytes = 0.0, 0.0, 0.0, 0
+        self._task = self._bar.add_task("train", total=config.num_steps, eta="")
+        self._line = Text()
+        self._view = Live(Group(self._line, self._bar), console=console)
+        self._num_steps, self._seconds, self._blocked_seconds, self._bytes_sent = 0, 0.0, 0.0, 0
+        self._loss = 0.0
+        self._last_line = time.monotonic()
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
-        if not self._seconds:
-            self._first_step, self._loss = metrics.step, metrics.loss
-            self._bar.start()
-        self._loss = 0.9 * self._loss + 0.1 * metrics.loss
+        self._loss = 0.9 * self._loss + 0.1 * metrics.loss if self._num_steps else metrics.loss
+        self._num_steps += 1
         self._seconds += metrics.step_seconds
-        self._blocked += metrics.blocked_seconds
-        self._bytes += metrics.bytes_sent
-        self._bar.update(self._task, completed=metrics.step, status=self._status(metrics))
-        now = time.monotonic()
-        if not self._live and (now - self._last_line > _SECONDS_BETWEEN_LINES or self._is_last(metrics)):
-            self._last_line = now
-            self._console.print(
-                f"{self._status(metrics)}  ETA {self._eta_seconds(metrics):.0f} s", highlight=False
-            )
+        self._blocked_seconds += metrics.blocked_seconds
+        self._bytes_sent += metrics.bytes_sent
+        if self._console.is_terminal:
+            self._view.start()
+            self._line.plain = self._status(metrics)
+            self._bar.update(self._task, completed=metrics.step, eta=self._eta(metrics))
+        elif self._is_time_for_a_line() or metrics.step == self._config.num_steps:
+            self._console.print(f"{self._status(metrics)}  {self._eta(metrics)}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        self._bar.stop()
+        self._view.stop()
 
     def _status(self, metrics: StepMetrics) -> str:
-        tokens = (metrics.step - self._first_step + 1) * self._config.tokens_per_step
         return (
             f"step {metrics.step}/{self._config.num_steps}  loss {self._loss:.3f}  "
-            f"{tokens / self._seconds:,.0f} tokens/s  "
-            f"compute utilization {1 - self._blocked / self._seconds:.1%}  sent {megabytes(self._bytes)}"
+            f"{self._num_steps * self._config.tokens_per_step / self._seconds:,.0f} tokens/s  "
+            f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
+            f"sent {megabytes(self._bytes_sent)}"
         )
 
-    def _is_last(self, metrics: StepMetrics) -> bool:
-        return metrics.step == self._config.num_steps
+    def _eta(self, metrics: StepMetrics) -> str:
+        seconds = (self._config.num_steps - metrics.step) * self._seconds / self._num_steps
+        return f"ETA {int(seconds // 60)}:{int(seconds % 60):02}"
 
-    def _eta_seconds(self, metrics: StepMetrics) -> float:
-        done = metrics.step - self._first_step + 1
-        return (self._config.num_steps - metrics.step) * (time.monotonic() - self._started) / done
+    def _is_time_for_a_line(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return True
 
 
 def megabytes(num_bytes: float) -> str:

@@ -1,8 +1,8 @@
 """The baseline: gradients averaged over all replicas at every step, by torch's DistributedDataParallel."""
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.exchange import ExchangeError
 from diloco.outer import OuterStep, parameters_hash
 
 
@@ -45,13 +46,26 @@ class DataParallel:
             self._last_bucket_at = self._now()
         return allreduce_hook(group, bucket)
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Around every forward and backward pass of a step but the last: nothing is exchanged there."""
-        return self.forward.no_sync()
+    @contextmanager
+    def passes(self, *, is_last: bool) -> Iterator[None]:
+        """Around a forward and a backward pass; gradients are exchanged in the last of a step.
 
-    def gradients_ready(self) -> None:
-        """To be called when backward() has returned."""
-        self.blocked_seconds += self._now() - self._last_bucket_at
+        Raises:
+            ExchangeError: if another replica is gone.
+        """
+        try:
+            with nullcontext() if is_last else self.forward.no_sync():
+                yield
+        except RuntimeError as error:
+            # gloo's errors have no class of their own, but name its source.
+            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            reason = str(error).splitlines()[0]
+            raise ExchangeError(
+                f"step {self.num_steps + 1}: gradients could not be exchanged: {reason}"
+            ) from error
+        if is_last:
+            self.blocked_seconds += self._now() - self._last_bucket_at
 
     def _now(self) -> float:
         if next(self._model.parameters()).is_cuda:

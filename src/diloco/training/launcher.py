@@ -27,9 +27,10 @@ class ReplicaFailedError(RuntimeError):
 class Failure(Exception):  # noqa: N818 - a message from a replica to the launcher, not an error of its own
     """What a replica raises to end the run with a sentence and an exit code."""
 
-    def __init__(self, sentence: str, *, exit_code: int) -> None:
+    def __init__(self, sentence: str, *, exit_code: int, blames_another: bool = False) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+        self.blames_another = blames_another
 
 
 def under_a_launcher() -> bool:
@@ -77,6 +78,9 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Failure as failure:
+        if failure.blames_another:
+            # The launcher reports whoever ends first: leave that to the replica where it began.
+            time.sleep(_SECONDS_FOR_THE_OTHER)
         told = {"message": str(failure), "timestamp": str(int(time.time()))}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
         raise SystemExit(failure.exit_code) from None
@@ -85,10 +89,11 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         raise SystemExit(1) from None
 
 
+_SECONDS_FOR_THE_OTHER = 3.0
+
+
 def _explain(error: ChildFailedError) -> ReplicaFailedError:
-    """The failure that came first: a replica that was killed makes those that wait for it fail, too."""
-    killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    replica, failure = killed[0] if killed else error.get_first_failure()
+    replica, failure = error.get_first_failure()
     if failure.exitcode >= 0 and "message" in failure.error_file_data:
         return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
     return ReplicaFailedError(f"replica {replica} {_ending(failure)}", exit_code=1)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from torch import Tensor
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.data.tokenizers import load_tokenizer
-from diloco.evaluation.held_out import HeldOutLoss, held_out_loss
+from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange import agree, share
 from diloco.models.decoder import generate, next_token_loss
 from diloco.training.checkpoints import Checkpoints
@@ -62,7 +61,7 @@ def train(config: TrainConfig, *, resume: bool = False, on_step: OnStep | None =
         ExchangeError: if other replicas are gone.
     """
     with join(config) as world:
-        corpus = _open_corpus(config, world)
+        corpus, held_out = _open_corpus(config, world)
         batches = _batches(config, world, corpus)
         state = initial_state(config, world)
         checkpoints = Checkpoints(
@@ -75,7 +74,8 @@ def train(config: TrainConfig, *, resume: bool = False, on_step: OnStep | None =
         for step in range(state.step + 1, config.num_steps + 1):
             metrics = _step(state, batches.batch(step), config, world, step)
             if config.evaluation.every_steps and step % config.evaluation.every_steps == 0:
-                metrics = _with_eval_loss(metrics, state, config, world)
+                found = _evaluate(state, config, world, held_out, together=False)
+                metrics = replace(metrics, eval_loss=found.loss)
             log.write(metrics)
             if on_step is not None:
                 on_step(metrics)
@@ -87,7 +87,8 @@ def train(config: TrainConfig, *, resume: bool = False, on_step: OnStep | None =
         state.seconds += time.perf_counter() - start
         checkpoints.wait()
         log.close()
-        return _conclude(state, config, world) if world.replica == 0 else None
+        found = _evaluate(state, config, world, held_out, together=True)
+        return _conclude(state, config, found) if world.replica == 0 else None
 
 
 def _step(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, step: int) -> StepMetrics:
@@ -129,14 +130,12 @@ def _inner_step(
     losses = []
     for index, window_BxT1 in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        with nullcontext() if is_last or not isinstance(state.sync, DataParallel) else state.sync.accumulating():
+        with state.sync.passes(is_last=is_last) if isinstance(state.sync, DataParallel) else nullcontext():
             with torch.autocast(world.device.type, torch.bfloat16, enabled=world.autocast):
                 logits_BxTxV = state.forward(window_BxT1[:, :-1])
             loss, objective = next_token_loss(logits_BxTxV, window_BxT1[:, 1:], config.optimizer.z_loss)
             (objective / len(micro_batches)).backward()
         losses.append(loss.detach())
-    if isinstance(state.sync, DataParallel):
-        state.sync.gradients_ready()
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
     return torch.stack(losses).mean().item(), grad_norm.item()
 
@@ -152,8 +151,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * cosine)
 
 
-def _open_corpus(config: TrainConfig, world: World) -> TokenShards:
-    """The training split, once every replica has been found to read the same text with the same settings."""
+def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenShards]:
+    """Both splits, once every replica has been found to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus = open_split(config.data.prepared, "train")
     if corpus.digest != (started_with := data_digest(config.directory)):
@@ -163,7 +162,9 @@ def _open_corpus(config: TrainConfig, world: World) -> TokenShards:
         )
     facts = {name: value for name, value in to_json(config).items() if name not in _OWN_TO_A_REPLICA}
     agree(world.exchange, facts | {"digest of the data": corpus.digest}, round=1)
-    return corpus
+    held_out = open_split(config.data.prepared, "held_out")
+    _windows(held_out, config)  # too little text is refused now, not after the last step
+    return corpus, held_out
 
 
 _OWN_TO_A_REPLICA = {"runs", "device", "data", "precision", "compile", "timeout_seconds"}
@@ -200,40 +201,41 @@ def _not_finite(config: TrainConfig, world: World, step: int, loss: float, grad_
     )
 
 
-def _with_eval_loss(metrics: StepMetrics, state: TrainState, config: TrainConfig, world: World) -> StepMetrics:
-    """The metrics with this replica's share of the held-out loss."""
-    found = _evaluate(state, config, world.device, first=world.replica, stride=world.num_replicas)
-    return replace(metrics, eval_loss=found.loss)
-
-
 def _evaluate(
-    state: TrainState, config: TrainConfig, device: torch.device, *, first: int = 0, stride: int = 1
+    state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
 ) -> HeldOutLoss:
-    assert config.data.prepared is not None, "the config is resolved"
-    held_out = open_split(config.data.prepared, "held_out")
+    """Held-out loss of the outer parameters on this replica's share of the text, or together on all of it."""
+    windows = _windows(held_out, config)[world.replica :: world.num_replicas]
+    losses = sequence_losses(outer_forward(state), _batches_of(held_out, windows, config), world.device)
+    if together:
+        losses = [loss for share_of_one in share(world.exchange, losses, round=2) for loss in share_of_one]
     return held_out_loss(
-        outer_forward(state),
-        _windows(held_out, config, first, stride),
+        losses,
+        sequence_length=config.sequence_length,
         bytes_per_token=held_out.num_bytes / held_out.num_tokens,
-        device=device,
     )
 
 
-def _windows(held_out: TokenShards, config: TrainConfig, first: int, stride: int) -> Iterator[np.ndarray]:
-    """Windows spread evenly over the held-out text, in batches: every `stride`-th, from the `first` on."""
-    length = config.sequence_length
-    available = held_out.num_windows(length)
-    wanted = min(available, max(1, config.evaluation.num_tokens // length))
-    chosen = [k * available // wanted for k in range(wanted)][first::stride]
-    for start in range(0, len(chosen), config.evaluation.batch):
-        batch = chosen[start : start + config.evaluation.batch]
-        yield np.stack([held_out.window(window, length) for window in batch])
+def _windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
+    """The windows to evaluate on, spread evenly over the held-out text; at least one a replica."""
+    available = held_out.num_windows(config.sequence_length)
+    if available < config.num_replicas:
+        raise ValueError(
+            f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
+            f"{config.num_replicas} replicas: hold out more, or choose shorter sequences"
+        )
+    wanted = min(available, max(config.num_replicas, config.evaluation.num_tokens // config.sequence_length))
+    return [k * available // wanted for k in range(wanted)]
 
 
-def _conclude(state: TrainState, config: TrainConfig, world: World) -> Outcome:
-    """Evaluate, export and sum up; the other replicas are done."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    held_out = _evaluate(state, config, world.device)
+def _batches_of(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
+    size = config.evaluation.batch
+    for start in range(0, len(windows), size):
+        yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
+
+
+def _conclude(state: TrainState, config: TrainConfig, found: HeldOutLoss) -> Outcome:
+    """Export and sum up; the other replicas are done."""
     outer = {name: value.contiguous().cpu() for name, value in state.sync.outer_parameters().items()}
     unfinished = config.directory / "outer.tmp"
     save_file(outer, unfinished, metadata={"model": json.dumps(to_json(config.model))})
@@ -245,10 +247,10 @@ def _conclude(state: TrainState, config: TrainConfig, world: World) -> Outcome:
         "num_params": num_params,
         "num_tokens": config.num_tokens,
         "num_steps": config.num_steps,
-        "eval_loss": held_out.loss,
-        "eval_standard_error": held_out.standard_error,
-        "eval_bits_per_byte": held_out.bits_per_byte,
-        "eval_tokens": held_out.num_tokens,
+        "eval_loss": found.loss,
+        "eval_standard_error": found.standard_error,
+        "eval_bits_per_byte": found.bits_per_byte,
+        "eval_tokens": found.num_tokens,
         "wall_seconds": state.seconds,
         "compute_utilization": 1 - state.sync.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
