@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="diloco",
         description="Train one language model on computers joined by slow links (Streaming DiLoCo).",
-        epilog="diloco COMMAND --help tells more.",
+        epilog="Try: diloco train laptop. And diloco COMMAND --help tells more.",
     )
     parser.add_argument("--version", action="version", version=f"diloco {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -39,56 +38,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(arguments: list[str]) -> None:
     import tyro
+    from rich.console import Console
 
+    from diloco.data.index import read_index
+    from diloco.report.preparation import preparation_progress
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import RECIPES
+    from diloco.training.recipes import RECIPES, recipe
+    from diloco.training.start import prepare_run
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
-        recipe: tyro.conf.Suppress[str]
         config: Annotated[TrainConfig, tyro.conf.arg(name="")]
         resume: Path | None = None
         """Go on with this run, a directory, from the newest step that every replica holds."""
 
     with _explained():
-        recipes = {name: recipe() for name, recipe in RECIPES.items()}
-        choices = {
-            name: (RECIPES[name].__doc__ or "", Command(recipe=name, config=config))
-            for name, config in recipes.items()
-        }
+        choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
         command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
-        config = _prepared(command.config, recipes[command.recipe], command.recipe, command.resume)
-    with _explained(hint=f"; go on with: diloco train {command.recipe} --resume {config.directory}"):
+        with preparation_progress(Console(stderr=True)) as progress:
+            config = prepare_run(command.config, resume=command.resume, progress=progress)
+    with _explained(hint=f"; go on with: diloco train {config.recipe} --resume {config.directory}"):
         if under_a_launcher():
             _replica(config, command.resume is not None)
-        else:
-            launch(_local_replica, config.num_replicas, config, command.resume is not None)
-
-
-def _prepared(asked: "TrainConfig", recipe: "TrainConfig", name: str, resume: Path | None) -> "TrainConfig":
-    """The resolved config, with its data prepared and its directory made by one process a machine."""
-    from diloco.data import prepare
-    from diloco.data.index import read_index
-    from diloco.data.tokenizers import load_tokenizer
-    from diloco.training.config import resolve
-    from diloco.training.launcher import under_a_launcher
-    from diloco.training.run_directory import claim, resume_config
-    from diloco.training.state import check
-
-    if resume is not None:
-        return resume_config(resume, asked, recipe)
-    if not asked.name and under_a_launcher():
-        raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
-    asked = replace(asked, name=asked.name or f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    directory = prepare.resolve(asked.data)
-    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
-    check(config)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        claim(config)
-        print(f"data    {directory}, digest {read_index(directory).digest[:16]}")
-        print(f"run     {config.directory}")
-    return config
+            return
+        if config.data.prepared is not None:
+            print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
+        print(f"run   {config.directory}", flush=True)
+        launch(_local_replica, config.num_replicas, config, command.resume is not None)
 
 
 def _local_replica(config: "TrainConfig", resume: bool) -> None:
@@ -100,7 +77,7 @@ def _local_replica(config: "TrainConfig", resume: bool) -> None:
         _replica(config, resume)
     except Exception as error:
         exit_code = _exit_code(error)
-        if exit_code is None:
+        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise
         blames_another = isinstance(error, ExchangeError)
         raise Failure(str(error), exit_code=exit_code, blames_another=blames_another) from error
@@ -116,8 +93,9 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
 
     console = Console()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
+    on_start = progress.start if progress is not None else None
     try:
-        outcome = train(config, resume=resume, on_step=progress)
+        outcome = train(config, resume=resume, on_start=on_start, on_step=progress)
     finally:
         if progress is not None:
             progress.close()
@@ -127,11 +105,12 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
 
 def _data(arguments: list[str]) -> None:
     import tyro
-    from rich.progress import Progress, SpinnerColumn, TextColumn
+    from rich.console import Console
 
     from diloco.data.config import DataConfig
     from diloco.data.index import read_index, total
-    from diloco.data.prepare import PrepareProgress, prepare
+    from diloco.data.prepare import prepare
+    from diloco.report.preparation import preparation_progress
 
     def command(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()) -> None:  # noqa: B008
         """Tokenize text into memory-mapped shards; run it again after an interruption, and it goes on.
@@ -140,17 +119,8 @@ def _data(arguments: list[str]) -> None:
             output: Directory to write to.
             data: What to read.
         """
-        with Progress(SpinnerColumn(), TextColumn("{task.description}")) as bar:
-            task = bar.add_task("starting")
-
-            def show(progress: PrepareProgress) -> None:
-                bar.update(
-                    task,
-                    description=f"{progress.stage}: {progress.num_documents:,} documents, "
-                    f"{progress.num_bytes:,} bytes, {progress.num_tokens:,} tokens",
-                )
-
-            prepare(data, output, progress=show)
+        with preparation_progress(Console(stderr=True)) as progress:
+            prepare(data, output, progress=progress)
         index = read_index(output)
         for split, shards in index.splits.items():
             print(f"{split}: {total(shards).num_documents:,} documents, {total(shards).num_tokens:,} tokens")
@@ -169,7 +139,7 @@ def _explained(hint: str = "") -> Iterator[None]:
         _complain(f"interrupted{hint}", 130)
     except Exception as error:
         exit_code = _exit_code(error)
-        if exit_code is None:
+        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise
         _complain(str(error) + (hint if exit_code != _MISTAKE else ""), exit_code)
 

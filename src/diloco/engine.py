@@ -186,7 +186,7 @@ class StreamingDiLoCo:
         Raises:
             DisagreementError: if the replicas load different steps.
         """
-        agree(self.exchange, {"step of the loaded state": state["num_steps"]}, round=2)
+        agree(self.exchange, {"step of the loaded state": state["num_steps"]})
         self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]

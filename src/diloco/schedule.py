@@ -59,12 +59,11 @@ class Schedule:
         if self.num_fragments < 1:
             raise ValueError(f"num_fragments must be at least 1, not {self.num_fragments}")
         overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
-        for overlap in overlaps or (-1,):
-            if not 0 <= overlap < self.sync_every:
-                raise ValueError(
-                    f"overlap_steps must be at least 0 and below sync_every={self.sync_every}, "
-                    f"not {self.overlap_steps}: a fragment has to be merged before it is sent again"
-                )
+        if not overlaps or not all(0 <= overlap < self.sync_every for overlap in overlaps):
+            raise ValueError(
+                f"overlap_steps must be at least 0 and below sync_every={self.sync_every}, "
+                f"not {self.overlap_steps}: a fragment has to be merged before it is sent again"
+            )
         if self.offsets is not None:
             if len(self.offsets) != self.num_fragments:
                 raise ValueError(f"offsets={self.offsets} must hold num_fragments={self.num_fragments} steps")

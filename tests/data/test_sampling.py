@@ -83,7 +83,7 @@ def tokens_of(length):
 def test_a_batch_is_the_windows_of_the_sampler():
     shards = tokens_of(101)
     sampler = Sampler(num_windows=10, global_batch=4)
-    batches = Batches(shards=shards, sampler=sampler, seq_len=10, replica=1, num_replicas=2)
+    batches = Batches(shards=shards, sampler=sampler, sequence_length=10, replica=1, num_replicas=2)
     batch = batches.batch(3)
     assert batch.dtype == np.int64
     assert batch.shape == (2, 11)
@@ -92,8 +92,8 @@ def test_a_batch_is_the_windows_of_the_sampler():
 
 
 def test_batches_refuse_a_sampler_of_another_split():
-    with pytest.raises(ValueError, match=r"num_windows=9, but the split holds 10 windows of seq_len=10"):
-        Batches(shards=tokens_of(101), sampler=Sampler(num_windows=9, global_batch=4), seq_len=10)
+    with pytest.raises(ValueError, match=r"num_windows=9, but the split holds 10 windows of sequence_length=10"):
+        Batches(shards=tokens_of(101), sampler=Sampler(num_windows=9, global_batch=4), sequence_length=10)
 
 
 def test_batches_refuse_a_share_that_is_not_whole_at_once():
@@ -101,6 +101,6 @@ def test_batches_refuse_a_share_that_is_not_whole_at_once():
         Batches(
             shards=tokens_of(101),
             sampler=Sampler(num_windows=10, global_batch=4),
-            seq_len=10,
+            sequence_length=10,
             num_replicas=3,
         )

@@ -16,7 +16,7 @@ STATE = {
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "replica-0", keep=2)
+    checkpoints = Checkpoints(tmp_path, 0, keep=2)
     checkpoints.save(3, STATE)
     checkpoints.wait()
     loaded = checkpoints.load(3)
@@ -27,7 +27,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
 
 def test_the_state_is_copied_before_save_returns(tmp_path):
     tensor = torch.zeros(1_000_000)
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, 0, keep=1)
     checkpoints.save(1, {"tensor": tensor})
     tensor += 1
     checkpoints.wait()
@@ -35,12 +35,12 @@ def test_the_state_is_copied_before_save_returns(tmp_path):
 
 
 def test_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, 0, keep=2)
     for step in (10, 20, 30):
         checkpoints.save(step, STATE)
     checkpoints.wait()
     assert checkpoints.steps() == [20, 30]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "replica-0").iterdir()) == [
         "step-00000020.pt",
         "step-00000020.pt.sha256",
         "step-00000030.pt",
@@ -48,21 +48,30 @@ def test_the_newest_are_kept(tmp_path):
     ]
 
 
+def test_what_lies_beyond_the_step_of_a_resume_is_dropped(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 0, keep=3)
+    for step in (10, 20, 30):
+        checkpoints.save(step, STATE)
+    checkpoints.wait()
+    checkpoints.drop_after(10)
+    assert checkpoints.steps() == [10] and len(list((tmp_path / "replica-0").iterdir())) == 2
+
+
 def test_the_checksum_is_that_of_the_file(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, 0, keep=1)
     checkpoints.save(1, STATE)
     checkpoints.wait()
-    digest, name = (tmp_path / "step-00000001.pt.sha256").read_text().split()
-    assert digest == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    digest, name = (tmp_path / "replica-0" / "step-00000001.pt.sha256").read_text().split()
+    assert digest == hashlib.sha256((tmp_path / "replica-0" / name).read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b[:100] + b"\xff" + b[101:]])
 def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, 0, keep=2)
     checkpoints.save(1, STATE)
     checkpoints.save(2, STATE)
     checkpoints.wait()
-    path = tmp_path / "step-00000002.pt"
+    path = tmp_path / "replica-0" / "step-00000002.pt"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=r"step-00000002.pt is damaged.*to resume from step 1"):
         checkpoints.load(2)
@@ -70,15 +79,15 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path, damage):
 
 
 def test_a_checkpoint_without_checksum_was_never_finished(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, 0, keep=2)
     checkpoints.save(1, STATE)
     checkpoints.wait()
-    (tmp_path / "step-00000001.pt.sha256").unlink()
+    (tmp_path / "replica-0" / "step-00000001.pt.sha256").unlink()
     assert checkpoints.steps() == []
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, 0, keep=1)
     checkpoints.save(1, {"object": print})
     checkpoints.wait()
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
@@ -88,18 +97,18 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 _FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from diloco.training.checkpoints import CheckpointError, Checkpoints
+from diloco.training.checkpoints import Checkpoints, CheckpointWriteError
 
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=1)
+checkpoints = Checkpoints(Path(sys.argv[1]), 0, keep=1)
 checkpoints.save(1, {"tensor": torch.zeros(10)})
 checkpoints.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 checkpoints.save(2, {"tensor": torch.zeros(1_000_000)})
 try:
     checkpoints.wait()
-except CheckpointError as error:
+except CheckpointWriteError as error:
     print(error)
-print(checkpoints.steps(), sorted(path.name for path in Path(sys.argv[1]).iterdir()))
+print(checkpoints.steps(), sorted(path.name for path in Path(sys.argv[1], "replica-0").iterdir()))
 """
 
 

@@ -7,8 +7,10 @@ import pytest
 
 from diloco.models.decoder import DecoderConfig
 from diloco.training.config import (
+    AdamWConfig,
     CheckpointConfig,
     DilocoConfig,
+    EvaluationConfig,
     TrainConfig,
     differences,
     from_json,
@@ -34,7 +36,7 @@ def test_a_method_fills_in_what_was_left_to_it(method, expected):
 
 
 def test_what_was_asked_for_stays():
-    asked = DilocoConfig(overlap_steps=7, mixing=0.25, wire="bf16")
+    asked = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
     assert resolved(replace(tiny(), method="diloco", diloco=asked)).diloco == replace(asked, fragments="whole")
 
 
@@ -55,7 +57,7 @@ def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
 
 
 def test_json_gives_the_config_back():
-    config = replace(resolved(tiny()), diloco=DilocoConfig(overlap_steps=(0, 3), offsets=(0, 1, 2)))
+    config = replace(resolved(tiny()), diloco=DilocoConfig(sync_every=10, overlap_steps=(0, 3), offsets=(0, 1, 2)))
     assert from_json(TrainConfig, json.loads(json.dumps(to_json(config)))) == config
 
 
@@ -73,13 +75,34 @@ def test_an_unknown_field_is_an_error():
         ({"num_tokens": 1000}, "num_tokens=1000 is no whole number of steps .*take 512 or 1024"),
         ({"num_tokens": 100}, "take 512 or more"),
         ({"micro_batch": 3}, "micro_batch=3 must divide a replica's share of the batch, 4"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
+        ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
-        ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "10 steps apart, so keep at least 4"),
+        ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "11 steps apart, so keep at least 5"),
     ],
 )
 def test_contradictions_name_both_values(change, message):
     with pytest.raises(ValueError, match=message):
         replace(tiny(), **change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be above 0 and finite, not 0\.0"),
+        (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1, not 1\.0"),
+        (AdamWConfig, {"weight_decay": float("nan")}, r"optimizer.weight_decay must be at least 0 and finite"),
+        (EvaluationConfig, {"batch": 0}, r"evaluation.batch must be at least 1, not 0"),
+    ],
+)
+def test_a_field_out_of_its_range_is_named(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**fields)
+
+
+def test_one_replica_needs_no_spare_checkpoint():
+    assert replace(tiny(), num_replicas=1, checkpoint=CheckpointConfig(every_steps=5, keep=1))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():

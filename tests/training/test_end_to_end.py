@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,7 +46,26 @@ def command(*flags: str) -> list[str]:
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*flags), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    return call(command(*flags), folder)
+
+
+def call(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command; if it takes too long, end it with all its children."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | environment,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def trained(folder: Path, name: str, *flags: str) -> Path:
@@ -101,7 +123,8 @@ def test_the_books_of_bytes_agree(streaming):
     expected = sum(payload[p] * sends[p] for p in payload)
     assert total["bytes_sent_per_replica"] == expected
     for replica in (0, 1):
-        assert sum(line["bytes_sent"] for line in lines(streaming, replica)) == expected
+        for name in ("bytes_sent", "bytes_received"):
+            assert sum(line[name] for line in lines(streaming, replica)) == expected
     assert total["data_parallel_bytes_per_replica"] == num_params * 4 * 120
     assert total["num_params"] == num_params
 
@@ -110,7 +133,8 @@ def test_each_outer_step_is_written_down(streaming):
     for replica, overlap in ((0, 2), (1, 7)):
         for line in lines(streaming, replica):
             for outer_step in line.get("outer_steps", []):
-                assert outer_step["sent_step"] == line["step"] - overlap
+                # After the last step what is in flight is merged at once.
+                assert outer_step["sent_step"] == line["step"] - overlap or line["step"] == 120
                 assert outer_step["outer_gradient_norm"] > 0
                 assert -1 <= outer_step["cosine"] <= 1
                 blocks = {0: {"blocks.0", "blocks.2"}, 1: {"blocks.1", "blocks.3"}, 2: set()}
@@ -123,8 +147,7 @@ def test_each_outer_step_is_written_down(streaming):
         }
         for m in (0, 1)
     ]
-    both = norms[0].keys() & norms[1].keys()
-    assert len(both) > 25 and all(norms[0][key] == norms[1][key] for key in both)
+    assert norms[0] == norms[1] and len(norms[0]) == 34
 
 
 def test_replicas_read_different_text_and_share_the_evaluation(streaming):
@@ -136,10 +159,12 @@ def test_replicas_read_different_text_and_share_the_evaluation(streaming):
 
 def test_the_time_adds_up(streaming):
     total = summary(streaming)
-    blocked = sum(line["blocked_seconds"] for line in lines(streaming, 0))
-    seconds = sum(line["step_seconds"] for line in lines(streaming, 0))
-    assert total["wall_seconds"] >= seconds
-    assert 0 <= total["compute_utilization"] <= 1 - blocked / total["wall_seconds"] + 1e-9
+    blocked, seconds = (
+        sum(line[name] for line in lines(streaming, 0)) for name in ("blocked_seconds", "step_seconds")
+    )
+    assert total["wall_seconds"] == pytest.approx(seconds)
+    assert total["compute_utilization"] == pytest.approx(1 - blocked / seconds)
+    assert blocked > 0
 
 
 @pytest.mark.parametrize("flags", [BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, ["--method", "data_parallel"]])
@@ -160,7 +185,7 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, flags):
         told = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert re.fullmatch(
-        rf"diloco: replica \d was killed by SIGKILL; go on with: .* --resume runs/{killed.name}\n", told
+        rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n", told
     )
     assert len(lines(killed, 0)) < 200
 
@@ -231,12 +256,8 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder):
 
 def test_a_tokenizer_that_did_not_make_the_shards_is_refused(folder, streaming):
     prepared = read_config(streaming).data.prepared
-    process = subprocess.run(
-        [*DILOCO, "train", "tiny", "--data.prepared", str(prepared), "--data.tokenizer", "bpe:300"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
+    process = call(
+        [*DILOCO, "train", "tiny", "--data.prepared", str(prepared), "--data.tokenizer", "bpe:300"], folder
     )
     assert process.returncode == 2
     assert re.fullmatch(r"diloco: tokenizer='bpe:300' contradicts .*tokenizer='bytes'.*\n", process.stderr)
@@ -246,16 +267,50 @@ def test_torchrun_joins_the_replicas(folder, streaming):
     """Under torchrun the run ends with the same bits as under our own launcher."""
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [*torchrun, "-m", *command("--name", "torchrun", *flags)[2:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = call([*torchrun, "-m", *command("--name", "torchrun", *flags)[2:]], folder, OMP_NUM_THREADS="1")
     assert process.returncode == 0, process.stderr
     assert summary(folder / "runs" / "torchrun")["outer_hash"] == summary(streaming)["outer_hash"]
+
+
+def test_two_machines_with_their_own_disks_train_together_and_resume(folder, streaming):
+    """Two launchers, each with one replica and a directory of its own; then again with the disks swapped."""
+    machines = [folder / f"machine-{m}" for m in (0, 1)]
+    for machine in machines:
+        machine.mkdir()
+        shutil.copy(folder / "text.jsonl", machine)
+    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
+    for process in on_two_machines(machines, "--name", "far", *flags):
+        assert process.returncode == 0, process.stderr
+    assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
+    assert not (machines[1] / "runs" / "far" / "summary.json").exists()
+    assert read_config(machines[1] / "runs" / "far") == read_config(machines[0] / "runs" / "far")
+
+    swapped = on_two_machines(machines[::-1], "--resume", "runs/far", "--timeout-seconds", "20")
+    assert all(process.returncode != 0 for process in swapped)
+    assert any("start each machine with the --node-rank it had" in process.stderr for process in swapped)
+
+
+def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.CompletedProcess[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+
+    def torchrun(rank: int) -> subprocess.CompletedProcess[str]:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            *address,
+        ]
+        arguments = ["--node-rank", str(rank), "-m", *command(*flags)[2:]]
+        return call([*launcher, *arguments], machines[rank], OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(torchrun, (0, 1)))
 
 
 MISTAKES = {
@@ -273,6 +328,8 @@ MISTAKES = {
     "no run": (["--resume", "runs/nothing"], "runs/nothing holds no run"),
     "a run twice": (["--name", "streaming"], "already holds a run: choose another --name"),
     "another run": (["--resume", "runs/streaming", "--seed", "9"], "started with seed=0, and now 9 is asked for"),
+    "another recipe": (["--resume", "runs/streaming", "--data.tokenizer", "bpe:500"], "data.tokenizer=bytes"),
+    "no outer step": (["--method", "data_parallel", "--diloco.mixing", "1"], "diloco.mixing means nothing to"),
     "long sequences": (["--sequence-length", "1048576", "--num-tokens", "8388608"], "fewer than the 1048577"),
 }
 
@@ -285,7 +342,7 @@ def test_a_mistake_ends_in_one_sentence(folder, streaming, flags, sentence):
     assert process.returncode == 2
     assert process.stderr.startswith("diloco: ") and process.stderr.count("\n") == 1
     assert sentence in process.stderr
-    assert sorted(folder.glob("runs/*")) == before or "fewer" in sentence
+    assert sorted(folder.glob("runs/*")) == before
 
 
 def test_an_unknown_flag_is_named(folder):
@@ -300,6 +357,28 @@ def test_a_loss_that_is_not_finite_ends_the_run(folder):
     assert re.fullmatch(
         r"diloco: step \d+: the loss of replica \d is .* lower --optimizer.learning-rate .*\n", process.stderr
     )
+
+
+def test_a_run_killed_before_its_first_checkpoint_was_everywhere_starts_over(folder):
+    """One replica had saved the first step, the other was still writing it: the initial state is in common."""
+    whole = trained(folder, "early")
+    for replica, kept in ((0, 20), (1, 0)):
+        for path in (whole / "checkpoints" / f"replica-{replica}").glob("*.pt*"):
+            if int(path.name[5:13]) != kept:
+                path.unlink()
+    again = run(folder, "--resume", str(whole))
+    assert again.returncode == 0 and "going on" not in again.stdout
+    assert [line["step"] for line in lines(whole, 1)] == list(range(1, 61))
+
+
+def test_a_resume_without_a_step_in_common_is_refused(folder, streaming):
+    lost = folder / "runs" / "lost"
+    shutil.copytree(streaming, lost)
+    for path in (lost / "checkpoints" / "replica-1").iterdir():
+        path.unlink()
+    process = run(folder, "--resume", str(lost))
+    assert process.returncode == 2
+    assert re.search(r"no step is held by every replica \(they hold \[80, 100, 120\], \[\]\)", process.stderr)
 
 
 def test_a_damaged_checkpoint_ends_the_resume_with_the_way_out(folder, streaming):

@@ -86,7 +86,7 @@ class Batches:
     """The split to read."""
     sampler: Sampler
     """The order in which to read it."""
-    seq_len: int
+    sequence_length: int
     """Tokens in a sequence; a window holds one more, the last one's target."""
     replica: int = 0
     """m, in [0, num_replicas)."""
@@ -98,17 +98,17 @@ class Batches:
     """R: processes in a replica."""
 
     def __post_init__(self) -> None:
-        held = self.shards.num_windows(self.seq_len)
+        held = self.shards.num_windows(self.sequence_length)
         if self.sampler.num_windows != held:
             raise ValueError(
                 f"the sampler orders num_windows={self.sampler.num_windows}, but the split holds {held} "
-                f"windows of seq_len={self.seq_len}"
+                f"windows of sequence_length={self.sequence_length}"
             )
         self._windows(step=1)
 
     def batch(self, step: int) -> np.ndarray:
-        """The tokens to read at `step`, counted from 1: int64, shape (B / (M·R), seq_len + 1)."""
-        return np.stack([self.shards.window(int(i), self.seq_len) for i in self._windows(step)])
+        """The tokens to read at `step`, counted from 1: int64, shape (B / (M·R), sequence_length + 1)."""
+        return np.stack([self.shards.window(int(i), self.sequence_length) for i in self._windows(step)])
 
     def _windows(self, step: int) -> np.ndarray:
         return self.sampler.windows(step, self.replica, self.num_replicas, self.rank, self.num_ranks)

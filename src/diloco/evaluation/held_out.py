@@ -17,8 +17,8 @@ class HeldOutLoss:
 
     loss: float
     """Mean cross-entropy, nats a token."""
-    standard_error: float
-    """Of the loss, over sequences."""
+    standard_error: float | None
+    """Of the loss, over sequences; None for one alone."""
     bits_per_byte: float
     """Nats a token · tokens a byte of the text / ln 2; tokens that begin documents cost bits and hold no byte."""
     num_tokens: int
@@ -57,6 +57,5 @@ def held_out_loss(losses: Sequence[float], *, sequence_length: int, bytes_per_to
     HeldOutLoss(loss=2.5, standard_error=0.5, bits_per_byte=3.6067376022224087, num_tokens=16)
     """
     mean = float(np.mean(losses))
-    spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else math.nan
-    num_tokens = sequence_length * len(losses)
-    return HeldOutLoss(mean, spread / math.sqrt(len(losses)), mean / bytes_per_token / math.log(2), num_tokens)
+    error = float(np.std(losses, ddof=1)) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return HeldOutLoss(mean, error, mean / bytes_per_token / math.log(2), sequence_length * len(losses))

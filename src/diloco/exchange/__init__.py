@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -71,22 +72,21 @@ class Exchange(Protocol):
 ABOUT_THE_RUN = -1
 
 
-def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> None:
-    """Compare what every replica believes about the run; each replica must call it with the same `round`.
+def agree(exchange: Exchange, facts: Mapping[str, object]) -> None:
+    """Compare what every replica believes about the run; each replica must call it.
 
     Args:
         exchange: the way to the others.
         facts: a name and a JSON value each.
-        round: tells one comparison from the next on the same exchange.
 
     Raises:
         DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
     """
     mine = json.dumps(facts).encode()
-    if len(set(_swap(exchange, hashlib.sha256(mine).digest(), 3 * round))) == 1:
+    if len(set(_swap(exchange, hashlib.sha256(mine).digest()))) == 1:
         return
     # The values are long: they travel only when they are needed.
-    believed: list[dict[str, object]] = share(exchange, facts, round=round)
+    believed: list[dict[str, object]] = share(exchange, facts)
     for name in dict.fromkeys(name for facts in believed for name in facts):
         values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in believed]
         for replica, theirs in enumerate(believed):
@@ -97,19 +97,24 @@ def agree(exchange: Exchange, facts: Mapping[str, object], round: int = 1) -> No
                 )
 
 
-def share(exchange: Exchange, value: Any, *, round: int = 1) -> list[Any]:
-    """Every replica's JSON value, in replica order; each replica must call it, with the same `round`."""
+def share(exchange: Exchange, value: Any) -> list[Any]:
+    """Every replica's JSON value, in replica order; each replica must call it."""
     mine = json.dumps(value).encode()
-    lengths = _swap(exchange, len(mine).to_bytes(8, "little"), 3 * round + 1)
+    lengths = _swap(exchange, len(mine).to_bytes(8, "little"))
     longest = max(int.from_bytes(length, "little") for length in lengths)
-    return [json.loads(text) for text in _swap(exchange, mine.ljust(longest), 3 * round + 2)]
+    return [json.loads(text) for text in _swap(exchange, mine.ljust(longest))]
 
 
-def _swap(exchange: Exchange, message: bytes, round: int) -> list[bytes]:
+# How many messages about the run each exchange has carried: every replica sends them in the same order.
+_NUM_MESSAGES: WeakKeyDictionary[Exchange, int] = WeakKeyDictionary()
+
+
+def _swap(exchange: Exchange, message: bytes) -> list[bytes]:
     """Every replica's message of one length, in replica order."""
+    _NUM_MESSAGES[exchange] = _NUM_MESSAGES.get(exchange, 0) + 1
     payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
-    received = exchange.start(others, ABOUT_THE_RUN, round).wait()
+    received = dict(exchange.start(others, ABOUT_THE_RUN, _NUM_MESSAGES[exchange]).wait())
     received[exchange.replica] = payload
     return [received[replica].cpu().numpy().tobytes() for replica in range(exchange.num_replicas)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoopbackExchange:
     """The exchange of a single replica: a variant of Lookahead, and a way to try the engine without a network."""
 

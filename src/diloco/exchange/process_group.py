@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.exchange import ExchangeError
+from diloco.exchange import ABOUT_THE_RUN, ExchangeError
 
 # A message's tag is (fragment + 1, round, phase) in 31 bits; rounds this far apart are never in flight together.
 _FRAGMENT_BITS, _ROUND_BITS = 11, 19
@@ -54,7 +54,8 @@ class ProcessGroupExchange:
         phase: int = 0,
     ) -> "_PendingMessages":
         """Post every receive, then every send, and return."""
-        pending = _PendingMessages(f"fragment {fragment}, round {round}", self._timeout_seconds)
+        where = "comparing settings" if fragment == ABOUT_THE_RUN else f"fragment {fragment}, round {round}"
+        pending = _PendingMessages(where, self._timeout_seconds)
         pending.outgoing = {replica: payload.to(self._device) for replica, payload in sorted(payloads.items())}
         pending.incoming = {replica: torch.empty_like(payload) for replica, payload in pending.outgoing.items()}
         if self._is_gloo:
@@ -118,7 +119,7 @@ class _PendingMessages:
         if self._missing:
             names = ", ".join(f"replica {replica} ({why})" for replica, why in sorted(self._missing.items()))
             raise ExchangeError(
-                f"{self._where}: no payload within {self._timeout_seconds:g} s from or to {names}",
+                f"{self._where}: no payload from or to {names}",
                 tuple(sorted(self._missing)),
             )
         return self.incoming

@@ -146,15 +146,25 @@ def next_token_loss(
 
 
 def generate(
-    model: Decoder, prompt: list[int], num_tokens: int, *, seed: int, context: int, top_k: int = 40
+    model: Decoder,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    seed: int,
+    context: int,
+    vocab_size: int | None = None,
+    top_k: int = 40,
 ) -> list[int]:
-    """`num_tokens` sampled after a prompt, each from the `top_k` likeliest given the last `context` tokens."""
+    """`num_tokens` sampled after a prompt, each from the `top_k` likeliest given the last `context` tokens.
+
+    `vocab_size` is the tokenizer's, where the model knows more tokens than it.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(num_tokens):
             device = model.embedding.weight.device
-            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1].float().cpu()
+            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab_size].float().cpu()
             top = logits_V.topk(min(top_k, len(logits_V)))
             choice = torch.multinomial(top.values.softmax(dim=-1), 1, generator=generator)
             tokens.append(int(top.indices[choice]))

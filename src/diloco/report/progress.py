@@ -33,6 +33,11 @@ class TrainingProgress:
         self._loss = 0.0
         self._last_line = time.monotonic()
 
+    def start(self, step: int) -> None:
+        """Show where the run goes on from."""
+        if step:
+            self._console.print(f"going on from step {step}", highlight=False)
+
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
         self._loss = 0.9 * self._loss + 0.1 * metrics.loss if self._num_steps else metrics.loss

@@ -13,21 +13,28 @@ from typing import Any
 
 import torch
 
+from diloco.data.atomic import write_atomically
+
 
 class CheckpointError(ValueError):
-    """A checkpoint can't be written or read."""
+    """A checkpoint can't be read."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint can't be written."""
 
 
 class Checkpoints:
-    """The checkpoints of one replica in one directory.
+    """The checkpoints of one replica.
 
     Args:
-        directory: this replica's own; made when it is first needed.
+        directory: of the run's checkpoints; the replica's own, within it, is made when it is first needed.
+        replica: whose they are.
         keep: how many of the newest stay.
     """
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        self._directory, self._keep = directory, keep
+    def __init__(self, directory: Path, replica: int, *, keep: int) -> None:
+        self._directory, self._keep = directory / f"replica-{replica}", keep
         self._writer: threading.Thread | None = None
         self._failure: OSError | RuntimeError | None = None
 
@@ -35,7 +42,7 @@ class Checkpoints:
         """Copy a state of tensors, containers and plain values now, and write it in the background.
 
         Raises:
-            CheckpointError: if the one before could not be written.
+            CheckpointWriteError: if the one before could not be written.
         """
         self.wait()
         self._writer = threading.Thread(target=self._write, args=(step, _copied(state)), name="checkpoint")
@@ -45,14 +52,14 @@ class Checkpoints:
         """Until what was saved is on disk.
 
         Raises:
-            CheckpointError: if it could not be written.
+            CheckpointWriteError: if it could not be written.
         """
         if self._writer is not None:
             self._writer.join()
             self._writer = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"could not write a checkpoint to {self._directory}: {_reason(failure)}; "
                 "make room, then resume: what was saved before is intact"
             ) from failure
@@ -87,6 +94,7 @@ class Checkpoints:
         path = self._path(step)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            _checksum_path(path).unlink(missing_ok=True)
             unfinished = path.with_suffix(".tmp")
             try:
                 torch.save(state, unfinished)
@@ -95,16 +103,20 @@ class Checkpoints:
                 unfinished.replace(path)
             finally:
                 unfinished.unlink(missing_ok=True)
-            note = _checksum_path(path).with_suffix(".tmp")
-            note.write_text(f"{checksum}  {path.name}\n")
-            _sync(note)
-            note.replace(_checksum_path(path))
-            _sync(self._directory)
+            write_atomically(_checksum_path(path), [f"{checksum}  {path.name}\n".encode()])
             for old in self.steps()[: -self._keep]:
-                _checksum_path(self._path(old)).unlink()
-                self._path(old).unlink()
+                self._remove(old)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             self._failure = error
+
+    def drop_after(self, step: int) -> None:
+        """Remove what lies beyond a step that the run goes on from."""
+        for later in [s for s in self.steps() if s > step]:
+            self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        _checksum_path(self._path(step)).unlink()
+        self._path(step).unlink()
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}.pt"

@@ -1,9 +1,12 @@
 """What a run is: one frozen dataclass, resolved once, kept as `config.json`."""
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
 
 from diloco.data.config import DataConfig
 from diloco.models.decoder import DecoderConfig
@@ -37,14 +40,16 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         """Refuse what can't train."""
         for name in ("learning_rate", "epsilon", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} must be above 0, not {getattr(self, name)}")
-        for name in ("beta1", "beta2", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name} must lie between 0 and 1, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be above 0 and finite, not {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"optimizer.final_fraction must lie between 0 and 1, not {self.final_fraction}")
         for name in ("weight_decay", "warmup_steps", "z_loss"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"optimizer.{name} must not be below 0: {getattr(self, name)}")
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"optimizer.{name} must be at least 0 and finite, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +101,29 @@ class EvaluationConfig:
     batch: int = 16
     """Sequences a forward pass."""
 
+    def __post_init__(self) -> None:
+        """Refuse what can't be evaluated."""
+        for name, least in (("every_steps", 0), ("num_tokens", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluation.{name} must be at least {least}, not {getattr(self, name)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A run."""
 
+    recipe: tyro.conf.Suppress[str] = ""
+    """The recipe it was made from."""
     name: str = ""
-    """Directory of the run below `runs`; empty is the recipe's name and the time."""
+    """Directory of the run below `--runs`; left out, the recipe's name and the time."""
     runs: Path = Path("runs")
     """Where runs are kept."""
     method: Method = "streaming"
     """Streaming DiLoCo, DiLoCo, or the baseline that exchanges gradients at every step."""
     num_replicas: int = 2
-    """M; local processes, or under torchrun the size of the world."""
+    """M, how many replicas train: local processes, or under torchrun the processes of its world."""
     seed: int = 0
-    """Of the initial parameters and of the order of the data."""
+    """Decides the initial parameters and the order of the data."""
     num_tokens: int
     """Token budget of the whole run, over all replicas; a multiple of global_batch · sequence_length."""
     global_batch: int
@@ -141,6 +154,10 @@ class TrainConfig:
         for name in ("num_replicas", "num_tokens", "global_batch", "sequence_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"timeout_seconds must be above 0 and finite, not {self.timeout_seconds}")
         if self.global_batch % self.num_replicas:
             raise ValueError(
                 f"global_batch={self.global_batch} must be a multiple of num_replicas={self.num_replicas}: "
@@ -180,12 +197,13 @@ class TrainConfig:
             raise ValueError(
                 f"checkpoint.every_steps={every} must be at least 0, checkpoint.keep={keep} at least 1"
             )
-        if not every or self.method == "data_parallel":
+        if not every or self.num_replicas == 1:
             return
-        overlap = self.diloco.overlap_steps
         # The replicas may be this many steps apart, and must still have a checkpoint in common.
-        apart = self.diloco.sync_every + max(overlap if isinstance(overlap, tuple) else (overlap or 0,))
-        if keep < (needed := 2 + apart // every):
+        overlap = self.diloco.overlap_steps
+        most_overlap = max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
+        apart = 1 if self.method == "data_parallel" else self.diloco.sync_every + most_overlap
+        if keep < (needed := 2 - -apart // every):
             raise ValueError(
                 f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {apart} steps "
                 f"apart, so keep at least {needed} checkpoints, or save less often"

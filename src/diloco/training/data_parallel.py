@@ -36,9 +36,19 @@ class DataParallel:
         self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
         self.forward.register_comm_hook(group, self._reduce)
         self._last_bucket_at = 0.0
+        self._settle_buckets()
         self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
+
+    def _settle_buckets(self) -> None:
+        """Let DDP sort gradients into buckets anew, as it does after its first pass, before the first step.
+
+        With three replicas or more the order of a sum depends on the bucket, and so a resume would on its step.
+        """
+        device = next(self._model.parameters()).device
+        self.forward(torch.zeros(1, 2, dtype=torch.int64, device=device)).sum().backward()
+        self._model.zero_grad()
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
@@ -47,7 +57,7 @@ class DataParallel:
         return allreduce_hook(group, bucket)
 
     @contextmanager
-    def passes(self, *, is_last: bool) -> Iterator[None]:
+    def passes(self, is_last: bool) -> Iterator[None]:
         """Around a forward and a backward pass; gradients are exchanged in the last of a step.
 
         Raises:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -49,7 +50,9 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // num_replicas))
     config = LaunchConfig(
         min_nodes=1,
@@ -94,7 +97,7 @@ _SECONDS_FOR_THE_OTHER = 3.0
 
 def _explain(error: ChildFailedError) -> ReplicaFailedError:
     replica, failure = error.get_first_failure()
-    if failure.exitcode >= 0 and "message" in failure.error_file_data:
+    if Path(failure.error_file).is_file():
         return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
     return ReplicaFailedError(f"replica {replica} {_ending(failure)}", exit_code=1)
 
@@ -102,7 +105,6 @@ def _explain(error: ChildFailedError) -> ReplicaFailedError:
 def _ending(failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"ended with exit code {failure.exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-failure.exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-failure.exitcode}"
+    if failure.exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
+    return f"was killed by {failure.signal_name()}"

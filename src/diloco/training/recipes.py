@@ -62,7 +62,10 @@ def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
     def recipe() -> TrainConfig:
         return scaling_laws(scale)
 
-    recipe.__doc__ = f"{scale} parameters, as in the scaling-laws paper (arXiv 2503.09799, Table 3)."
+    recipe.__doc__ = (
+        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs --data.train "
+        "and a --data.tokenizer of at most 32,768 entries."
+    )
     return recipe
 
 
@@ -70,3 +73,8 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny}
     scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER
 }
 """By the name that `diloco train` knows them by."""
+
+
+def recipe(name: str) -> TrainConfig:
+    """The config of a recipe, which remembers where it came from."""
+    return replace(RECIPES[name](), recipe=name)

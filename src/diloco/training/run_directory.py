@@ -1,29 +1,38 @@
 """A run's own directory: claimed by a new run, taken up again by a resume."""
 
 import json
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco.data.atomic import write_atomically
 from diloco.data.index import INDEX_FILE
+from diloco.exchange import share
 from diloco.training.config import TrainConfig, differences, from_json, to_json
+from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
 
-_MAY_CHANGE_ON_RESUME = ("runs", "name", "timeout_seconds", "checkpoint.", "data.", "device")
+_MAY_CHANGE_ON_RESUME = {
+    "timeout_seconds",
+    "device",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "data.prepared",
+}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+def check_unclaimed(directory: Path) -> None:
+    """Refuse a directory that already holds a run.
+
+    Raises:
+        ValueError: if it does.
+    """
+    if (directory / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{directory} already holds a run: choose another --name, or go on with --resume {directory}"
+        )
 
 
 def claim(config: TrainConfig) -> None:
@@ -33,14 +42,32 @@ def claim(config: TrainConfig) -> None:
         ValueError: if it already holds a run.
     """
     directory = config.directory
-    if (directory / CONFIG_FILE).exists():
-        raise ValueError(
-            f"{directory} already holds a run: choose another --name, or go on with --resume {directory}"
-        )
+    check_unclaimed(directory)
     directory.mkdir(parents=True, exist_ok=True)
     assert config.data.prepared is not None, "the config is resolved"
-    shutil.copyfile(config.data.prepared / INDEX_FILE, directory / DATA_FILE)
-    write_atomically(directory / CONFIG_FILE, json.dumps(to_json(config), indent=2) + "\n")
+    write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
+    write_atomically(directory / CONFIG_FILE, [json.dumps(to_json(config), indent=2).encode() + b"\n"])
+
+
+def claim_together(config: TrainConfig, world: World, *, resume: bool) -> None:
+    """Claim the directory on every machine, whether the machines share a disk or not.
+
+    Raises:
+        ValueError: if it already holds another run.
+    """
+    if world.replica == 0 and not resume:
+        claim(config)
+    share(world.exchange, "replica 0 has claimed its directory")
+    if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
+        claim(config)
+    if to_json(read_config(config.directory)) | _OWN_TO_A_MACHINE != to_json(config) | _OWN_TO_A_MACHINE:
+        check_unclaimed(config.directory)
+    share(world.exchange, "every machine has")
+
+
+_OWN_TO_A_MACHINE = dict.fromkeys(
+    ("runs", "data", "device", "timeout_seconds", "checkpoint", "precision", "compile")
+)
 
 
 def read_config(directory: Path) -> TrainConfig:
@@ -76,21 +103,23 @@ def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> T
         ValueError: if the command line asks for what would make it another run, with both values.
     """
     saved = read_config(directory)
-    changed = differences(recipe, asked)
-    for name, (_, value) in changed.items():
-        found = _get(saved, name)
-        if value != found and not name.startswith(_MAY_CHANGE_ON_RESUME):
+    changed = {name: value for name, (_, value) in differences(recipe, asked).items()}
+    if asked.recipe != saved.recipe:
+        changed["recipe"] = asked.recipe
+    for name, value in changed.items():
+        if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
             raise ValueError(
                 f"{directory} was started with {name}={found}, and now {value} is asked for: "
                 "a resume continues the same run; leave it out, or start a new run"
             )
-    runtime = {name: getattr(asked, name) for name in ("timeout_seconds", "device") if name in changed}
-    checkpoint = replace(
-        saved.checkpoint,
-        **{n: getattr(asked.checkpoint, n) for n in ("every_steps", "keep") if f"checkpoint.{n}" in changed},
+    runtime = {name: value for name, value in changed.items() if name in ("timeout_seconds", "device")}
+    checkpoint = {n: getattr(asked.checkpoint, n) for n in ("every_steps", "keep") if f"checkpoint.{n}" in changed}
+    return replace(
+        saved,
+        checkpoint=replace(saved.checkpoint, **checkpoint),
+        data=replace(saved.data, prepared=changed.get("data.prepared", saved.data.prepared)),
+        **runtime,
     )
-    data = replace(saved.data, prepared=asked.data.prepared) if "data.prepared" in changed else saved.data
-    return replace(saved, checkpoint=checkpoint, data=data, **runtime)
 
 
 def _get(config: Any, dotted: str) -> Any:

@@ -1,6 +1,7 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class TrainState:
     """The model as training calls it: itself, compiled, or wrapped for Data-Parallel."""
     optimizer: torch.optim.Optimizer
     """AdamW."""
+    passes: Callable[[bool], AbstractContextManager[None]]
+    """Around each forward and backward pass; told whether it is the last of its step."""
     sync: StreamingDiLoCo | DataParallel
     """Θ, the outer momentum and what is in flight; or the baseline."""
     step: int = 0
@@ -74,9 +77,9 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
         sync = DataParallel(model, forward)
-        return TrainState(model, sync.forward, optimizer, sync)
+        return TrainState(model, sync.forward, optimizer, sync.passes, sync)
     engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
-    return TrainState(model, forward, optimizer, engine)
+    return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine)
 
 
 def check(config: TrainConfig) -> None:

@@ -1,7 +1,6 @@
 """Joining the other replicas: the process group, this replica's device, its threads."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ class World:
     """The way to the other replicas."""
     device: torch.device
     """What this replica computes on."""
+    is_first_on_machine: bool
+    """Whether this process writes what the processes of one machine share."""
     autocast: bool
     """Whether the forward pass runs in bfloat16."""
 
@@ -44,36 +45,41 @@ def join(config: TrainConfig) -> Iterator[World]:
 
     Raises:
         ValueError: if its size is not num_replicas, or the device is missing.
-        TimeoutError: if the other replicas don't turn up in time.
+        TimeoutError: if the other replicas don't turn up in time, or can't be reached.
     """
-    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    try:
+        world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    except KeyError as missing:
+        raise ValueError(
+            f"RANK is set in the environment, but {missing} is not: unset it, or use torchrun"
+        ) from None
     if world_size != config.num_replicas:
         raise ValueError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas}: "
             f"pass --num-replicas {world_size}"
         )
     device = _device(config, local_rank)
+    timeout = timedelta(seconds=config.timeout_seconds)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=config.timeout_seconds),
-        )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        exchange = _exchange(config, timeout)
+    except RuntimeError as error:
         raise TimeoutError(
-            f"the {world_size} replicas did not all turn up at {os.environ.get('MASTER_ADDR')} within "
-            f"{config.timeout_seconds:g} s of {socket.gethostname()}: start them together, check the address"
+            f"the {world_size} replicas could not join at {os.environ.get('MASTER_ADDR')}: start them within "
+            f"{config.timeout_seconds:g} s of each other, check the address, and name the network interface "
+            f"between them in GLOO_SOCKET_IFNAME ({str(error).splitlines()[0]})"
         ) from error
     try:
-        yield World(_exchange(config), device, _autocast(config, device))
+        yield World(exchange, device, local_rank == 0, _autocast(config, device))
     finally:
         dist.destroy_process_group()
 
 
-def _exchange(config: TrainConfig) -> Exchange:
+def _exchange(config: TrainConfig, timeout: timedelta) -> Exchange:
     """Payloads travel through the CPU on gloo, which sends while the device computes."""
     if config.num_replicas == 1:
         return LoopbackExchange()
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every replica is a member"
     return ProcessGroupExchange(group, timeout_seconds=config.timeout_seconds)
 
@@ -92,6 +98,9 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch finds no GPU here: pass --device cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.method == "data_parallel" and num_local > num_gpus:
+        raise ValueError(f"data_parallel needs a GPU a replica: {num_local} replicas here, and {num_gpus} GPUs")
+    device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
     return device

@@ -1,0 +1,49 @@
+"""From what a user asked for to a run that can start: one call, before any replica exists."""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from diloco.data.prepare import ProgressCallback
+from diloco.data.prepare import resolve as resolve_data
+from diloco.data.shards import open_split
+from diloco.data.tokenizers import load_tokenizer
+from diloco.training.conclusion import held_out_windows
+from diloco.training.config import TrainConfig, differences, resolve
+from diloco.training.launcher import under_a_launcher
+from diloco.training.recipes import recipe
+from diloco.training.run_directory import check_unclaimed, resume_config
+from diloco.training.state import check
+
+
+def prepare_run(
+    asked: TrainConfig, *, resume: Path | None, progress: ProgressCallback | None = None
+) -> TrainConfig:
+    """The resolved config of a run whose data is prepared and whose settings were checked.
+
+    Args:
+        asked: a recipe's config with the user's changes.
+        resume: the directory of the run to go on with.
+        progress: told how far the data is prepared.
+
+    Raises:
+        ValueError: for anything that would stop the run later.
+    """
+    unchanged = recipe(asked.recipe)
+    if resume is not None:
+        return resume_config(resume, asked, unchanged)
+    if asked.method == "data_parallel":
+        unused = [name for name in differences(unchanged, asked) if name.startswith("diloco.")]
+        if unused:
+            raise ValueError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+    if not asked.name and under_a_launcher():
+        raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
+    asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    if not under_a_launcher():
+        check_unclaimed(asked.directory)
+    directory = resolve_data(asked.data, progress=progress)
+    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
+    check(config)
+    open_split(directory, "train").num_windows(config.sequence_length)
+    held_out_windows(open_split(directory, "held_out"), config)
+    return config
