@@ -11,8 +11,14 @@ from diloco.data.prepare import PrepareProgress, ProgressCallback
 
 @contextmanager
 def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
-    """What to tell `prepare`, to see how far it is; nothing is shown where it has nothing to do."""
-    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
+    """What to tell `prepare`, to see in a terminal how far it is; nothing is shown where it has nothing to do."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
     task = bar.add_task("")
 
     def show(progress: PrepareProgress) -> None:
@@ -26,4 +32,5 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
