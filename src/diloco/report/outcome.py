@@ -25,5 +25,5 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
         "files": str(config.directory),
     }
     for name, value in rows.items():
-        console.print(f"{name:20}{value}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
