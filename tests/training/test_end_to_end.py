@@ -168,7 +168,9 @@ def test_the_time_adds_up(streaming):
     assert blocked > 0
 
 
-@pytest.mark.parametrize("flags", [BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, ["--method", "data_parallel"]])
+@pytest.mark.parametrize(
+    "flags", [BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, ["--num-replicas", "4", "--method", "data_parallel"]]
+)
 def test_a_killed_run_goes_on_bit_for_bit(folder, flags):
     method = flags[-1]
     flags = [*flags, "--num-tokens", "102400", "--checkpoint.every-steps", "20"]

@@ -13,12 +13,13 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
     # Without it a power failure may undo the rename, though not the writes before it.
-    descriptor = os.open(directory, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -5,7 +5,6 @@ is written last, so that a checkpoint without it was never finished.
 """
 
 import hashlib
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diloco.data.atomic import write_atomically
+from diloco.data.atomic import sync, write_atomically
 
 
 class CheckpointError(ValueError):
@@ -99,7 +98,7 @@ class Checkpoints:
             try:
                 torch.save(state, unfinished)
                 checksum = _sha256(unfinished)
-                _sync(unfinished)
+                sync(unfinished)
                 unfinished.replace(path)
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -140,14 +139,6 @@ def _copied(value: Any) -> Any:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: Exception) -> str:

@@ -48,8 +48,9 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
         ReplicaFailedError: with the sentence of the `Failure` that the entrypoint raised, or the signal that
             killed it.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong is said once, by us
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it

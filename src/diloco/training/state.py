@@ -36,7 +36,7 @@ class TrainState:
     step: int = 0
     """Inner steps taken."""
     seconds: float = 0.0
-    """Spent on them, in all sessions of the run."""
+    """Spent on them, in every part of a run that was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, containers and plain values, to be copied before training goes on."""
