@@ -22,6 +22,7 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
     task = bar.add_task("")
 
     def show(progress: PrepareProgress) -> None:
+        """Bring the line up to date."""
         bar.start()
         bar.update(
             task,
