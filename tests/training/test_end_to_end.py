@@ -385,6 +385,30 @@ def test_a_resume_without_a_step_in_common_is_refused(folder, streaming):
     assert re.search(r"no step is held by every replica \(they hold \[80, 100, 120\], \[\]\)", process.stderr)
 
 
+def test_a_resume_on_other_text_is_refused(folder, streaming):
+    other = folder / "other"
+    other.mkdir()
+    rows = (folder / "text.jsonl").read_text().replace("rain", "snow")
+    (other / "text.jsonl").write_text(rows)
+    prepare = [
+        *DILOCO,
+        "data",
+        "prepare",
+        "--output",
+        "prepared",
+        "--train",
+        "text.jsonl",
+        "--held-out-fraction",
+        "0.1",
+    ]
+    assert call(prepare, other).returncode == 0
+    process = run(folder, "--resume", str(streaming), "--data.prepared", "other/prepared")
+    assert process.returncode == 2
+    assert re.search(
+        r"started on data with digest \w+, and other/prepared has \w+: name the directory", process.stderr
+    )
+
+
 def test_a_damaged_checkpoint_ends_the_resume_with_the_way_out(folder, streaming):
     newest = max((streaming / "checkpoints" / "replica-1").glob("*.pt"))
     content = newest.read_bytes()

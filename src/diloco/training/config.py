@@ -254,6 +254,13 @@ def to_json(config: Any) -> Any:
     return str(config) if isinstance(config, Path) else config
 
 
+def shared_facts(config: TrainConfig) -> dict[str, Any]:
+    """What all replicas of a run must have in common, by field; text is compared by its digest, not its place."""
+    return {name: value for name, value in to_json(config).items() if name not in _OWN_TO_A_REPLICA}
+
+
+_OWN_TO_A_REPLICA = {"runs", "device", "data", "precision", "compile", "timeout_seconds"}
+
 _Config = TypeVar("_Config")
 
 

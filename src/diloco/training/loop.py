@@ -14,7 +14,7 @@ from diloco.exchange import agree, share
 from diloco.models.decoder import next_token_loss
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.conclusion import Outcome, conclude, evaluate, held_out_windows
-from diloco.training.config import TrainConfig, to_json
+from diloco.training.config import TrainConfig, shared_facts
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
 from diloco.training.run_directory import claim_together, data_digest
 from diloco.training.state import TrainState, initial_state
@@ -50,11 +50,13 @@ def train(
     """
     with join(config) as world:
         corpus, held_out = _open_corpus(config, world)
-        claim_together(config, world, resume=resume)
+        if not resume:
+            claim_together(config, world)
         batches = _batches(config, world, corpus)
         state = initial_state(config, world)
         checkpoints = Checkpoints(config.directory / "checkpoints", world.replica, keep=config.checkpoint.keep)
         if resume:
+            _check_digest(corpus, config)
             _resume(state, checkpoints, config, world)
         log = MetricsLog(config.directory, world.replica, after_step=state.step)
         if on_start is not None:
@@ -149,13 +151,9 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     """Both splits, once every replica has been found to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
-    facts = {name: value for name, value in to_json(config).items() if name not in _OWN_TO_A_REPLICA}
-    agree(world.exchange, facts | {"digest of the data": corpus.digest})
+    agree(world.exchange, shared_facts(config) | {"digest of the data": corpus.digest})
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     return corpus, held_out
-
-
-_OWN_TO_A_REPLICA = {"runs", "device", "data", "precision", "compile", "timeout_seconds"}
 
 
 def _batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
@@ -169,14 +167,16 @@ def _batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
     )
 
 
+def _check_digest(corpus: TokenShards, config: TrainConfig) -> None:
+    if corpus.digest != (started_with := data_digest(config.directory)):
+        raise ValueError(
+            f"the run was started on data with digest {started_with}, and {config.data.prepared} has "
+            f"{corpus.digest}: name the directory with the same text by --data.prepared"
+        )
+
+
 def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, world: World) -> None:
     """Load the newest step that every replica holds; the initial state is one, until it could have been pruned."""
-    digest = open_split(config.data.prepared, "train").digest if config.data.prepared else ""
-    if digest != (started_with := data_digest(config.directory)):
-        raise ValueError(
-            f"the run was started on data with digest {started_with}, and {config.data.prepared} has {digest}: "
-            "name the directory with the same text by --data.prepared"
-        )
     held = share(world.exchange, checkpoints.steps())
     for replica in range(world.num_replicas):
         here = Checkpoints(config.directory / "checkpoints", replica, keep=config.checkpoint.keep).steps()

@@ -8,7 +8,7 @@ from typing import Any
 from diloco.data.atomic import write_atomically
 from diloco.data.index import INDEX_FILE
 from diloco.exchange import share
-from diloco.training.config import TrainConfig, differences, from_json, to_json
+from diloco.training.config import TrainConfig, differences, from_json, shared_facts, to_json
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
@@ -49,25 +49,20 @@ def claim(config: TrainConfig) -> None:
     write_atomically(directory / CONFIG_FILE, [json.dumps(to_json(config), indent=2).encode() + b"\n"])
 
 
-def claim_together(config: TrainConfig, world: World, *, resume: bool) -> None:
-    """Claim the directory on every machine, whether the machines share a disk or not.
+def claim_together(config: TrainConfig, world: World) -> None:
+    """Claim the directory of a new run on every machine, whether the machines share a disk or not.
 
     Raises:
         ValueError: if it already holds another run.
     """
-    if world.replica == 0 and not resume:
+    if world.replica == 0:
         claim(config)
     share(world.exchange, "replica 0 has claimed its directory")
     if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
         claim(config)
-    if to_json(read_config(config.directory)) | _OWN_TO_A_MACHINE != to_json(config) | _OWN_TO_A_MACHINE:
-        check_unclaimed(config.directory)
     share(world.exchange, "every machine has")
-
-
-_OWN_TO_A_MACHINE = dict.fromkeys(
-    ("runs", "data", "device", "timeout_seconds", "checkpoint", "precision", "compile")
-)
+    if shared_facts(read_config(config.directory)) != shared_facts(config):
+        check_unclaimed(config.directory)  # this machine's disk has an older run of that name
 
 
 def read_config(directory: Path) -> TrainConfig:
