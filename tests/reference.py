@@ -109,17 +109,21 @@ def run(
     codec: Callable[[np.ndarray], np.ndarray],
     offsets: Sequence[int] | None = None,
     first_sync: FirstSync = "full_period",
+    beta: float | None = None,
+    second: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> History:
     """Train M replicas for T steps, then receive and apply what is in flight.
 
-    inner_step(θ_m, m, t) returns the new θ_m; codec(Δ) is decode(encode(Δ)).
+    inner_step(θ_m, m, t) returns the new θ_m; codec(Δ) is decode(encode(Δ)); β is that of error feedback; with a
+    second codec, the averages of shares are sent in it (reduce_scatter).
     """
     assert len(theta0) == P and len(taus) == M and all(0 <= tau < H for tau in taus)
     assert all(theta_p.dtype == f32 for theta_p in theta0)
     zeros = [np.zeros_like(theta_p) for theta_p in theta0]
     replicas = [Replica(deepcopy(theta0), deepcopy(theta0), deepcopy(zeros)) for _ in range(M)]
     sent_at = [send_steps(H, P, offsets, first_sync, p, T) for p in range(P)]
-    payloads = {}  # (sent step, fragment) -> every replica's decoded Δ, in replica order
+    errors = [deepcopy(zeros) for _ in range(M)]
+    payloads = {}  # (sent step, fragment) -> the average of every replica's decoded Δ
     steps = [deepcopy(replicas)]
 
     for t in range(1, T + 1):
@@ -127,7 +131,16 @@ def run(
             replica.theta = inner_step(replica.theta, m, t)
         for p in range(P):
             if t in sent_at[p]:
-                payloads[t, p] = [codec(r.Theta[p] - r.theta[p]) for r in replicas]
+                sent = []
+                for r, error in zip(replicas, errors, strict=True):
+                    delta = r.Theta[p] - r.theta[p]
+                    if beta is not None:
+                        delta = delta + f32(beta) * error[p]
+                    sent.append(_in_shares(codec, delta, M) if second else codec(delta))
+                    error[p] = delta - sent[-1]
+                payloads[t, p] = _average(sent)
+                if second:
+                    payloads[t, p] = _in_shares(second, payloads[t, p], M)
         for m, replica in enumerate(replicas):
             for sent, p in sorted(payloads):
                 if sent == t - taus[m]:
@@ -141,12 +154,23 @@ def run(
     return History(steps, replicas)
 
 
-def _receive(replica: Replica, p: int, deltas: list[np.ndarray], alpha: float, eta: float, mu: float) -> None:
-    """Δ = (Σ_m Δ_m)/M; v ← μ·v + Δ; Θ ← Θ − η·(Δ + μ·v); θ ← α·θ + (1 − α)·Θ."""
+def _in_shares(codec: Callable[[np.ndarray], np.ndarray], vector: np.ndarray, M: int) -> np.ndarray:
+    """Each of M shares of equal length through a codec of its own; zeros fill up the last."""
+    length = max(1, -(-len(vector) // M))
+    padded = np.concatenate([vector, np.zeros(M * length - len(vector), f32)])
+    return np.concatenate([codec(share) for share in np.split(padded, M)])[: len(vector)]
+
+
+def _average(deltas: list[np.ndarray]) -> np.ndarray:
+    """(Σ_m Δ_m)/M, added up in replica order."""
     total = deltas[0]
     for other in deltas[1:]:
         total = total + other
-    delta = total / f32(len(deltas))
+    return total / f32(len(deltas))
+
+
+def _receive(replica: Replica, p: int, delta: np.ndarray, alpha: float, eta: float, mu: float) -> None:
+    """v ← μ·v + Δ; Θ ← Θ − η·(Δ + μ·v); θ ← α·θ + (1 − α)·Θ."""
     replica.v[p] = f32(mu) * replica.v[p] + delta
     replica.Theta[p] = replica.Theta[p] - f32(eta) * (delta + f32(mu) * replica.v[p])
     replica.theta[p] = f32(alpha) * replica.theta[p] + f32(1 - alpha) * replica.Theta[p]

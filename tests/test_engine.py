@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from tests.processes import run_replicas
 from torch import nn
 
 import diloco
-from diloco.wire import codec
+from diloco.wire import Key, codec
+from diloco.wire.floats import FP32
 
 f32 = np.float32
 LR = 0.3
@@ -36,6 +37,8 @@ class Case:
     eta: float = 0.4
     mu: float = 0.9
     wire: str = "fp32"
+    combine: str = "gather"
+    beta: float | None = None
     offsets: tuple[int, ...] | None = None
     first_sync: reference.FirstSync = "full_period"
     parameters: str = "fp32"
@@ -68,6 +71,8 @@ class Case:
             "outer": diloco.Nesterov(lr=self.eta, momentum=self.mu),
             "mixing": self.alpha,
             "wire": self.wire,
+            "combine": self.combine,
+            "error_feedback": self.beta,
             "exchange": exchange(),
         }
         return diloco.StreamingDiLoCo(model, **(arguments | changes))
@@ -95,7 +100,14 @@ class Case:
             codec=getattr(reference, self.wire),
             offsets=self.offsets,
             first_sync=self.first_sync,
+            beta=self.beta,
+            second=self.second(),
         )
+
+    def second(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """The codec of averages; None in gather."""
+        way, _, second = self.combine.partition(":")
+        return None if way == "gather" else getattr(reference, second or self.wire)
 
 
 def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | diloco.LoopbackExchange:
@@ -176,6 +188,8 @@ def some_cases(M: int, num: int) -> list[Case]:
                 eta=one_of(0.4, 1.0),
                 mu=one_of(0.0, 0.9),
                 wire=one_of("fp32", "bf16", "e3m0"),
+                combine=one_of("gather", "gather", "reduce_scatter", "reduce_scatter:bf16"),
+                beta=one_of(None, None, 1.0, 0.7),
                 offsets=one_of(None, None, steps_below_period(P)),
                 first_sync=one_of("full_period", "early"),
                 parameters=one_of("fp32", "fp32", "bf16"),
@@ -357,6 +371,7 @@ RESUMED = [
     Case(P=3, tau=0, first_sync="early"),
     Case(P=4, H=6, tau=(0, 5), wire="e3m0"),
     Case(P=3, H=5, tau=(4, 1), alpha=0.0),
+    Case(P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9),
 ]
 
 
@@ -429,6 +444,76 @@ def test_bytes_are_those_of_every_payload_to_every_destination():
     )
     assert run_replicas(count_bytes, M, case) == [(num_bytes, num_bytes, case.T)] * M
     assert count_bytes(replace(case, tau=4)) == (0, 0, case.T)
+
+
+def test_bytes_of_reduce_scatter_are_those_of_shares_and_averages():
+    case, M = Case(P=3, H=5, T=23, tau=(0, 3, 4), wire="e3m0", combine="reduce_scatter:bf16"), 3
+    shares = [-(-(SIZES[p] + 1) // M) for p in range(case.P)]
+    num_bytes = sum(
+        (codec("e3m0").payload_bytes(shares[p]) + codec("bf16").payload_bytes(shares[p]))
+        * (M - 1)
+        * len(reference.send_steps(case.H, case.P, case.offsets, case.first_sync, p, case.T))
+        for p in range(case.P)
+    )
+    assert run_replicas(count_bytes, M, case) == [(num_bytes, num_bytes, case.T)] * M
+
+
+@dataclass(frozen=True)
+class RecordingFP32(FP32):
+    """FP32 that keeps the keys it is given."""
+
+    keys: ClassVar[dict[str, list[Key]]] = {"encode": [], "decode": []}
+
+    def encode(self, delta_N, key=None):
+        self.keys["encode"].append(key)
+        return super().encode(delta_N, key)
+
+    def decode(self, payload, num_elements, key=None, *, add_to=None):
+        self.keys["decode"].append(key)
+        return super().decode(payload, num_elements, key, add_to=add_to)
+
+
+def record_keys(case: Case, seed: int) -> dict[str, list[Key]]:
+    model = case.model()
+    for keys in RecordingFP32.keys.values():
+        keys.clear()
+    for _ in train(case.engine(model, wire=RecordingFP32(), seed=seed), model, case.T):
+        pass
+    return {way: sorted(set(keys)) for way, keys in RecordingFP32.keys.items()}
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_a_codec_is_told_whose_outer_gradient_it_is(combine):
+    case, M = Case(P=2, H=3, T=7, tau=1, combine=combine), 2
+    rounds = [(0, 1), (0, 2), (1, 1), (1, 2)]
+    parts = [0] if combine == "gather" else [0, 1]
+    for m, keys in enumerate(run_replicas(record_keys, M, case, 2**40)):
+        own = [Key(2**40, p, r, m, part) for p, r in rounds for part in parts]
+        everybody = [Key(2**40, p, r, other, part) for p, r in rounds for other in range(M) for part in parts]
+        if combine == "gather":
+            assert keys == {"encode": own, "decode": everybody}
+        else:  # a replica decodes everybody's part of its own share, and of each share the average, replica M's
+            own += [Key(2**40, p, r, M, m) for p, r in rounds]
+            decoded = [key for key in everybody if key.part == m]
+            decoded += [Key(2**40, p, r, M, part) for p, r in rounds for part in parts]
+            assert keys == {"encode": sorted(own), "decode": sorted(decoded)}
+
+
+def train_with_mask(case: Case) -> np.ndarray:
+    model = case.model()
+    *_, last = train(case.engine(model), model, case.T)
+    return last.Theta
+
+
+@pytest.mark.parametrize(("combine", "num_kept"), [("gather", 31), ("reduce_scatter", 2 * 16)])
+def test_a_mask_keeps_the_same_places_on_all_replicas_and_others_in_the_next_round(combine, num_kept):
+    case = Case(P=1, layers_per_fragment=3, H=2, T=2, tau=0, wire="feddropout:density=0.1", combine=combine)
+    start = theta_of(case.model())
+    once = run_replicas(train_with_mask, 2, case)
+    twice = run_replicas(train_with_mask, 2, replace(case, T=4))
+    assert np.array_equal(*once) and np.array_equal(*twice)
+    assert (once[0] != start).sum() == num_kept
+    assert 1.5 * num_kept < (twice[0] != start).sum() <= 2 * num_kept
 
 
 def record_outer_steps(case: Case) -> list[tuple]:
@@ -540,7 +625,7 @@ DIFFERENCES = {
     "overlap_steps: replica 0 has [1, 1], replica 1 has [2, 2]": Case(tau=2),
     "offsets: replica 0 has [0, 2], replica 1 has [0, 1]": Case(offsets=(0, 1)),
     'first_sync: replica 0 has "full_period", replica 1 has "early"': Case(first_sync="early"),
-    'wire: replica 0 has "FP32()", replica 1 has "E3M0(block=256)"': Case(wire="e3m0"),
+    'wire: replica 0 has "fp32", replica 1 has "e3m0:block=256,stochastic=false"': Case(wire="e3m0"),
     "mixing: replica 0 has 0.5, replica 1 has 0.25": Case(alpha=0.25),
     "outer learning rate: replica 0 has 0.4, replica 1 has 0.7": Case(eta=0.7),
     "initial parameters (SHA-256): replica 0 has ": Case(seed=1),
@@ -583,8 +668,8 @@ def test_replicas_that_order_their_parameters_differently_are_refused():
         ({"mixing": 1.5}, "mixing must lie between 0 and 1, not 1.5"),
         ({"mixing": -0.1}, "mixing must lie between 0 and 1, not -0.1"),
         ({"mixing": float("nan")}, "mixing must lie between 0 and 1, not nan"),
-        ({"wire": "fp8"}, "wire='fp8' is not a wire format"),
-        ({"combine": "broadcast"}, "combine must be 'gather', not 'broadcast'"),
+        ({"wire": "fp8"}, "'fp8' is not a wire format: choose one of fp32, bf16"),
+        ({"combine": "broadcast"}, "combine='broadcast' is neither gather nor"),
         ({"fragments": [diloco.Fragment(("blocks.0.weight",))]}, "no fragment holds blocks.0.bias"),
     ],
 )

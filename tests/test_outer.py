@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.outer import Nesterov, average, merge
+from diloco.outer import Nesterov, merge, take_outer_step
 
 f32 = np.float32
 SEEDS = st.integers(0, 2**32 - 1)
@@ -51,18 +51,26 @@ def test_the_outer_step_is_torchs_nesterov(seed, eta, mu):
 @given(SEEDS, st.integers(1, 5))
 def test_without_momentum_and_at_full_rate_outer_parameters_become_the_replicas_average(seed, num_replicas):
     Theta, *thetas = (torch.tensor(vector).tanh() for vector in vectors(seed, 1 + num_replicas))
-    delta = average([Theta - theta for theta in thetas])
+    delta = sum(Theta - theta for theta in thetas) / num_replicas
     outer, _ = Nesterov(lr=1.0, momentum=0.0).step(Theta, torch.zeros_like(Theta), delta)
     torch.testing.assert_close(outer, torch.stack(thetas).mean(dim=0))
 
 
-@given(SEEDS, st.integers(1, 7))
-def test_the_average_is_summed_in_float32_in_the_order_given(seed, num_replicas):
-    first, *others = deltas = vectors(seed, num_replicas)
-    total = first
-    for other in others:
-        total = total + other
-    assert same_bits(average([torch.tensor(delta) for delta in deltas]), total / f32(num_replicas))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(SEEDS, st.integers(1, 7), ETAS, MUS, st.floats(0.0, 1.0))
+def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_replicas, eta, mu, alpha):
+    Theta, v, total, theta = (torch.tensor(vector) for vector in vectors(seed, 4))
+    outer, delta = Nesterov(lr=eta, momentum=mu), total / f32(num_replicas)
+    parameters = [part.to(dtype) for part in (theta[:1].view(()), theta[1:31].view(5, 6).T, theta[31:])]
+    expected = [*outer.step(Theta, v, delta)]
+    merged = [
+        merge(parameter.float().reshape(-1), part, alpha).to(dtype)
+        for parameter, part in zip(parameters, expected[0].split([1, 30, 9]), strict=True)
+    ]
+    settings = {"divisor": num_replicas, "outer": outer, "parameters": parameters, "mixing": alpha}
+    assert torch.equal(take_outer_step(Theta, v, total, **settings), delta)
+    assert all(map(torch.equal, (Theta, v, total), (*expected, delta)))
+    assert all(torch.equal(now.reshape(-1), then) for now, then in zip(parameters, merged, strict=True))
 
 
 @given(SEEDS, st.floats(0.0, 1.0))
@@ -84,7 +92,6 @@ def test_nothing_is_changed_in_place(seed):
     before = vectors(seed, 3)
     after = [torch.tensor(vector) for vector in before]
     Nesterov().step(*after)
-    average(after)
     merge(after[0], after[1], 0.5)
     assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from diloco.engine import NonFiniteError, StreamingDiLoCo
+    from diloco.engine import StreamingDiLoCo
     from diloco.exchange import DisagreementError, ExchangeError
     from diloco.exchange.loopback import LoopbackExchange
     from diloco.exchange.process_group import ProcessGroupExchange
     from diloco.fragments import Fragment, sequential, strided, whole
     from diloco.outer import Nesterov, OuterStep
     from diloco.schedule import Schedule
+    from diloco.wire import Codec, NonFiniteError, PayloadError, codec
 
 __all__ = [
+    "Codec",
     "DisagreementError",
     "ExchangeError",
     "Fragment",
@@ -25,22 +27,27 @@ __all__ = [
     "Nesterov",
     "NonFiniteError",
     "OuterStep",
+    "PayloadError",
     "ProcessGroupExchange",
     "Schedule",
     "StreamingDiLoCo",
     "__version__",
+    "codec",
     "sequential",
     "strided",
     "whole",
 ]
 
 _MODULES = {
+    "Codec": "wire",
+    "PayloadError": "wire",
+    "codec": "wire",
     "DisagreementError": "exchange",
     "ExchangeError": "exchange",
     "Fragment": "fragments",
     "LoopbackExchange": "exchange.loopback",
     "Nesterov": "outer",
-    "NonFiniteError": "engine",
+    "NonFiniteError": "wire",
     "OuterStep": "outer",
     "ProcessGroupExchange": "exchange.process_group",
     "Schedule": "schedule",

@@ -6,26 +6,24 @@ Shapes: N elements of one fragment.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diloco.combine import Combine, combine_by
 from diloco.exchange import Exchange, ExchangeError, Pending, agree
 from diloco.fragments import Fragment, block_spans, check_partition
-from diloco.outer import Nesterov, OuterStep, average, merge, parameters_hash
+from diloco.outer import Nesterov, OuterStep, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
-from diloco.wire import Codec, codec
-
-
-class NonFiniteError(ValueError):
-    """An outer gradient holds NaN or an infinity; nothing of it was sent."""
+from diloco.wire import Codec, Key, NonFiniteError, PayloadError, codec
 
 
 @dataclass
 class _InFlight:
     sync: Sync
-    payload: Tensor
+    payloads: tuple[Tensor, ...]
     pending: Pending
     received: bool = False
 
@@ -40,6 +38,9 @@ class StreamingDiLoCo:
         Δ_{m,p} = Θ_p − θ_{m,p};   Δ_p = (1/M) Σ_m decode(encode(Δ_{m,p}))
         Θ_p ← OuterOpt(Θ_p, Δ_p);  θ_{m,p} ← α θ_{m,p} + (1 − α) Θ_p
 
+    With error feedback e, what the codec lost is sent later (arXiv 1901.09847; e starts at zero, and is the
+    replica's own): e ← β e + Δ; send C(e); e ← e − C(e).
+
     Args:
         model: the replica's copy, with the same initial parameters on all replicas.
         fragments: what `strided`, `sequential` or `whole` returns, or your own partition of the parameters.
@@ -47,7 +48,10 @@ class StreamingDiLoCo:
         outer: the outer optimizer.
         mixing: α, how much of its own parameters a replica keeps at a merge; 0 keeps nothing.
         wire: the codec of the outer gradients, or its name.
-        combine: `gather`: each replica receives every other's payload.
+        combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
+            and sends it in the same codec, or in another: `reduce_scatter:bf16`.
+        error_feedback: β, above 0 and at most 1; None is none.
+        seed: what codecs that draw random numbers draw them from; the same on all replicas.
         exchange: how the payloads travel.
 
     Raises:
@@ -83,25 +87,33 @@ class StreamingDiLoCo:
         outer: Nesterov | None = None,
         mixing: float = 0.5,
         wire: str | Codec = "e3m0",
-        combine: Literal["gather"] = "gather",
+        combine: str = "gather",
+        error_feedback: float | None = None,
+        seed: int = 0,
     ) -> None:
         self.fragments, self.schedule, self.exchange = tuple(fragments), schedule, exchange
         self.outer, self.mixing = outer or Nesterov(), mixing
         self.wire = codec(wire) if isinstance(wire, str) else wire
+        self.error_feedback, self.seed = error_feedback, seed
         check_settings(
             model,
             fragments=self.fragments,
             schedule=schedule,
             mixing=mixing,
+            wire=self.wire,
             combine=combine,
+            error_feedback=error_feedback,
+            seed=seed,
             num_replicas=exchange.num_replicas,
         )
+        self._combine: Combine = combine_by(combine, self.wire)
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         sizes = {name: parameter.numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._outer = [self._flat(fragment) for fragment in range(len(self.fragments))]
         self._velocity = [torch.zeros_like(outer_N) for outer_N in self._outer]
+        self._error = [torch.zeros_like(outer_N) for outer_N in self._outer if error_feedback is not None]
         self._in_flight: list[_InFlight] = []
         self._sound = True
         self._drained_step = 0  # what was sent up to this step was merged by finish()
@@ -113,7 +125,7 @@ class StreamingDiLoCo:
         """Payload bytes from the other replicas that were merged."""
         self.blocked_seconds = 0.0
         """How long training has waited for payloads."""
-        agree(exchange, self._facts(combine))
+        agree(exchange, self._facts())
 
     def step(self) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
@@ -124,7 +136,8 @@ class StreamingDiLoCo:
         Raises:
             NonFiniteError: if an outer gradient is not finite, before anything of this step is sent.
             ExchangeError: if payloads don't arrive in time, before anything of this step is merged.
-            ValueError: after either of these: go on from the last state that was saved, in a new engine.
+            PayloadError: if one that arrived is damaged, before anything of this step is merged.
+            ValueError: after any of these: go on from the last state that was saved, in a new engine.
         """
         self._check_sound()
         self._sound = False
@@ -157,7 +170,10 @@ class StreamingDiLoCo:
         return merged
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Θ by parameter name, FP32, shaped as in the model: what to evaluate, e.g. with `functional_call`."""
+        """Θ by parameter name, FP32, shaped as in the model: what to evaluate, e.g. with `functional_call`.
+
+        They are views, which the next outer step changes.
+        """
         return self._by_name(self._outer)
 
     def outer_hash(self) -> str:
@@ -175,7 +191,8 @@ class StreamingDiLoCo:
             "blocked_seconds": self.blocked_seconds,
             "outer": self._by_name(self._outer),
             "velocity": self._by_name(self._velocity),
-            "in_flight": [{"sync": tuple(f.sync), "payload": f.payload} for f in self._in_flight],
+            "error": self._by_name(self._error) if self._error else {},
+            "in_flight": [{"sync": tuple(f.sync), "payloads": f.payloads} for f in self._in_flight],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,18 +202,27 @@ class StreamingDiLoCo:
 
         Raises:
             DisagreementError: if the replicas load different steps.
+            ValueError: if the state is one with error feedback and the engine has none, or the other way round.
         """
+        if bool(state["error"]) != bool(self._error):
+            raise ValueError(
+                f"error_feedback={self.error_feedback}, but the state was saved with"
+                f"{'' if state['error'] else 'out'} error feedback: load it into an engine that has the same"
+            )
         agree(self.exchange, {"step of the loaded state": state["num_steps"]})
         self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]
-        for fragment in range(len(self.fragments)):
-            for flats, values in ((self._outer, state["outer"]), (self._velocity, state["velocity"])):
-                parts = [values[name].reshape(-1) for name in self._parameters[fragment]]
-                flats[fragment] = torch.cat(parts).to(flats[fragment])
+        for flats, values in (
+            (self._outer, state["outer"]),
+            (self._velocity, state["velocity"]),
+            (self._error, state["error"]),
+        ):
+            for flat_N, parameters in zip(flats, self._parameters, strict=False):
+                flat_N.copy_(torch.cat([values[name].reshape(-1) for name in parameters]))
         self._in_flight = []
         for flight in state["in_flight"]:
-            self._start(Sync(*flight["sync"]), flight["payload"])
+            self._start(Sync(*flight["sync"]), flight["payloads"])
 
     def _check_sound(self) -> None:
         if not self._sound:
@@ -205,18 +231,32 @@ class StreamingDiLoCo:
             )
 
     def _send(self, syncs: Sequence[Sync]) -> None:
-        deltas = [self._outer[sync.fragment] - self._flat(sync.fragment) for sync in syncs]
-        for sync, delta_N in zip(syncs, deltas, strict=True):
-            self._check_finite(delta_N, sync)
-        for sync, delta_N in zip(syncs, deltas, strict=True):
-            payload = self.wire.encode(delta_N)
-            self._start(sync, payload)
-            self.bytes_sent += payload.numel() * (self.exchange.num_replicas - 1)
+        """Encode everything first, so that nothing is sent if anything can't be."""
+        encoded = [self._encode(sync) for sync in syncs]
+        for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
+            if error_N is not None:
+                self._error[sync.fragment] = error_N
+            self._start(sync, payloads)
+            self.bytes_sent += self._payload_bytes(sync.fragment)
 
-    def _start(self, sync: Sync, payload: Tensor) -> None:
-        others = (m for m in range(self.exchange.num_replicas) if m != self.exchange.replica)
-        pending = self.exchange.start(dict.fromkeys(others, payload), sync.fragment, sync.round)
-        self._in_flight.append(_InFlight(sync, payload, pending))
+    def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What is sent of a fragment, and the error that this leaves."""
+        p = sync.fragment
+        delta_N = self._outer_gradient(p)
+        if self.error_feedback is not None:
+            delta_N += self.error_feedback * self._error[p]
+        try:
+            payloads = self._combine.encode(delta_N, self._key(sync), self.exchange.num_replicas)
+        except NonFiniteError:
+            raise self._explain_non_finite(delta_N, sync) from None
+        if self.error_feedback is None:
+            return payloads, None
+        return payloads, delta_N.sub_(self._combine.decode(payloads, delta_N.numel(), self._key(sync)))
+
+    def _start(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
+        num_elements = self._outer[sync.fragment].numel()
+        pending = self._combine.start(self.exchange, payloads, num_elements, self._key(sync))
+        self._in_flight.append(_InFlight(sync, payloads, pending))
 
     def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were."""
@@ -226,31 +266,37 @@ class StreamingDiLoCo:
         return tuple(self._outer_step(sync, *found) for sync, found in zip(syncs, received, strict=True))
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
-        """Every replica's payload, this one's included, and the seconds that training waited for them."""
-        start = time.perf_counter()
+        """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
+        sync, start = flight.sync, time.perf_counter()
         try:
-            payloads = dict(flight.pending.wait())
+            payloads = flight.pending.wait()
+            self._combine.check(payloads, self._outer[sync.fragment].numel())
         except ExchangeError as error:
             raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
+        except PayloadError as error:
+            where = f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}"
+            raise PayloadError(f"{where}: {error}") from error
         blocked_seconds = time.perf_counter() - start
         flight.received = True
         self.blocked_seconds += blocked_seconds
-        payloads[self.exchange.replica] = flight.payload
         return payloads, blocked_seconds
 
-    def _outer_step(self, sync: Sync, payloads: Mapping[int, Tensor], blocked_seconds: float) -> OuterStep:
-        p = sync.fragment
-        self.bytes_received += sum(
-            n.numel() for replica, n in payloads.items() if replica != self.exchange.replica
+    def _outer_step(self, sync: Sync, payloads: dict[int, Tensor], blocked_seconds: float) -> OuterStep:
+        p, num_replicas = sync.fragment, self.exchange.num_replicas
+        self.bytes_received += self._payload_bytes(p)
+        outer_N, key = self._outer[p], self._key(sync)
+        total_N = self._combine.total(payloads, outer_N.numel(), key, outer_N.device)
+        delta_N = take_outer_step(
+            outer_N,
+            self._velocity[p],
+            total_N,
+            divisor=self._combine.divisor(num_replicas),
+            outer=self.outer,
+            parameters=[parameter.detach() for parameter in self._parameters[p].values()],
+            mixing=self.mixing,
         )
-        num_elements, device = self._outer[p].numel(), self._outer[p].device
-        deltas = tuple(
-            self.wire.decode(payloads[replica].to(device), num_elements) for replica in sorted(payloads)
-        )
-        delta_N = average(deltas)
-        self._outer[p], self._velocity[p] = self.outer.step(self._outer[p], self._velocity[p], delta_N)
-        self._write(p, merge(self._flat(p), self._outer[p], self.mixing))
-        return OuterStep(sync, blocked_seconds, delta_N, deltas, self._spans[p])
+        decode = partial(self._combine.each, payloads, outer_N.numel(), key)
+        return OuterStep(sync, blocked_seconds, delta_N, decode, self._spans[p])
 
     def _forget_before(self, step: int) -> None:
         """Drop the payloads that no replica needs any more, not even after a resume."""
@@ -263,11 +309,21 @@ class StreamingDiLoCo:
         """The replica's own parameters of a fragment, as one FP32 vector."""
         return torch.cat([p.detach().reshape(-1).float() for p in self._parameters[fragment].values()])
 
-    def _write(self, fragment: int, theta_N: Tensor) -> None:
-        parameters = self._parameters[fragment].values()
-        with torch.no_grad():
-            for p, part_N in zip(parameters, theta_N.split([p.numel() for p in parameters]), strict=True):
-                p.copy_(part_N.view_as(p))
+    def _outer_gradient(self, fragment: int) -> Tensor:
+        """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector; the parameters are read where they are."""
+        outer_N, parameters = self._outer[fragment], self._parameters[fragment].values()
+        delta_N = torch.empty_like(outer_N)
+        sizes = [p.numel() for p in parameters]
+        for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
+            torch.sub(part_N.view(p.shape), p.detach(), out=out_N.view(p.shape))
+        return delta_N
+
+    def _key(self, sync: Sync) -> Key:
+        return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)
+
+    def _payload_bytes(self, fragment: int) -> int:
+        """What a replica sends of a fragment, and receives."""
+        return self._combine.bytes_sent(self._outer[fragment].numel(), self.exchange.num_replicas)
 
     def _by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Views of the fragments' flat vectors, by parameter name."""
@@ -277,18 +333,16 @@ class StreamingDiLoCo:
             named |= {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
         return named
 
-    def _check_finite(self, delta_N: Tensor, sync: Sync) -> None:
-        if torch.isfinite(delta_N).all():
-            return
-        sizes = [p.numel() for p in self._parameters[sync.fragment].values()]
-        for name, part_N in zip(self._parameters[sync.fragment], delta_N.split(sizes), strict=True):
-            if not torch.isfinite(part_N).all():
-                raise NonFiniteError(
-                    f"step {self.num_steps}: the outer gradient of {name} (replica {self.exchange.replica}, "
-                    f"fragment {sync.fragment}) is not finite; nothing was sent: lower the learning rate"
-                )
+    def _explain_non_finite(self, delta_N: Tensor, sync: Sync) -> NonFiniteError:
+        parameters = self._parameters[sync.fragment]
+        parts = delta_N.split([p.numel() for p in parameters.values()])
+        name = next(name for name, part_N in zip(parameters, parts, strict=True) if not part_N.isfinite().all())
+        return NonFiniteError(
+            f"step {self.num_steps}: the outer gradient of {name} (replica {self.exchange.replica}, "
+            f"fragment {sync.fragment}) is not finite; nothing was sent: lower the learning rate"
+        )
 
-    def _facts(self, combine: str) -> dict[str, object]:
+    def _facts(self) -> dict[str, object]:
         """What all replicas must agree on, in the order in which a difference explains the most."""
         num_replicas, schedule = self.exchange.num_replicas, self.schedule
         facts: dict[str, object] = {
@@ -301,8 +355,10 @@ class StreamingDiLoCo:
             "outer learning rate": float(self.outer.lr),
             "outer momentum": float(self.outer.momentum),
             "mixing": float(self.mixing),
-            "wire": repr(self.wire),
-            "combine": combine,
+            "wire": self.wire.spec,
+            "combine": self._combine.spec,
+            "error feedback": self.error_feedback,
+            "seed": self.seed,
         }
         for index, parameters in enumerate(self._parameters):
             start = 0
@@ -318,7 +374,10 @@ def check_settings(
     fragments: Sequence[Fragment],
     schedule: Schedule,
     mixing: float,
+    wire: Codec,
     combine: str,
+    error_feedback: float | None,
+    seed: int,
     num_replicas: int,
 ) -> None:
     """Refuse, without any other replica, what `StreamingDiLoCo` would refuse; the model may be on `meta`.
@@ -337,8 +396,11 @@ def check_settings(
         raise ValueError(f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas")
     if not 0 <= mixing <= 1:
         raise ValueError(f"mixing must lie between 0 and 1, not {mixing}")
-    if combine != "gather":
-        raise ValueError(f"combine must be 'gather', not {combine!r}")
+    combine_by(combine, wire)
+    if error_feedback is not None and not 0 < error_feedback <= 1:
+        raise ValueError(f"error_feedback must be above 0 and at most 1, or None, not {error_feedback}")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be at least 0 and below 2^64, not {seed}")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")

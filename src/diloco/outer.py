@@ -7,8 +7,9 @@ Shapes: N elements of one fragment.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import TypeAlias
 
@@ -55,15 +56,6 @@ class Nesterov:
         return outer_N - self.lr * (delta_N + self.momentum * velocity_N), velocity_N
 
 
-def average(deltas: Sequence[FlatFP32]) -> FlatFP32:
-    """(1/M) Σ_m Δ_m of M flat FP32 vectors: summed in FP32, in the order given, then divided by M."""
-    total_N = deltas[0].clone()
-    for delta_N in deltas[1:]:
-        total_N += delta_N
-    # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
-    return total_N / torch.full((), len(deltas), dtype=torch.float32, device=total_N.device)
-
-
 def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
     """Θ mixed into a replica's parameters: α θ + (1 − α) Θ, FP32.
 
@@ -72,6 +64,38 @@ def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
     tensor([2.])
     """
     return mixing * theta_N + (1 - mixing) * outer_N
+
+
+def take_outer_step(
+    outer_N: FlatFP32,
+    velocity_N: FlatFP32,
+    total_N: FlatFP32,
+    *,
+    divisor: int,
+    outer: Nesterov,
+    parameters: Sequence[Tensor],
+    mixing: float,
+) -> FlatFP32:
+    """The outer step and the merge of one fragment, in place, and Δ_p, which takes the memory of `total_N`.
+
+    Δ ← total/divisor; v and Θ as in `Nesterov`; θ ← α θ + (1 − α) Θ, rounded to its dtype.
+
+    Args:
+        outer_N: Θ_p.
+        velocity_N: v_p.
+        total_N: Σ_m Δ_{m,p}.
+        divisor: M.
+        outer: the outer optimizer.
+        parameters: θ_{m,p}, tensor by tensor, N elements together.
+        mixing: α.
+    """
+    # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+    total_N /= torch.full((), divisor, dtype=torch.float32, device=total_N.device)
+    for new_N, old_N in zip(outer.step(outer_N, velocity_N, total_N), (outer_N, velocity_N), strict=True):
+        old_N.copy_(new_N)
+    for theta, part_N in zip(parameters, outer_N.split([theta.numel() for theta in parameters]), strict=True):
+        theta.copy_(merge(theta.reshape(-1).float(), part_N, mixing).view(theta.shape))
+    return total_N
 
 
 @dataclass(frozen=True)
@@ -84,17 +108,25 @@ class OuterStep:
     """How long this replica waited for the others' payloads."""
     average_N: Tensor
     """Δ_p, the average of the decoded outer gradients; flat FP32."""
-    deltas: tuple[Tensor, ...]
-    """The decoded outer gradient of each replica, in replica order; flat FP32 of N elements."""
+    decode: Callable[[], tuple[Tensor, ...]]
+    """Decodes what the replicas sent."""
     spans: Mapping[str, tuple[int, int]]
     """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+
+    @cached_property
+    def deltas(self) -> tuple[Tensor, ...]:
+        """The decoded outer gradient of each replica, in replica order; flat FP32 of N elements.
+
+        Decoded when they are first asked for; none with reduce_scatter, where no replica sees them whole.
+        """
+        return self.decode()
 
     def norm(self) -> float:
         """‖Δ_p‖₂."""
         return self.average_N.norm().item()
 
     def mean_cosine(self, block: str | None = None) -> float | None:
-        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None for M = 1."""
+        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair."""
         start, end = self.spans[block] if block is not None else (0, None)
         parts = [delta_N[start:end] for delta_N in self.deltas]
         cosines = [torch.cosine_similarity(a_N, b_N, dim=0).item() for a_N, b_N in combinations(parts, 2)]

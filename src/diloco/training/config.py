@@ -75,9 +75,13 @@ class DilocoConfig:
     mixing: float | None = None
     """α, how much a replica keeps of its own parameters at a merge; None is 0.5 for streaming, 0 for diloco."""
     wire: str | None = None
-    """Codec of the outer gradients: e3m0, bf16, fp32; None is e3m0 for streaming, fp32 for diloco."""
-    combine: Literal["gather"] = "gather"
-    """Each replica receives every other's payload."""
+    """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is e3m0 for streaming, fp32 for
+    diloco."""
+    combine: str = "gather"
+    """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
+    in the same codec or, as in reduce_scatter:bf16, another."""
+    error_feedback: float | None = None
+    """β: what the codec lost is sent later, e ← β e + Δ; None is not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,8 +93,8 @@ def check(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = Decoder(config.model, seed=config.seed)
     settings = _engine_settings(config, model)
-    names = ("fragments", "schedule", "mixing", "combine")
-    check_settings(model, num_replicas=config.num_replicas, **{name: settings[name] for name in names})
+    del settings["outer"]
+    check_settings(model, num_replicas=config.num_replicas, **settings)
 
 
 def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
@@ -116,6 +116,8 @@ def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         "mixing": diloco.mixing,
         "wire": codec(diloco.wire),
         "combine": diloco.combine,
+        "error_feedback": diloco.error_feedback,
+        "seed": config.seed,
     }
 
 

@@ -1,0 +1,281 @@
+"""How the replicas' outer gradients become one average: gather, or reduce_scatter.
+
+Gather sends each replica's payload to all others, and every replica adds up the M of them: one rounding. In
+reduce_scatter each replica averages a share of the fragment, of which it receives the others' payloads, encodes
+the average and sends it to all: 2(M−1)/M payloads a replica in the place of M−1, and a second rounding. The bits
+of the average are the same on every replica either way.
+
+Shapes: N elements of one fragment.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diloco.exchange import Exchange, Pending
+from diloco.wire import Codec, Key, PayloadError, codec
+
+
+class Combine(Protocol):
+    """One of the two ways."""
+
+    def encode(self, delta_N: Tensor, key: Key, num_replicas: int) -> tuple[Tensor, ...]:
+        """What a replica sends of its outer gradient: one payload for all, or one for each replica.
+
+        Raises:
+            NonFiniteError: if the outer gradient is not finite.
+        """
+        ...
+
+    def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
+        """The flat FP32 vector that these payloads, all of one replica, stand for."""
+        ...
+
+    def start(self, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Pending:
+        """Start to bring every replica what it needs; `wait()` then has a payload of every replica."""
+        ...
+
+    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
+        """Refuse what `total` could not read.
+
+        Raises:
+            PayloadError: naming the replica.
+        """
+        ...
+
+    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+        """From what `wait()` returned, `divisor` times the average: flat FP32.
+
+        Raises:
+            PayloadError: for a payload that is damaged.
+        """
+        ...
+
+    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+        """Each replica's decoded outer gradient, in replica order; empty where none has seen them whole."""
+        ...
+
+    def divisor(self, num_replicas: int) -> int:
+        """What `total` must be divided by."""
+        ...
+
+    def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
+        """Payload bytes that a replica sends, and receives, for N elements; each destination counted."""
+        ...
+
+    @property
+    def spec(self) -> str:
+        """Its name and its second codec's, as `combine` reads it."""
+        ...
+
+
+def combine_by(spec: str, wire: Codec) -> Combine:
+    """The way of a name: `gather`, `reduce_scatter`, or `reduce_scatter:bf16` with a second codec of its own.
+
+    Raises:
+        ValueError: if there is none, or it can't be had with this codec.
+    """
+    name, _, second = spec.partition(":")
+    if spec == "gather":
+        return Gather(wire)
+    if name == "reduce_scatter":
+        return ReduceScatter(wire, codec(second) if second else wire)
+    raise ValueError(
+        f"combine={spec!r} is neither gather nor reduce_scatter, "
+        "nor reduce_scatter:CODEC, which sends the averages in another codec"
+    )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every replica receives every other's payload: the paper's way."""
+
+    wire: Codec
+    spec = "gather"
+
+    def encode(self, delta_N: Tensor, key: Key, num_replicas: int) -> tuple[Tensor, ...]:
+        """One payload."""
+        return (self.wire.encode(delta_N, key),)
+
+    def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
+        """What it stands for."""
+        return self.wire.decode(payloads[0], num_elements, key)
+
+    def start(self, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Pending:
+        """Send it to all."""
+        others = {replica: payloads[0] for replica in range(exchange.num_replicas) if replica != exchange.replica}
+        return _WithOwn(exchange.start(others, key.fragment, key.round), exchange.replica, payloads[0])
+
+    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
+        """Each payload is of the whole fragment."""
+        _check(self.wire, received, num_elements)
+
+    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+        """Σ_m decode(payload of m), in FP32 and in replica order."""
+        return _sum(self.wire, received, num_elements, key, device)
+
+    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+        """Decoded again."""
+        return tuple(
+            self.wire.decode(payload, num_elements, key._replace(replica=replica))
+            for replica, payload in sorted(received.items())
+        )
+
+    def divisor(self, num_replicas: int) -> int:
+        """M."""
+        return num_replicas
+
+    def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
+        """M − 1 payloads."""
+        return (num_replicas - 1) * self.wire.payload_bytes(num_elements)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Replica j averages share j, the j-th ⌈N/M⌉ elements, the last filled up with zeros."""
+
+    wire: Codec
+    second: Codec
+    """Codec of the averages."""
+
+    def __post_init__(self) -> None:
+        """Refuse to scale twice."""
+        if self.second.name == "dare":
+            raise ValueError(
+                "reduce_scatter with dare would rescale the averages, too: "
+                "name another codec for them, such as reduce_scatter:feddropout"
+            )
+
+    @property
+    def spec(self) -> str:
+        """With the second codec, which may be the first."""
+        return f"reduce_scatter:{self.second.spec}"
+
+    def encode(self, delta_N: Tensor, key: Key, num_replicas: int) -> tuple[Tensor, ...]:
+        """A payload of each share."""
+        size = _share(delta_N.numel(), num_replicas)
+        padded = torch.nn.functional.pad(delta_N, (0, num_replicas * size - delta_N.numel()))
+        return tuple(
+            self.wire.encode(share_S, key._replace(part=part)) for part, share_S in enumerate(padded.split(size))
+        )
+
+    def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
+        """The shares together."""
+        return self._together(self.wire, payloads, num_elements, key)
+
+    def start(self, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Pending:
+        """Send each replica its share; when its own has arrived, a thread averages it and sends that to all."""
+        return _TwoPhases(self, exchange, payloads, num_elements, key)
+
+    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
+        """Each payload is of a share's average."""
+        _check(self.second, received, _share(num_elements, len(received)))
+
+    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+        """The averages together."""
+        payloads = [received[replica].to(device) for replica in sorted(received)]
+        return self._together(self.second, payloads, num_elements, _of_all(key, len(received)))
+
+    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+        """None: a replica sees the others' shares of its own part alone."""
+        return ()
+
+    def divisor(self, num_replicas: int) -> int:
+        """1: what was sent is an average already."""
+        return 1
+
+    def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
+        """A share to each of the others, and an average to each."""
+        size = _share(num_elements, num_replicas)
+        return (num_replicas - 1) * (self.wire.payload_bytes(size) + self.second.payload_bytes(size))
+
+    def reduce(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> Tensor:
+        """The payload of the average of one share, from every replica's payload of it."""
+        num_replicas = len(received)
+        device = received[key.part].device
+        size = _share(num_elements, num_replicas)
+        _check(self.wire, received, size)
+        total_S = _sum(self.wire, received, size, key, device)
+        average_S = total_S / torch.full((), num_replicas, dtype=torch.float32, device=device)
+        return self.second.encode(average_S, _of_all(key, num_replicas))
+
+    def _together(self, wire: Codec, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
+        size = _share(num_elements, len(payloads))
+        shares = [wire.decode(payload, size, key._replace(part=part)) for part, payload in enumerate(payloads)]
+        return torch.cat(shares)[:num_elements]
+
+
+def _sum(wire: Codec, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+    """Σ_m of the decoded payloads: FP32, in replica order, one pass over memory for each."""
+    total_N: Tensor | None = None
+    for replica, payload in sorted(received.items()):
+        total_N = wire.decode(payload.to(device), num_elements, key._replace(replica=replica), add_to=total_N)
+    assert total_N is not None, "a replica has its own payload"
+    return total_N
+
+
+def _check(wire: Codec, received: Mapping[int, Tensor], num_elements: int) -> None:
+    for replica, payload in sorted(received.items()):
+        try:
+            wire.check(payload, num_elements)
+        except PayloadError as error:
+            raise PayloadError(f"replica {replica}: {error}") from None
+
+
+def _share(num_elements: int, num_replicas: int) -> int:
+    """Elements of a share; at least one, so that there is something to cut."""
+    return max(1, -(-num_elements // num_replicas))
+
+
+def _of_all(key: Key, num_replicas: int) -> Key:
+    """The key of an average, which is no replica's own."""
+    return key._replace(replica=num_replicas)
+
+
+class _WithOwn:
+    """An exchange in flight, and this replica's own payload beside the others'."""
+
+    def __init__(self, pending: Pending, replica: int, payload: Tensor) -> None:
+        self._pending, self._replica, self._payload = pending, replica, payload
+
+    def wait(self) -> dict[int, Tensor]:
+        """Every replica's payload."""
+        return {**self._pending.wait(), self._replica: self._payload}
+
+
+class _TwoPhases:
+    """reduce_scatter in flight. The second phase starts as soon as the first is over, in a thread of its own."""
+
+    def __init__(
+        self, way: ReduceScatter, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key
+    ) -> None:
+        shares = {m: payload for m, payload in enumerate(payloads) if m != exchange.replica}
+        first = exchange.start(shares, key.fragment, key.round, 0)
+        self._received: dict[int, Tensor] | None = None
+        self._error: Exception | None = None
+        own = payloads[exchange.replica]
+        key = key._replace(part=exchange.replica)
+
+        def run() -> None:
+            try:
+                average = way.reduce({**first.wait(), exchange.replica: own}, num_elements, key)
+                others = {m: average for m in range(exchange.num_replicas) if m != exchange.replica}
+                second = exchange.start(others, key.fragment, key.round, 1)
+                self._received = {**second.wait(), exchange.replica: average}
+            except Exception as error:  # raised again where the training loop waits
+                self._error = error
+
+        self._thread = Thread(target=run, name=f"fragment {key.fragment}, round {key.round}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> dict[int, Tensor]:
+        """Every replica's average of its share; as long as both phases may take."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._received is not None, "the thread ended well"
+        return self._received

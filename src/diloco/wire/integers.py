@@ -1,0 +1,83 @@
+"""Integer codecs: int8, int4, int2, symmetric about zero, under one FP32 scale a block.
+
+Shapes: B blocks of K elements.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from diloco.wire.blocks import BlockCodec
+from diloco.wire.payload import PayloadError
+
+
+@dataclass(frozen=True)
+class _Integer(BlockCodec):
+    """s·q with q = −Q … Q, Q = 2^(bits−1) − 1, and s the block's largest magnitude over Q.
+
+    q is x/s rounded to the nearest integer, ties to even; the division is rounded to FP32 first. The code is q in
+    two's complement.
+    """
+
+    scale_bytes = 4
+
+    def quantize(
+        self,
+        delta_BxK: Float32[Tensor, "B K"],
+        largest_B: Float32[Tensor, "B"],
+        random_BxK: Tensor | None,
+    ) -> tuple[Float32[Tensor, "B"], UInt8[Tensor, "B K"]]:
+        """Scales, and codes."""
+        most = 2 ** (self.bits - 1) - 1
+        # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+        scale_B = largest_B / torch.full_like(largest_B, most)
+        num_steps_BxK = delta_BxK / torch.where(scale_B > 0, scale_B, 1)[:, None]
+        if random_BxK is None:
+            num_steps_BxK = num_steps_BxK.round()
+        else:
+            num_steps_BxK = (num_steps_BxK + (random_BxK >> 8).float() * 2.0**-24).floor()
+        code_BxK = num_steps_BxK.clamp(-most, most).to(torch.int32) & (2**self.bits - 1)
+        return scale_B, code_BxK.to(torch.uint8)
+
+    def factors(self, scales: UInt8[Tensor, "bytes"]) -> Float32[Tensor, "B"]:
+        """The scales themselves."""
+        scale_B = scales.view(torch.float32)
+        if not (torch.isfinite(scale_B) & (scale_B >= 0)).all():
+            raise PayloadError(f"a payload of {self.name} has a scale that no codec writes: it was damaged")
+        return scale_B
+
+    def values(self) -> list[float]:
+        """Two's complement; the lowest is never written."""
+        half = 2 ** (self.bits - 1)
+        return [float(code - 2 * half if code >= half else code) for code in range(2 * half)]
+
+
+@dataclass(frozen=True)
+class INT8(_Integer):
+    """−127 … 127."""
+
+    name = "int8"
+    bits = 8
+
+
+@dataclass(frozen=True)
+class INT4(_Integer):
+    """−7 … 7.
+
+    >>> wire = INT4()
+    >>> wire.decode(wire.encode(torch.tensor([7.0, -2.4, 0.6])), 3)
+    tensor([ 7., -2.,  1.])
+    """
+
+    name = "int4"
+    bits = 4
+
+
+@dataclass(frozen=True)
+class INT2(_Integer):
+    """−1, 0, 1."""
+
+    name = "int2"
+    bits = 2
