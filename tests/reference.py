@@ -16,62 +16,6 @@ f32 = np.float32
 FirstSync = Literal["full_period", "early"]
 
 
-def fp32(delta: np.ndarray) -> np.ndarray:
-    """The identity: FP32 is sent as it is."""
-    return delta.copy()
-
-
-def bf16(delta: np.ndarray) -> np.ndarray:
-    """Round float32 to the nearest bfloat16 (its upper 16 bits), ties to even; saturate; widen it again."""
-    bits = delta.astype(f32).view(np.uint32).astype(np.uint64)
-    last_kept = (bits >> 16) & 1
-    rounded = ((bits + 0x7FFF + last_kept) >> 16 << 16).astype(np.uint32).view(f32)
-    largest = np.array(0x7F7F0000, np.uint32).view(f32)
-    return np.where(np.isnan(delta), delta, rounded.clip(-largest, largest))
-
-
-def e3m0(delta: np.ndarray, block: int = 256) -> np.ndarray:
-    """decode(encode(Δ)): 0 for k = 0, else ±top·2^(k−7), with one top magnitude a block."""
-    scales, codes = _e3m0_scales_and_codes(delta, block)
-    values = []
-    for i, code in enumerate(codes):
-        sign, k, top = -1 if code >> 3 else 1, code & 7, SCALES[scales[i // block]]
-        values.append(sign * top * 2.0 ** (k - 7) if k else 0.0)
-    return np.array(values, f32)
-
-
-def e3m0_bytes(delta: np.ndarray, block: int = 256) -> bytes:
-    """The payload: a scale byte a block, then sign<<3 | k of every element, two a byte, low nibble first."""
-    scales, codes = _e3m0_scales_and_codes(delta, block)
-    codes = codes + [0] * (len(codes) % 2)
-    return bytes(scales) + bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True))
-
-
-# Scale byte b means the top magnitude 2^(b−127); float64 holds these and every distance near a tie exactly.
-SCALES = [2.0 ** (b - 127) for b in range(255)]
-
-
-def _e3m0_scales_and_codes(delta: np.ndarray, block: int) -> tuple[list[int], list[int]]:
-    """A scale byte a block, the nearest to its largest magnitude; a code an element, the nearest under it."""
-    assert delta.ndim == 1 and not np.isnan(delta).any()
-    scales, codes = [], []
-    for start in range(0, len(delta), block):
-        x = delta[start : start + block].astype(np.float64)
-        scale = int(_nearest(np.abs(x).max(keepdims=True), SCALES)[0])
-        magnitudes = [0.0] + [SCALES[scale] * 2.0 ** (k - 7) for k in range(1, 8)]
-        k = _nearest(np.abs(x), magnitudes)
-        sign = (x < 0) & (k > 0)
-        scales.append(scale)
-        codes += [int(code) for code in sign << 3 | k]
-    return scales, codes
-
-
-def _nearest(x: np.ndarray, ascending: Sequence[float]) -> np.ndarray:
-    """For each x, the index of the nearest of the ascending values; of two equally near, the larger."""
-    from_the_largest = np.abs(x[:, None] - np.array(ascending[::-1]))
-    return len(ascending) - 1 - from_the_largest.argmin(axis=1)
-
-
 def send_steps(H: int, P: int, offsets: Sequence[int] | None, first_sync: FirstSync, p: int, T: int) -> list[int]:
     """The steps t ≤ T that send fragment p: (t − t_p) mod H = 0, and t ≥ H unless the first sync is early."""
     t_p = p * H // P if offsets is None else offsets[p]

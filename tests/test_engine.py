@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests import reference
 from tests.processes import run_replicas
+from tests.wire import reference as wire_reference
 from torch import nn
 
 import diloco
@@ -80,7 +81,7 @@ class Case:
     def reference(self, M: int) -> reference.History:
         """The same run in NumPy."""
         cuts = np.cumsum([size + 1 for size in SIZES[: self.P]])[:-1]
-        store = getattr(reference, self.parameters)
+        store = through(self.parameters)
 
         def inner_step(thetas, m, t):
             # The reference merges in FP32: a model in BF16 rounds what it writes.
@@ -97,7 +98,7 @@ class Case:
             M=M,
             eta=self.eta,
             mu=self.mu,
-            codec=getattr(reference, self.wire),
+            codec=through(self.wire),
             offsets=self.offsets,
             first_sync=self.first_sync,
             beta=self.beta,
@@ -107,7 +108,12 @@ class Case:
     def second(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """The codec of averages; None in gather."""
         way, _, second = self.combine.partition(":")
-        return None if way == "gather" else getattr(reference, second or self.wire)
+        return None if way == "gather" else through(second or self.wire)
+
+
+def through(wire: str) -> Callable[[np.ndarray], np.ndarray]:
+    """decode(encode(Δ))."""
+    return lambda delta: wire_reference.decode(wire, wire_reference.encode(wire, delta), len(delta))
 
 
 def exchange(timeout_seconds: float = 20.0) -> diloco.ProcessGroupExchange | diloco.LoopbackExchange:
@@ -210,7 +216,7 @@ def test_every_step_is_the_references_bit_for_bit(M, num_cases):
             expected = [*(step[m] for step in history.steps[1:]), history.final[m]]
             for t, (actual, state) in enumerate(zip(snapshots, expected, strict=True), start=1):
                 where = f"replica {m}, step {t} of {case.T}, {case}"
-                theta = getattr(reference, case.parameters)(np.concatenate(state.theta))
+                theta = through(case.parameters)(np.concatenate(state.theta))
                 assert actual.theta.tobytes() == theta.tobytes(), f"θ of {where}"
                 assert actual.Theta.tobytes() == np.concatenate(state.Theta).tobytes(), f"Θ of {where}"
 

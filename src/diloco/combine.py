@@ -73,6 +73,30 @@ class Combine(Protocol):
         ...
 
 
+def encode_with_feedback(
+    way: Combine, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, num_replicas: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Error feedback: e ← β e + Δ; send C(e); e ← e − C(e) (arXiv 1901.09847, with β).
+
+    Args:
+        way: how the payloads are combined, and C, its codec.
+        delta_N: Δ, flat FP32.
+        error_N: e, flat FP32; zero at the start.
+        beta: β.
+        key: whose outer gradient it is.
+        num_replicas: M.
+
+    Returns:
+        What to send, and the new e; nothing is changed in place.
+
+    Raises:
+        NonFiniteError: if β e + Δ is not finite.
+    """
+    error_N = beta * error_N + delta_N
+    payloads = way.encode(error_N, key, num_replicas)
+    return payloads, error_N.sub_(way.decode(payloads, error_N.numel(), key))
+
+
 def combine_by(spec: str, wire: Codec) -> Combine:
     """The way of a name: `gather`, `reduce_scatter`, or `reduce_scatter:bf16` with a second codec of its own.
 

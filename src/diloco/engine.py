@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.combine import Combine, combine_by
+from diloco.combine import Combine, combine_by, encode_with_feedback
 from diloco.exchange import Exchange, ExchangeError, Pending, agree
 from diloco.fragments import Fragment, block_spans, check_partition
 from diloco.outer import Nesterov, OuterStep, parameters_hash, take_outer_step
@@ -241,17 +241,16 @@ class StreamingDiLoCo:
 
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What is sent of a fragment, and the error that this leaves."""
-        p = sync.fragment
+        p, key, num_replicas = sync.fragment, self._key(sync), self.exchange.num_replicas
         delta_N = self._outer_gradient(p)
-        if self.error_feedback is not None:
-            delta_N += self.error_feedback * self._error[p]
         try:
-            payloads = self._combine.encode(delta_N, self._key(sync), self.exchange.num_replicas)
+            if self.error_feedback is None:
+                return self._combine.encode(delta_N, key, num_replicas), None
+            return encode_with_feedback(
+                self._combine, delta_N, self._error[p], self.error_feedback, key, num_replicas
+            )
         except NonFiniteError:
             raise self._explain_non_finite(delta_N, sync) from None
-        if self.error_feedback is None:
-            return payloads, None
-        return payloads, delta_N.sub_(self._combine.decode(payloads, delta_N.numel(), self._key(sync)))
 
     def _start(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
         num_elements = self._outer[sync.fragment].numel()
@@ -336,10 +335,12 @@ class StreamingDiLoCo:
     def _explain_non_finite(self, delta_N: Tensor, sync: Sync) -> NonFiniteError:
         parameters = self._parameters[sync.fragment]
         parts = delta_N.split([p.numel() for p in parameters.values()])
-        name = next(name for name, part_N in zip(parameters, parts, strict=True) if not part_N.isfinite().all())
+        names = [name for name, part_N in zip(parameters, parts, strict=True) if not part_N.isfinite().all()]
+        where = f"step {self.num_steps}: the outer gradient of {names[0] if names else 'some parameter'}"
+        what = "is not finite" if names else "is finite, but not with what error feedback adds"
         return NonFiniteError(
-            f"step {self.num_steps}: the outer gradient of {name} (replica {self.exchange.replica}, "
-            f"fragment {sync.fragment}) is not finite; nothing was sent: lower the learning rate"
+            f"{where} (replica {self.exchange.replica}, fragment {sync.fragment}) {what}; "
+            "nothing was sent: lower the learning rate"
         )
 
     def _facts(self) -> dict[str, object]:

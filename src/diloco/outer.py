@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from diloco.native import native
 from diloco.schedule import Sync
 
 FlatFP32: TypeAlias = Float32[Tensor, "N"]
@@ -89,13 +90,33 @@ def take_outer_step(
         parameters: θ_{m,p}, tensor by tensor, N elements together.
         mixing: α.
     """
+    sizes = [theta.numel() for theta in parameters]
+    scalars = (divisor, outer.lr, outer.momentum, mixing, 1 - mixing)
+    fast = native() if outer_N.device.type == "cpu" else None
+    vectors = (outer_N.split(sizes), velocity_N.split(sizes), total_N.split(sizes))
+    for theta, outer_part, velocity_part, total_part in zip(parameters, *vectors, strict=True):
+        if fast is not None and theta.dtype == torch.float32 and theta.is_contiguous():
+            fast.outer_step([outer_part, velocity_part, total_part, theta], scalars)
+        else:
+            _outer_step_reference(outer_part, velocity_part, total_part, theta, divisor, outer, mixing)
+    return total_N
+
+
+def _outer_step_reference(
+    outer_N: Tensor,
+    velocity_N: Tensor,
+    total_N: Tensor,
+    theta: Tensor,
+    divisor: int,
+    outer: Nesterov,
+    mixing: float,
+) -> None:
     # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
     total_N /= torch.full((), divisor, dtype=torch.float32, device=total_N.device)
-    for new_N, old_N in zip(outer.step(outer_N, velocity_N, total_N), (outer_N, velocity_N), strict=True):
-        old_N.copy_(new_N)
-    for theta, part_N in zip(parameters, outer_N.split([theta.numel() for theta in parameters]), strict=True):
-        theta.copy_(merge(theta.reshape(-1).float(), part_N, mixing).view(theta.shape))
-    return total_N
+    new_outer_N, new_velocity_N = outer.step(outer_N, velocity_N, total_N)
+    outer_N.copy_(new_outer_N)
+    velocity_N.copy_(new_velocity_N)
+    theta.copy_(merge(theta.reshape(-1).float(), outer_N, mixing).view(theta.shape))
 
 
 @dataclass(frozen=True)

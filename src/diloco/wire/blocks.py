@@ -3,15 +3,20 @@
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
 
+import functools
+import importlib.util
+import warnings
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.wire.payload import Codec, Key, PayloadError, refuse_non_finite
+from diloco.native import Native, native
+from diloco.wire.payload import Codec, Key, PayloadError, non_finite, refuse_non_finite
 from diloco.wire.random import random_bits
 
 
@@ -48,24 +53,74 @@ class BlockCodec(Codec):
 
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """Scales from the largest magnitudes, then codes under them."""
-        num_elements = delta_N.numel()
-        delta_BxK = _rows(delta_N, self.block)
-        largest_B = delta_BxK.abs().amax(dim=1)
-        refuse_non_finite(largest_B)
-        random_BxK = None
+        scales, codes = self._split(body, delta_N.numel())
+        fast = None if self.stochastic else _native(delta_N)
+        if fast is not None:
+            if not fast.pack(self.name, self.block, delta_N, scales, codes):
+                raise non_finite()
+            return
+        random_N = None
         if self.stochastic:
-            random_BxK = _rows(random_bits(key, num_elements, delta_N.device, common=False), self.block)
-        scales, code_BxK = self.quantize(delta_BxK, largest_B, random_BxK)
-        body[: self._scales_end(num_elements)] = scales.view(torch.uint8)
-        body[self._scales_end(num_elements) :] = join(code_BxK.view(-1)[:num_elements], self.bits)
+            random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
+        refuse_non_finite(_on_device(self.pack_reference, delta_N)(delta_N, scales, codes, random_N))
 
     def unpack(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Float32[Tensor, "N"]:
         """Each code's value times its block's scale."""
+        return self._unpack(body, torch.empty(num_elements, dtype=torch.float32, device=body.device), add=False)
+
+    def unpack_add(self, body: UInt8[Tensor, "bytes"], total_N: Tensor, key: Key) -> Tensor:
+        """Add each code's value times its block's scale."""
+        return self._unpack(body, total_N, add=True)
+
+    def _unpack(self, body: Tensor, to_N: Tensor, *, add: bool) -> Tensor:
+        scales, codes = self._split(body, to_N.numel())
+        fast = _native(body, to_N)
+        if fast is not None:
+            is_sound = fast.unpack(self.name, self.block, scales, codes, to_N, add=add)
+        else:
+            is_sound = bool(_on_device(self.unpack_reference, to_N)(scales, codes, to_N, add))
+        if not is_sound:
+            raise PayloadError(
+                f"a payload in {self.format} holds a scale or a code that is never written: it was damaged"
+            )
+        return to_N
+
+    def pack_reference(
+        self,
+        delta_N: Float32[Tensor, "N"],
+        scales: UInt8[Tensor, "scale_bytes"],
+        codes: UInt8[Tensor, "code_bytes"],
+        random_N: Tensor | None,
+    ) -> Float32[Tensor, "B"]:
+        """What `pack` does, in plain torch; returns the largest magnitudes, NaN where there is one."""
+        delta_BxK = _rows(delta_N, self.block)
+        largest_B = delta_BxK.abs().amax(dim=1)
+        random_BxK = None if random_N is None else _rows(random_N, self.block)
+        scale_B, code_BxK = self.quantize(delta_BxK, largest_B, random_BxK)
+        scales.copy_(scale_B.view(torch.uint8))
+        codes.copy_(join(code_BxK.view(-1)[: delta_N.numel()], self.bits))
+        return largest_B
+
+    def unpack_reference(
+        self,
+        scales: UInt8[Tensor, "scale_bytes"],
+        codes: UInt8[Tensor, "code_bytes"],
+        to_N: Float32[Tensor, "N"],
+        add: bool,
+    ) -> Tensor:
+        """What `unpack` does, in plain torch; returns whether scales and codes are such as `pack` writes."""
+        num_elements = to_N.numel()
+        factor_B = self.factors(scales)
+        table = torch.tensor(self.values(), dtype=torch.float32, device=codes.device)
+        unit_N = table[split(codes, num_elements, self.bits).int()]
+        value_N = (_rows(unit_N, self.block) * factor_B[:, None]).view(-1)[:num_elements]
+        to_N.copy_(to_N + value_N if add else value_N)
+        return (torch.isfinite(factor_B) & (factor_B >= 0)).all() & torch.isfinite(unit_N).all()
+
+    def _split(self, body: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
+        """Scales and codes."""
         end = self._scales_end(num_elements)
-        code_N = split(body[end:], num_elements, self.bits)
-        table = torch.tensor(self.values(), dtype=torch.float32, device=body.device)
-        unit_BxK = _rows(table[code_N.int()], self.block)
-        return (unit_BxK * self.factors(body[:end])[:, None]).view(-1)[:num_elements]
+        return body[:end], body[end:]
 
     def _scales_end(self, num_elements: int) -> int:
         return -(-num_elements // self.block) * self.scale_bytes
@@ -81,11 +136,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def factors(self, scales: UInt8[Tensor, "bytes"]) -> Float32[Tensor, "B"]:
-        """What each block's values are multiplied by.
-
-        Raises:
-            PayloadError: for a scale that is never written.
-        """
+        """What each block's values are multiplied by; negative or not finite for a scale that is never written."""
 
     @abstractmethod
     def values(self) -> list[float]:
@@ -120,12 +171,32 @@ def power_of_two(byte_B: Int32[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
     return torch.where(byte_B == 0, 0x400000, byte_B << 23).view(torch.float32)
 
 
-def e8m0_factors(scale_B: UInt8[Tensor, "B"]) -> Float32[Tensor, "B"]:
-    """2^(byte − 127) of each scale byte.
+def _native(*tensors: Tensor) -> Native | None:
+    """The compiled passes, if these tensors are where they can reach them."""
+    on_cpu = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+    return native() if on_cpu else None
 
-    Raises:
-        PayloadError: for byte 255, which is no number.
-    """
-    if (scale_B == 255).any():
-        raise PayloadError("a payload has a scale byte of 255, which no codec writes: it was damaged")
-    return power_of_two(scale_B.int())
+
+def _on_device(reference: Callable[..., Tensor], vector_N: Tensor) -> Callable[..., Tensor]:
+    """The reference, on a GPU compiled into a few kernels by Triton."""
+    return _compiled(reference) if vector_N.is_cuda else reference
+
+
+@functools.cache
+def _compiled(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "diloco goes on with slower code of the same results, since Triton is not installed",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reference
+    return torch.compile(reference, dynamic=True, fullgraph=True, options=COMPILE_OPTIONS)
+
+
+COMPILE_OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,  # no fused multiply-add
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+"""What makes inductor round as eager torch does."""

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.wire.blocks import BlockCodec, e8m0_factors, power_of_two
-from diloco.wire.payload import Codec, Key, refuse_non_finite
+from diloco.wire.blocks import BlockCodec, power_of_two
+from diloco.wire.payload import Codec, Key, PayloadError, is_finite, refuse_non_finite
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,17 @@ class _Unscaled(Codec):
 
     def unpack(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Float32[Tensor, "N"]:
         """The bytes as FP32."""
-        return body.view(self.dtype).to(torch.float32, copy=True)
+        return self._read(body).to(torch.float32, copy=True)
 
     def unpack_add(self, body: UInt8[Tensor, "bytes"], total_N: Tensor, key: Key) -> Tensor:
         """Add the bytes without widening them first."""
-        return total_N.add_(body.view(self.dtype))
+        return total_N.add_(self._read(body))
+
+    def _read(self, body: Tensor) -> Tensor:
+        values = body.view(self.dtype)
+        if not is_finite(values):
+            raise PayloadError(f"a payload in {self.name} holds NaN or an infinity: it was damaged")
+        return values
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class _Scaled(BlockCodec):
         else:
             # The smallest scale under which nothing saturates, which would not be right on average.
             byte_B = (bits_B >> 23) - self.top_exponent + ((bits_B & 0x7FFFFF) > self.top_mantissa)
-        byte_B = byte_B.clamp(0, 254)
+        byte_B = byte_B.clamp(0, 254 - self.top_exponent)  # under which the largest value is finite
         # Exact where it matters: a power of two, and what falls among FP32's subnormals is 0 in these formats.
         unit_BxK = delta_BxK * power_of_two(254 - byte_B)[:, None]
         if random_BxK is not None:
@@ -105,8 +111,8 @@ class _Scaled(BlockCodec):
         return byte_B.to(torch.uint8), self.codes(unit_BxK)
 
     def factors(self, scales: UInt8[Tensor, "B"]) -> Float32[Tensor, "B"]:
-        """2^(byte − 127)."""
-        return e8m0_factors(scales)
+        """2^(byte − 127), and infinity for byte 255."""
+        return power_of_two(scales.int())
 
     def scale_bytes_of(self, bits_B: Int32[Tensor, "B"]) -> Int32[Tensor, "B"]:
         """From the bits of the largest magnitudes: these get the exponent of the format's largest value."""

@@ -154,13 +154,23 @@ class Codec(ABC):
 
 
 def refuse_non_finite(values: Tensor) -> None:
-    """Raise if any of the values is NaN or infinite; one pass over memory.
+    """Raise if any of the values is NaN or infinite.
 
     Raises:
         NonFiniteError: if so.
     """
-    if values.numel() and not torch.isfinite(torch.stack(torch.aminmax(values))).all():
-        raise NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")
+    if not is_finite(values):
+        raise non_finite()
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether none of the values is NaN or infinite; one pass over memory."""
+    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+
+
+def non_finite() -> NonFiniteError:
+    """What `pack` raises."""
+    return NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")
 
 
 def _text(value: object) -> str:

@@ -54,30 +54,31 @@ class _Sparse(Codec):
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """The places, then what is kept."""
         refuse_non_finite(delta_N)
-        if not delta_N.numel():
-            return
         place_k = self.choose(delta_N, key)
         end = self.places_bytes(delta_N.numel())
         self.pack_places(place_k, delta_N.numel(), body[:end])
-        kept_k = delta_N[place_k] * self.gain(delta_N.numel())
+        largest = torch.finfo(torch.float32).max
+        kept_k = (delta_N[place_k] * self.gain(delta_N.numel())).clamp(-largest, largest)
         DENSE[self.values]().pack(kept_k, body[end:], key)
 
     def unpack(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Float32[Tensor, "N"]:
         """Zeros, and what was kept in its places."""
-        zeros_N = torch.zeros(num_elements, device=body.device)
-        return self.unpack_add(body, zeros_N, key)
+        vector_N = torch.zeros(num_elements, dtype=torch.float32, device=body.device)
+        place_k, kept_k = self._unpack(body, num_elements, key)
+        vector_N[place_k] = kept_k
+        return vector_N
 
     def unpack_add(self, body: UInt8[Tensor, "bytes"], total_N: Tensor, key: Key) -> Tensor:
         """Add what was kept in its places, and touch no others."""
-        num_elements = total_N.numel()
-        if not num_elements:
-            return total_N
+        place_k, kept_k = self._unpack(body, total_N.numel(), key)
+        total_N[place_k] += kept_k  # no place occurs twice
+        return total_N
+
+    def _unpack(self, body: Tensor, num_elements: int, key: Key) -> tuple[Tensor, Tensor]:
         end = self.places_bytes(num_elements)
         place_k = self.unpack_places(body[:end], num_elements, key)
         # A copy starts at an address that any format can be read from.
-        kept_k = DENSE[self.values]().unpack(body[end:].clone(), self.num_kept(num_elements), key)
-        total_N[place_k] += kept_k  # no place occurs twice
-        return total_N
+        return place_k, DENSE[self.values]().unpack(body[end:].clone(), self.num_kept(num_elements), key)
 
     def gain(self, num_elements: int) -> float:
         """What the kept elements are multiplied by."""
@@ -192,7 +193,7 @@ class DARE(FedDropout):
 
     def gain(self, num_elements: int) -> float:
         """N/k."""
-        return num_elements / self.num_kept(num_elements)
+        return num_elements / max(1, self.num_kept(num_elements))
 
 
 def _first_k(order_N: Int64[Tensor, "N"], kept: int) -> Int64[Tensor, "k"]:

@@ -1,0 +1,212 @@
+// The passes over memory for which plain torch takes several: the codecs with a scale a block, and the outer step.
+// Every operation is rounded on its own, as in the reference (to be compiled with -ffp-contract=off).
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
+INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least ? least : x > most ? most : x; }
+
+// 2^(byte − 127)
+INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
+
+// A format offers NAME_scale, from the bits of a block's largest magnitude, NAME_code and NAME_value, and NAME_bad
+// for a code that is never written.
+
+typedef struct { float inverse, step; uint8_t byte; } Scale;
+
+INLINE Scale e8m0(int32_t byte) {
+    byte = limit(byte, 0, 254);
+    return (Scale){.inverse = power_of_two(254 - byte), .byte = (uint8_t)byte};
+}
+
+INLINE Scale e3m0_scale(uint32_t top) {
+    return e8m0(top < 0x800000 ? top >= 0x600000 : (int32_t)((top + 0x400000) >> 23));
+}
+INLINE uint8_t e3m0_code(float x, Scale s) {
+    uint32_t b = bits_of(x * s.inverse), magnitude = b & 0x7FFFFFFF;
+    int32_t k = limit((int32_t)((magnitude + 0x400000) >> 23) - 120, magnitude >= 120u << 23, 7);
+    return k > 0 ? (b >> 28 & 8) | k : 0;
+}
+INLINE float e3m0_value(uint8_t c) {
+    uint32_t k = c & 7;
+    return float_of((uint32_t)(c & 8) << 28 | (k ? (k + 120) << 23 : 0));
+}
+INLINE int e3m0_bad(uint8_t c) { return 0; }
+
+// Floats of `bits` bits, `m` of them mantissa, as IEEE has them but for the largest exponent.
+INLINE uint8_t float_code(float unit, int bits, int m, int bias, uint32_t most) {
+    uint32_t b = bits_of(unit), magnitude = b & 0x7FFFFFFF, first_normal = (uint32_t)(128 - bias) << 23;
+    uint32_t even = magnitude >> (23 - m) & 1;
+    uint32_t normal = ((magnitude + (1u << (22 - m)) - 1 + even) >> (23 - m)) - ((uint32_t)(127 - bias) << m);
+    float steps = float_of(magnitude < first_normal ? magnitude : 0) * power_of_two(126 + bias + m);
+    uint32_t code = magnitude < first_normal ? (uint32_t)(int32_t)rintf(steps) : normal;
+    return (b >> 31 << (bits - 1)) | (code < most ? code : most);
+}
+INLINE float float_value(uint8_t c, int bits, int m, int bias) {
+    uint32_t magnitude = c & ((1u << (bits - 1)) - 1), sign = (uint32_t)c >> (bits - 1) << 31;
+    float subnormal = (float)(int32_t)magnitude * power_of_two(128 - bias - m);
+    uint32_t normal = (magnitude << (23 - m)) + ((uint32_t)(127 - bias) << 23);
+    return float_of(sign | (magnitude >> m ? normal : bits_of(subnormal)));
+}
+
+// EXPONENT is the largest value's, MOST its code.
+#define FLOAT(NAME, BITS, M, BIAS, EXPONENT, MOST) \
+    INLINE Scale NAME##_scale(uint32_t top) { return e8m0((int32_t)(top >> 23) - EXPONENT); } \
+    INLINE uint8_t NAME##_code(float x, Scale s) { return float_code(x * s.inverse, BITS, M, BIAS, MOST); } \
+    INLINE float NAME##_value(uint8_t c) { return float_value(c, BITS, M, BIAS); } \
+    INLINE int NAME##_bad(uint8_t c) { return (c & ((1 << (BITS - 1)) - 1)) > MOST; }
+FLOAT(e4m3, 8, 3, 7, 8, 0x7E)
+FLOAT(e5m2, 8, 2, 15, 15, 0x7B)
+FLOAT(e2m1, 4, 1, 1, 2, 7)
+
+// MOST_STEP is the largest under which the largest value is finite.
+#define INTEGER(NAME, BITS, MOST_STEP) \
+    INLINE Scale NAME##_scale(uint32_t top) { \
+        float step = float_of(top) / (float)((1 << (BITS - 1)) - 1); \
+        return (Scale){.step = step < MOST_STEP ? step : MOST_STEP}; \
+    } \
+    INLINE uint8_t NAME##_code(float x, Scale s) { \
+        float most = (1 << (BITS - 1)) - 1, q = rintf(x / (s.step > 0 ? s.step : 1)); \
+        q = q < -most ? -most : q > most ? most : q; \
+        return (uint8_t)((int32_t)q & ((1 << BITS) - 1)); \
+    } \
+    INLINE float NAME##_value(uint8_t c) { return (float)((int32_t)((uint32_t)c << (32 - BITS)) >> (32 - BITS)); } \
+    INLINE int NAME##_bad(uint8_t c) { return 0; }
+INTEGER(int8, 8, 0x1.020406p+121f)
+INTEGER(int4, 4, 0x1.249248p+125f)
+INTEGER(int2, 2, 0x1.fffffep+127f)
+
+// The next blocks are fetched while this one is computed; the hardware alone would not keep up.
+#define AHEAD 512
+INLINE void prefetch(const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const char *)((uintptr_t)x + 4 * (uintptr_t)i));
+}
+
+// Codes of a run, one a byte, in the cache between rounding and packing. Words hold the codes of one packed byte.
+#define RUN 256
+typedef union { uint8_t code[RUN]; uint16_t pair[RUN / 2]; uint32_t four[RUN / 4]; } Codes;
+
+INLINE void join(const Codes *from, int64_t n, int bits, uint8_t *packed) {
+    int64_t num_bytes = (n * bits + 7) / 8;
+    if (bits == 8) memcpy(packed, from->code, n);
+    for (int64_t i = 0; bits == 4 && i < num_bytes; i++) packed[i] = from->pair[i] | from->pair[i] >> 4;
+    for (int64_t i = 0; bits == 2 && i < num_bytes; i++) {
+        uint32_t word = from->four[i] | from->four[i] >> 6;
+        packed[i] = (word & 15) | word >> 12;
+    }
+}
+INLINE void split(const uint8_t *packed, int64_t n, int bits, Codes *to) {
+    int64_t num_bytes = (n * bits + 7) / 8;
+    if (bits == 8) memcpy(to->code, packed, n);
+    for (int64_t i = 0; bits == 4 && i < num_bytes; i++) to->pair[i] = (packed[i] | packed[i] << 4) & 0x0F0F;
+    for (int64_t i = 0; bits == 2 && i < num_bytes; i++) {
+        uint32_t word = (packed[i] | (uint32_t)packed[i] << 12) & 0x000F000F;
+        to->four[i] = (word | word << 6) & 0x03030303;
+    }
+}
+
+INLINE uint32_t largest(const float *x, int64_t n) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t magnitude = bits_of(x[i]) & 0x7FFFFFFF;
+        top = magnitude > top ? magnitude : top;
+    }
+    return top;
+}
+
+// NAME_pack returns 1 if an element is not finite, NAME_unpack for a scale or a code that is never written; else 0.
+#define CODEC(NAME, BITS, SCALE_BYTES) \
+    INLINE void NAME##_pack_run(const float *x, int64_t n, Scale s, uint8_t *packed) { \
+        Codes codes; \
+        for (int64_t i = 0; i < n; i++) codes.code[i] = NAME##_code(x[i], s); \
+        for (int64_t i = n; i % (8 / BITS); i++) codes.code[i] = 0; \
+        join(&codes, n, BITS, packed); \
+    } \
+    INLINE int NAME##_pack_block(const float *x, int64_t n, uint8_t *scale, uint8_t *packed) { \
+        prefetch(x + AHEAD, n < RUN ? n : RUN); \
+        uint32_t top = largest(x, n); \
+        if (top >= 0x7F800000) return 1; \
+        Scale s = NAME##_scale(top); \
+        if (SCALE_BYTES == 1) *scale = s.byte; \
+        else memcpy(scale, &s.step, 4); \
+        int64_t i = 0; \
+        for (; i + RUN <= n; i += RUN) NAME##_pack_run(x + i, RUN, s, packed + i * BITS / 8); \
+        if (i < n) NAME##_pack_run(x + i, n - i, s, packed + i * BITS / 8); \
+        return 0; \
+    } \
+    INLINE int NAME##_pack_all(const float *x, int64_t n, int64_t block, uint8_t *scales, uint8_t *packed) { \
+        int bad = 0; \
+        int64_t i = 0; \
+        for (; i + block <= n; i += block, scales += SCALE_BYTES) \
+            bad |= NAME##_pack_block(x + i, block, scales, packed + i * BITS / 8); \
+        return i < n ? bad | NAME##_pack_block(x + i, n - i, scales, packed + i * BITS / 8) : bad; \
+    } \
+    int NAME##_pack(const float *x, int64_t n, int64_t block, uint8_t *scales, uint8_t *packed) { \
+        return block == 256  ? NAME##_pack_all(x, n, 256, scales, packed) \
+               : block == 32 ? NAME##_pack_all(x, n, 32, scales, packed) \
+                             : NAME##_pack_all(x, n, block, scales, packed); \
+    } \
+    INLINE int NAME##_unpack_run(const uint8_t *packed, int64_t n, float factor, float *x, int add) { \
+        Codes codes; \
+        int bad = 0; \
+        prefetch(x + AHEAD, n < RUN ? n : RUN); \
+        split(packed, n, BITS, &codes); \
+        for (int64_t i = 0; i < n; i++) { \
+            float value = NAME##_value(codes.code[i]) * factor; \
+            x[i] = add ? x[i] + value : value; \
+            bad |= NAME##_bad(codes.code[i]); \
+        } \
+        return bad; \
+    } \
+    INLINE int NAME##_unpack_block(const uint8_t *scale, const uint8_t *packed, int64_t n, float *x, int add) { \
+        float factor; \
+        if (SCALE_BYTES == 1) factor = power_of_two(*scale); \
+        else memcpy(&factor, scale, 4); \
+        int bad = !(factor >= 0 && factor < INFINITY); \
+        int64_t i = 0; \
+        for (; i + RUN <= n; i += RUN) bad |= NAME##_unpack_run(packed + i * BITS / 8, RUN, factor, x + i, add); \
+        return i < n ? bad | NAME##_unpack_run(packed + i * BITS / 8, n - i, factor, x + i, add) : bad; \
+    } \
+    INLINE int NAME##_unpack_all( \
+        const uint8_t *scales, const uint8_t *packed, int64_t n, int64_t block, float *x, int add) { \
+        int bad = 0; \
+        int64_t i = 0; \
+        for (; i + block <= n; i += block, scales += SCALE_BYTES) \
+            bad |= NAME##_unpack_block(scales, packed + i * BITS / 8, block, x + i, add); \
+        return i < n ? bad | NAME##_unpack_block(scales, packed + i * BITS / 8, n - i, x + i, add) : bad; \
+    } \
+    int NAME##_unpack( \
+        const uint8_t *scales, const uint8_t *packed, int64_t n, int64_t block, float *x, int add) { \
+        return block == 256 && add ? NAME##_unpack_all(scales, packed, n, 256, x, 1) \
+               : block == 32 && add ? NAME##_unpack_all(scales, packed, n, 32, x, 1) \
+               : block == 256       ? NAME##_unpack_all(scales, packed, n, 256, x, 0) \
+               : block == 32        ? NAME##_unpack_all(scales, packed, n, 32, x, 0) \
+                                    : NAME##_unpack_all(scales, packed, n, block, x, add); \
+    }
+CODEC(e4m3, 8, 1)
+CODEC(e5m2, 8, 1)
+CODEC(e2m1, 4, 1)
+CODEC(e3m0, 4, 1)
+CODEC(int8, 8, 4)
+CODEC(int4, 4, 4)
+CODEC(int2, 2, 4)
+
+// Δ ← total/M; v ← μ v + Δ; Θ ← Θ − η (Δ + μ v); θ ← α θ + (1 − α) Θ
+void outer_step(
+    float *restrict outer, float *restrict velocity, float *restrict total, float *restrict theta, int64_t n,
+    float divisor, float lr, float momentum, float mixing, float rest) {
+    for (int64_t i = 0; i < n; i++) {
+        float delta = total[i] / divisor;
+        float v = momentum * velocity[i] + delta;
+        float Theta = outer[i] - lr * (delta + momentum * v);
+        total[i] = delta;
+        velocity[i] = v;
+        outer[i] = Theta;
+        theta[i] = mixing * theta[i] + rest * Theta;
+    }
+}

@@ -1,0 +1,79 @@
+"""What the tests of codecs draw from, and the two implementations of those with a scale a block."""
+
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from diloco.wire import Key, codec
+
+f32 = np.float32
+UNSCALED = ["fp32", "bf16", "fp16"]
+SCALED_FLOATS = ["e4m3", "e5m2", "e2m1", "e3m0"]
+INTEGERS = ["int8", "int4", "int2"]
+BLOCKS = SCALED_FLOATS + INTEGERS
+SPARSE = ["topk", "feddropout", "dare"]
+NAMES = UNSCALED + BLOCKS + SPARSE
+BLOCK_SPECS = [spec for name in BLOCKS for spec in (name, f"{name}:block=8", f"{name}:block=640")]
+STOCHASTIC_SPECS = [f"{name}:stochastic=true" for name in BLOCKS]
+SPARSE_SPECS = [f"{name}:density=0.3,values={values}" for name in SPARSE for values in ("fp32", "bf16", "int4")]
+SPECS = UNSCALED + BLOCK_SPECS + STOCHASTIC_SPECS + SPARSE_SPECS
+IMPLEMENTATIONS = ["native", "torch"]
+
+
+def implementation(name: str) -> AbstractContextManager[object]:
+    """Let the codecs of blocks run as compiled C, or as plain torch."""
+    return nullcontext() if name == "native" else patch("diloco.wire.blocks.native", return_value=None)
+
+
+@st.composite
+def vectors(draw, lengths=(0, 1, 2, 3, 31, 32, 33, 255, 256, 257, 513, 700)):
+    """Finite FP32 vectors: any bits at all, or magnitudes within some octaves, with ties and zeros among them."""
+    length = draw(st.sampled_from(lengths))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sign = rng.integers(0, 2, length, np.uint32) << 31
+    kind = draw(st.sampled_from(["bits", "octaves", "normal"]))
+    if kind == "normal":
+        return (rng.standard_normal(length) * 1e-4).astype(f32)
+    if kind == "bits":
+        bits = rng.integers(0, 0x7F800000, length, np.uint32)
+    else:
+        top = draw(st.integers(0, 254))
+        exponent = np.clip(top - rng.integers(0, draw(st.integers(1, 20)), length), 0, 254).astype(np.uint32)
+        halves = [0, 1, 0x1FFFFF, 0x200000, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF]
+        mantissa = rng.choice(halves, length).astype(np.uint32)
+        bits = exponent << 23 | mantissa
+        bits[rng.random(length) < 0.1] = 0
+    return (sign | bits).view(f32)
+
+
+NO_KEY = Key()
+KEYS = st.builds(
+    Key,
+    seed=st.integers(0, 2**64 - 1),
+    fragment=st.integers(0, 2**16 - 1),
+    round=st.integers(1, 2**32 - 1),
+    replica=st.integers(0, 1000),
+    part=st.integers(0, 2**16 - 1),
+)
+
+
+def encode(spec: str, vector: np.ndarray, key: Key = NO_KEY) -> torch.Tensor:
+    return codec(spec).encode(torch.tensor(vector.tolist(), dtype=torch.float32), key)
+
+
+def decode(spec: str, payload: torch.Tensor, num_elements: int, key: Key = NO_KEY) -> np.ndarray:
+    decoded = codec(spec).decode(payload, num_elements, key)
+    assert decoded.dtype == torch.float32
+    return decoded.numpy()
+
+
+def through(spec: str, vector: np.ndarray, key: Key = NO_KEY) -> np.ndarray:
+    """decode(encode(Δ))."""
+    return decode(spec, encode(spec, vector, key), len(vector), key)
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.astype(f32).view(np.uint32))
