@@ -474,9 +474,9 @@ class RecordingFP32(FP32):
         self.keys["encode"].append(key)
         return super().encode(delta_N, key)
 
-    def decode(self, payload, num_elements, key=None, *, add_to=None):
+    def decode_into(self, to_N, payload, key=None, *, add=False):
         self.keys["decode"].append(key)
-        return super().decode(payload, num_elements, key, add_to=add_to)
+        return super().decode_into(to_N, payload, key, add=add)
 
 
 def record_keys(case: Case, seed: int) -> dict[str, list[Key]]:
@@ -533,7 +533,7 @@ def record_outer_steps(case: Case) -> list[tuple]:
             blocks = engine.fragments[step.sync.fragment].blocks
             cosines = {block: step.mean_cosine(block) for block in (None, *blocks)}
             deltas = [delta_N.numpy() for delta_N in step.deltas]
-            records.append((step.sync, step.average_N.numpy(), step.norm(), deltas, cosines))
+            records.append((step.sync, step.average.numpy(), step.norm(), deltas, cosines))
             blocked_seconds += step.blocked_seconds
     assert engine.blocked_seconds == pytest.approx(blocked_seconds)
     return records

@@ -30,7 +30,7 @@ def test_any_bytes_are_decoded_to_the_same_bits_or_refused_alike(spec, seed, len
         to = torch.linspace(-1, 1, length)
         with implementation(how):
             try:
-                results.append((wire.decode(payload, length), wire.decode(payload, length, add_to=to)))
+                results.append((wire.decode(payload, length), wire.decode_into(to, payload, add=True)))
             except PayloadError as error:
                 results.append(str(error))
     if isinstance(results[0], str):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "train": "train a language model: diloco train RECIPE [--field value …] [--resume RUN]",
+    "bench": "measure what parts of it take here: diloco bench wire [--json]",
     "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
 }
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=text, add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
-    {"train": _train, "data": _data}[command](given[1:])
+    {"train": _train, "bench": _bench, "data": _data}[command](given[1:])
 
 
 def _train(arguments: list[str]) -> None:
@@ -128,6 +129,43 @@ def _data(arguments: list[str]) -> None:
 
     with _explained():
         tyro.extras.subcommand_cli_from_dict({"prepare": command}, prog="diloco data", args=arguments)
+
+
+def _bench(arguments: list[str]) -> None:
+    from typing import Literal
+
+    import tyro
+    from rich.console import Console
+
+    from diloco.measure import demo_gradient, load_gradient, measure_wire
+    from diloco.report.wire import print_wire, wire_json
+    from diloco.wire import CODECS
+
+    def command(
+        wires: tuple[str, ...] = (),
+        gradient: Path | None = None,
+        values: int = 1 << 26,
+        device: Literal["cpu", "cuda"] = "cpu",
+        json: bool = False,
+    ) -> None:
+        """Bits, error and speed of the wire formats, beside the speed of a copy.
+
+        Args:
+            wires: Codecs with options, such as e3m0:block=128; left out, all.
+            gradient: A safetensors file with a real outer gradient; left out, the laptop recipe's first, made now.
+            values: Length of the vector that speed is measured on.
+            device: Where it lies.
+            json: Print JSON.
+        """
+        gradient_N = load_gradient(gradient) if gradient is not None else demo_gradient()
+        found = measure_wire(wires or tuple(CODECS), gradient_N=gradient_N, num_values=values, device=device)
+        if json:
+            print(wire_json(found))
+        else:
+            print_wire(found, Console())
+
+    with _explained():
+        tyro.extras.subcommand_cli_from_dict({"wire": command}, prog="diloco bench", args=arguments)
 
 
 @contextmanager

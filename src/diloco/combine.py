@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.exchange import Exchange, Pending
+from diloco.native import empty
 from diloco.wire import Codec, Key, PayloadError, codec
 
 
@@ -47,8 +48,8 @@ class Combine(Protocol):
         """
         ...
 
-    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
-        """From what `wait()` returned, `divisor` times the average: flat FP32.
+    def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
+        """Write `divisor` times the average, from what `wait()` returned, into a flat FP32 vector.
 
         Raises:
             PayloadError: for a payload that is damaged.
@@ -138,9 +139,9 @@ class Gather:
         """Each payload is of the whole fragment."""
         _check(self.wire, received, num_elements)
 
-    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+    def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
         """Σ_m decode(payload of m), in FP32 and in replica order."""
-        return _sum(self.wire, received, num_elements, key, device)
+        _sum(self.wire, received, to_N, key)
 
     def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
         """Decoded again."""
@@ -189,7 +190,9 @@ class ReduceScatter:
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The shares together."""
-        return self._together(self.wire, payloads, num_elements, key)
+        to_N = empty(num_elements, torch.float32, payloads[0].device)
+        self._together(self.wire, payloads, to_N, key)
+        return to_N
 
     def start(self, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Pending:
         """Send each replica its share; when its own has arrived, a thread averages it and sends that to all."""
@@ -199,10 +202,10 @@ class ReduceScatter:
         """Each payload is of a share's average."""
         _check(self.second, received, _share(num_elements, len(received)))
 
-    def total(self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+    def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
         """The averages together."""
-        payloads = [received[replica].to(device) for replica in sorted(received)]
-        return self._together(self.second, payloads, num_elements, _of_all(key, len(received)))
+        payloads = [received[replica].to(to_N.device) for replica in sorted(received)]
+        self._together(self.second, payloads, to_N, _of_all(key, len(received)))
 
     def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
         """None: a replica sees the others' shares of its own part alone."""
@@ -223,23 +226,25 @@ class ReduceScatter:
         device = received[key.part].device
         size = _share(num_elements, num_replicas)
         _check(self.wire, received, size)
-        total_S = _sum(self.wire, received, size, key, device)
+        total_S = empty(size, torch.float32, device)
+        _sum(self.wire, received, total_S, key)
         average_S = total_S / torch.full((), num_replicas, dtype=torch.float32, device=device)
         return self.second.encode(average_S, _of_all(key, num_replicas))
 
-    def _together(self, wire: Codec, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
-        size = _share(num_elements, len(payloads))
-        shares = [wire.decode(payload, size, key._replace(part=part)) for part, payload in enumerate(payloads)]
-        return torch.cat(shares)[:num_elements]
+    def _together(self, wire: Codec, payloads: Sequence[Tensor], to_N: Tensor, key: Key) -> None:
+        size = _share(to_N.numel(), len(payloads))
+        for part, payload in enumerate(payloads):
+            share_S, key = to_N[part * size : (part + 1) * size], key._replace(part=part)
+            if share_S.numel() == size:
+                wire.decode_into(share_S, payload, key)
+            else:  # the last one was filled up with zeros
+                share_S.copy_(wire.decode(payload, size, key)[: share_S.numel()])
 
 
-def _sum(wire: Codec, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device) -> Tensor:
+def _sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
     """Σ_m of the decoded payloads: FP32, in replica order, one pass over memory for each."""
-    total_N: Tensor | None = None
-    for replica, payload in sorted(received.items()):
-        total_N = wire.decode(payload.to(device), num_elements, key._replace(replica=replica), add_to=total_N)
-    assert total_N is not None, "a replica has its own payload"
-    return total_N
+    for index, (replica, payload) in enumerate(sorted(received.items())):
+        wire.decode_into(to_N, payload.to(to_N.device), key._replace(replica=replica), add=index > 0)
 
 
 def _check(wire: Codec, received: Mapping[int, Tensor], num_elements: int) -> None:

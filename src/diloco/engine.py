@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from diloco.combine import Combine, combine_by, encode_with_feedback
 from diloco.exchange import Exchange, ExchangeError, Pending, agree
 from diloco.fragments import Fragment, block_spans, check_partition
-from diloco.outer import Nesterov, OuterStep, parameters_hash, take_outer_step
+from diloco.native import empty
+from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
 from diloco.wire import Codec, Key, NonFiniteError, PayloadError, codec
 
@@ -112,8 +113,9 @@ class StreamingDiLoCo:
         sizes = {name: parameter.numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._outer = [self._flat(fragment) for fragment in range(len(self.fragments))]
-        self._velocity = [torch.zeros_like(outer_N) for outer_N in self._outer]
-        self._error = [torch.zeros_like(outer_N) for outer_N in self._outer if error_feedback is not None]
+        self._scratch = self._zeros(max(self._outer, key=len))
+        self._velocity = [self._zeros(outer_N) for outer_N in self._outer]
+        self._error = [self._zeros(outer_N) for outer_N in self._outer if error_feedback is not None]
         self._in_flight: list[_InFlight] = []
         self._sound = True
         self._drained_step = 0  # what was sent up to this step was merged by finish()
@@ -284,8 +286,9 @@ class StreamingDiLoCo:
         p, num_replicas = sync.fragment, self.exchange.num_replicas
         self.bytes_received += self._payload_bytes(p)
         outer_N, key = self._outer[p], self._key(sync)
-        total_N = self._combine.total(payloads, outer_N.numel(), key, outer_N.device)
-        delta_N = take_outer_step(
+        total_N = self._scratch[: outer_N.numel()]
+        self._combine.total(payloads, total_N, key)
+        take_outer_step(
             outer_N,
             self._velocity[p],
             total_N,
@@ -294,8 +297,14 @@ class StreamingDiLoCo:
             parameters=[parameter.detach() for parameter in self._parameters[p].values()],
             mixing=self.mixing,
         )
+        average = partial(self._average, payloads, p, key)
         decode = partial(self._combine.each, payloads, outer_N.numel(), key)
-        return OuterStep(sync, blocked_seconds, delta_N, decode, self._spans[p])
+        return OuterStep(sync, blocked_seconds, average, decode, self._spans[p])
+
+    def _average(self, payloads: dict[int, Tensor], fragment: int, key: Key) -> Tensor:
+        total_N = torch.empty_like(self._outer[fragment])
+        self._combine.total(payloads, total_N, key)
+        return divide(total_N, self._combine.divisor(self.exchange.num_replicas))
 
     def _forget_before(self, step: int) -> None:
         """Drop the payloads that no replica needs any more, not even after a resume."""
@@ -306,16 +315,21 @@ class StreamingDiLoCo:
 
     def _flat(self, fragment: int) -> Tensor:
         """The replica's own parameters of a fragment, as one FP32 vector."""
-        return torch.cat([p.detach().reshape(-1).float() for p in self._parameters[fragment].values()])
+        parameters = [p.detach() for p in self._parameters[fragment].values()]
+        flat_N = empty(sum(p.numel() for p in parameters), torch.float32, parameters[0].device)
+        return torch.cat([p.reshape(-1).float() for p in parameters], out=flat_N)
 
     def _outer_gradient(self, fragment: int) -> Tensor:
-        """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector; the parameters are read where they are."""
+        """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector, good until the next one is made."""
         outer_N, parameters = self._outer[fragment], self._parameters[fragment].values()
-        delta_N = torch.empty_like(outer_N)
+        delta_N = self._scratch[: outer_N.numel()]
         sizes = [p.numel() for p in parameters]
         for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
             torch.sub(part_N.view(p.shape), p.detach(), out=out_N.view(p.shape))
         return delta_N
+
+    def _zeros(self, outer_N: Tensor) -> Tensor:
+        return empty(outer_N.numel(), torch.float32, outer_N.device).zero_()
 
     def _key(self, sync: Sync) -> Key:
         return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)

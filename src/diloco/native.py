@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class Native:
         return _on_threads(call, to_N.numel(), block)
 
     def outer_step(self, vectors: Sequence[Tensor], scalars: Sequence[float]) -> None:
-        """Θ, v, Σ Δ and θ in place, from M, η, μ, α and 1 − α: see `diloco.outer.take_outer_step`."""
+        """Of Θ, v, Σ Δ and θ all but Σ Δ in place; scalars are M, η, μ, α, 1 − α: see `diloco.outer`."""
         step = self._function("outer_step", *[c_void_p] * 4, c_int64, *[c_float] * 5)
 
         def call(start: int, length: int) -> bool:
@@ -95,6 +96,17 @@ def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) 
     starts = range(0, num_elements, size)
     with ThreadPoolExecutor(num_threads) as threads:
         return all(list(threads.map(lambda i: call(i, min(size, num_elements - i)), starts)))
+
+
+def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new vector, on a CPU in huge pages where Linux has them: NumPy asks for them, torch does not.
+
+    A vector that is filled for the first time costs a page fault every 4 kB otherwise, which takes longer than the
+    filling; and one that is read costs an address translation.
+    """
+    if device.type != "cpu":
+        return torch.empty(num_elements, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(num_elements, str(dtype).removeprefix("torch.")))
 
 
 @functools.cache

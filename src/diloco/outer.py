@@ -57,6 +57,12 @@ class Nesterov:
         return outer_N - self.lr * (delta_N + self.momentum * velocity_N), velocity_N
 
 
+def divide(total_N: FlatFP32, divisor: int) -> FlatFP32:
+    """An average from a sum, with the same bits on every device."""
+    # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+    return total_N / torch.full((), divisor, dtype=torch.float32, device=total_N.device)
+
+
 def merge(theta_N: FlatFP32, outer_N: FlatFP32, mixing: float) -> FlatFP32:
     """Θ mixed into a replica's parameters: α θ + (1 − α) Θ, FP32.
 
@@ -76,10 +82,10 @@ def take_outer_step(
     outer: Nesterov,
     parameters: Sequence[Tensor],
     mixing: float,
-) -> FlatFP32:
-    """The outer step and the merge of one fragment, in place, and Δ_p, which takes the memory of `total_N`.
+) -> None:
+    """The outer step and the merge of one fragment, in place.
 
-    Δ ← total/divisor; v and Θ as in `Nesterov`; θ ← α θ + (1 − α) Θ, rounded to its dtype.
+    Δ = total/divisor; v and Θ as in `Nesterov`; θ ← α θ + (1 − α) Θ, rounded to its dtype.
 
     Args:
         outer_N: Θ_p.
@@ -99,7 +105,6 @@ def take_outer_step(
             fast.outer_step([outer_part, velocity_part, total_part, theta], scalars)
         else:
             _outer_step_reference(outer_part, velocity_part, total_part, theta, divisor, outer, mixing)
-    return total_N
 
 
 def _outer_step_reference(
@@ -111,9 +116,7 @@ def _outer_step_reference(
     outer: Nesterov,
     mixing: float,
 ) -> None:
-    # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
-    total_N /= torch.full((), divisor, dtype=torch.float32, device=total_N.device)
-    new_outer_N, new_velocity_N = outer.step(outer_N, velocity_N, total_N)
+    new_outer_N, new_velocity_N = outer.step(outer_N, velocity_N, divide(total_N, divisor))
     outer_N.copy_(new_outer_N)
     velocity_N.copy_(new_velocity_N)
     theta.copy_(merge(theta.reshape(-1).float(), outer_N, mixing).view(theta.shape))
@@ -127,12 +130,17 @@ class OuterStep:
     """Fragment, round, and the step after which it was sent."""
     blocked_seconds: float
     """How long this replica waited for the others' payloads."""
-    average_N: Tensor
-    """Δ_p, the average of the decoded outer gradients; flat FP32."""
-    decode: Callable[[], tuple[Tensor, ...]]
-    """Decodes what the replicas sent."""
+    make_average: Callable[[], Tensor]
+    """Makes Δ_p again from what the replicas sent."""
+    make_deltas: Callable[[], tuple[Tensor, ...]]
+    """Makes the replicas' decoded outer gradients again."""
     spans: Mapping[str, tuple[int, int]]
     """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+
+    @cached_property
+    def average(self) -> Tensor:
+        """Δ_p, the average of the decoded outer gradients; flat FP32, made when it is first asked for."""
+        return self.make_average()
 
     @cached_property
     def deltas(self) -> tuple[Tensor, ...]:
@@ -140,11 +148,11 @@ class OuterStep:
 
         Decoded when they are first asked for; none with reduce_scatter, where no replica sees them whole.
         """
-        return self.decode()
+        return self.make_deltas()
 
     def norm(self) -> float:
         """‖Δ_p‖₂."""
-        return self.average_N.norm().item()
+        return self.average.norm().item()
 
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair."""

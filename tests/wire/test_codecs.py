@@ -109,7 +109,7 @@ def test_adding_is_decoding_and_then_adding(spec, vector, key):
     total = np.linspace(-1e-4, 1e-4, len(vector), dtype=f32)
     expected = total + decode(spec, payload, len(vector), key)
     to = torch.from_numpy(total)
-    assert codec(spec).decode(payload, len(vector), key, add_to=to) is to
+    assert codec(spec).decode_into(to, payload, key, add=True) is to
     assert_same_bits(to.numpy(), expected)
 
 
@@ -195,9 +195,9 @@ def test_a_body_that_stands_for_no_number_is_refused(how, wire, damaged):
     for place, value in damaged.items():
         payload[place + start] = value
     with implementation(how):
-        for to in (None, torch.zeros(300)):
+        for add in (False, True):
             with pytest.raises(PayloadError, match="damaged"):
-                codec(wire).decode(payload, 300, add_to=to)
+                codec(wire).decode_into(torch.zeros(300), payload, add=add)
 
 
 def test_every_codec_is_tested():

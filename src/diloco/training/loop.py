@@ -52,7 +52,7 @@ def train(
         corpus, held_out = _open_corpus(config, world)
         if not resume:
             claim_together(config, world)
-        batches = _batches(config, world, corpus)
+        batches = open_batches(config, world, corpus)
         state = initial_state(config, world)
         checkpoints = Checkpoints(config.directory / "checkpoints", world.replica, keep=config.checkpoint.keep)
         if resume:
@@ -91,7 +91,7 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
     step = state.step + 1
     before = (state.sync.blocked_seconds, state.sync.bytes_sent, state.sync.bytes_received)
     rate = learning_rate(config, step)
-    loss, grad_norm = _inner_step(state, batches.batch(step), config, world, rate)
+    loss, grad_norm = inner_step(state, batches.batch(step), config, world, rate)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainingError(_not_finite(config, world, step, loss, grad_norm))
     state.optimizer.step()
@@ -116,7 +116,7 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
     )
 
 
-def _inner_step(
+def inner_step(
     state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
 ) -> tuple[float, float]:
     """Accumulate the gradients of a batch; the loss in nats a token, and the gradient norm before clipping."""
@@ -156,7 +156,8 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     return corpus, held_out
 
 
-def _batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
+def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
+    """This replica's share of every batch."""
     num_windows = corpus.num_windows(config.sequence_length)
     return Batches(
         shards=corpus,

@@ -70,7 +70,7 @@ def join(config: TrainConfig) -> Iterator[World]:
             f"between them in GLOO_SOCKET_IFNAME ({str(error).splitlines()[0]})"
         ) from error
     try:
-        yield World(exchange, device, local_rank == 0, _autocast(config, device))
+        yield World(exchange, device, local_rank == 0, use_autocast(config, device))
     finally:
         dist.destroy_process_group()
 
@@ -84,7 +84,8 @@ def _exchange(config: TrainConfig, timeout: timedelta) -> Exchange:
     return ProcessGroupExchange(group, timeout_seconds=config.timeout_seconds)
 
 
-def _autocast(config: TrainConfig, device: torch.device) -> bool:
+def use_autocast(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the forward pass runs in bfloat16."""
     if config.precision != "auto":
         return config.precision == "bf16"
     if device.type == "cuda":

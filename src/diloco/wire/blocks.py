@@ -64,15 +64,8 @@ class BlockCodec(Codec):
             random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
         refuse_non_finite(_on_device(self.pack_reference, delta_N)(delta_N, scales, codes, random_N))
 
-    def unpack(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Float32[Tensor, "N"]:
+    def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
         """Each code's value times its block's scale."""
-        return self._unpack(body, torch.empty(num_elements, dtype=torch.float32, device=body.device), add=False)
-
-    def unpack_add(self, body: UInt8[Tensor, "bytes"], total_N: Tensor, key: Key) -> Tensor:
-        """Add each code's value times its block's scale."""
-        return self._unpack(body, total_N, add=True)
-
-    def _unpack(self, body: Tensor, to_N: Tensor, *, add: bool) -> Tensor:
         scales, codes = self._split(body, to_N.numel())
         fast = _native(body, to_N)
         if fast is not None:
@@ -83,7 +76,6 @@ class BlockCodec(Codec):
             raise PayloadError(
                 f"a payload in {self.format} holds a scale or a code that is never written: it was damaged"
             )
-        return to_N
 
     def pack_reference(
         self,

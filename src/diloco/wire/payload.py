@@ -12,6 +12,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from diloco.native import empty
+
 MAGIC = b"DLC1"
 HEADER_BYTES = 16
 
@@ -55,35 +57,28 @@ class Codec(ABC):
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
         """
-        payload = torch.empty(self.payload_bytes(delta_N.numel()), dtype=torch.uint8, device=delta_N.device)
+        payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
         payload[:HEADER_BYTES] = torch.frombuffer(self._header(delta_N.numel()), dtype=torch.uint8)
         self.pack(delta_N.contiguous(), payload[HEADER_BYTES:], key)
         return payload
 
-    def decode(
-        self,
-        payload: Tensor,
-        num_elements: int,
-        key: Key = Key(),  # noqa: B008
-        *,
-        add_to: Tensor | None = None,
-    ) -> Tensor:
-        """The flat FP32 vector that a payload stands for.
-
-        Args:
-            payload: what `encode` made.
-            num_elements: N.
-            key: the one it was made with; only what is random needs it.
-            add_to: an FP32 vector of N to add it to, in place, and to return.
+    def decode(self, payload: Tensor, num_elements: int, key: Key = Key()) -> Tensor:  # noqa: B008
+        """The flat FP32 vector of N elements that a payload stands for; `key` is the one it was made with.
 
         Raises:
             PayloadError: if it is not a payload of this codec and of so many elements.
         """
-        self.check(payload, num_elements)
-        body = payload[HEADER_BYTES:]
-        if add_to is None:
-            return self.unpack(body, num_elements, key)
-        return self.unpack_add(body, add_to, key)
+        return self.decode_into(empty(num_elements, torch.float32, payload.device), payload, key)
+
+    def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
+        """Write what a payload stands for into a contiguous FP32 vector, or add it, and return that.
+
+        Raises:
+            PayloadError: as `decode`; if the damage shows only in its body, the vector is of no use any more.
+        """
+        self.check(payload, to_N.numel())
+        self.unpack(payload[HEADER_BYTES:], to_N, key, add=add)
+        return to_N
 
     def check(self, payload: Tensor, num_elements: int) -> None:
         """Refuse what can't be a payload of N elements, from its type, length and header.
@@ -141,16 +136,12 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def unpack(self, body: Tensor, num_elements: int, key: Key) -> Tensor:
-        """The FP32 vector that a body stands for, in memory of its own.
+    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> None:
+        """Write what a body stands for into an FP32 vector, or add it.
 
         Raises:
             PayloadError: if the body holds what `pack` never writes, and it shows.
         """
-
-    def unpack_add(self, body: Tensor, total_N: Tensor, key: Key) -> Tensor:
-        """Add what a body stands for to an FP32 vector, in place, and return that."""
-        return total_N.add_(self.unpack(body, total_N.numel(), key))
 
 
 def refuse_non_finite(values: Tensor) -> None:

@@ -61,24 +61,17 @@ class _Sparse(Codec):
         kept_k = (delta_N[place_k] * self.gain(delta_N.numel())).clamp(-largest, largest)
         DENSE[self.values]().pack(kept_k, body[end:], key)
 
-    def unpack(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Float32[Tensor, "N"]:
+    def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
         """Zeros, and what was kept in its places."""
-        vector_N = torch.zeros(num_elements, dtype=torch.float32, device=body.device)
-        place_k, kept_k = self._unpack(body, num_elements, key)
-        vector_N[place_k] = kept_k
-        return vector_N
-
-    def unpack_add(self, body: UInt8[Tensor, "bytes"], total_N: Tensor, key: Key) -> Tensor:
-        """Add what was kept in its places, and touch no others."""
-        place_k, kept_k = self._unpack(body, total_N.numel(), key)
-        total_N[place_k] += kept_k  # no place occurs twice
-        return total_N
-
-    def _unpack(self, body: Tensor, num_elements: int, key: Key) -> tuple[Tensor, Tensor]:
-        end = self.places_bytes(num_elements)
-        place_k = self.unpack_places(body[:end], num_elements, key)
+        end = self.places_bytes(to_N.numel())
+        place_k = self.unpack_places(body[:end], to_N.numel(), key)
+        kept_k = torch.empty(self.num_kept(to_N.numel()), dtype=torch.float32, device=to_N.device)
         # A copy starts at an address that any format can be read from.
-        return place_k, DENSE[self.values]().unpack(body[end:].clone(), self.num_kept(num_elements), key)
+        DENSE[self.values]().unpack(body[end:].clone(), kept_k, key, add=False)
+        if add:
+            to_N[place_k] += kept_k  # no place occurs twice
+        else:
+            to_N.zero_()[place_k] = kept_k
 
     def gain(self, num_elements: int) -> float:
         """What the kept elements are multiplied by."""

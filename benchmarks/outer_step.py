@@ -1,0 +1,85 @@
+"""What a sync of one fragment costs in passes over memory, beside copies of as many bytes.
+
+    python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T]
+
+Each stage of a sync, timed by itself: the outer gradient, encoding, decoding and adding up M payloads, the outer
+step with the merge. Bytes are those that the stage must read and write of each parameter; the floor is what they
+would take at the speed of a copy in the same run (bytes read and written, both counted).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from diloco.combine import Gather
+from diloco.native import empty
+from diloco.outer import Nesterov, take_outer_step
+from diloco.wire import Key, codec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=1 << 26)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--wire", default="e3m0")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    N, M, wire = arguments.parameters, arguments.replicas, codec(arguments.wire)
+    outer_N, theta_N, velocity_N, delta_N, total_N = (
+        empty(N, torch.float32, torch.device("cpu")).normal_(std=1e-3) for _ in range(5)
+    )
+    torch.sub(outer_N, theta_N, out=delta_N)
+    received = {m: wire.encode(delta_N) for m in range(M)}
+    payload_bytes = wire.payload_bytes(N) / N
+    gather = Gather(wire)
+
+    def outer_step() -> None:
+        take_outer_step(
+            outer_N, velocity_N, total_N, divisor=M, outer=Nesterov(), parameters=[theta_N], mixing=0.5
+        )
+
+    # Bytes a parameter: read + written.
+    stages: dict[str, tuple[float, Callable[[], object]]] = {
+        "outer gradient: Θ − θ": (8 + 4, lambda: torch.sub(outer_N, theta_N, out=delta_N)),
+        "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
+        f"decode and add {M} payloads": (
+            payload_bytes + 4 + (M - 1) * (payload_bytes + 4 + 4),
+            lambda: gather.total(received, total_N, Key()),
+        ),
+        "outer step and merge": (16 + 12, outer_step),
+    }
+    copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), theta_N.numpy()))
+    bytes_a_second = 8 * N / copy_seconds
+    print(f"{N:,} parameters, {M} replicas, {wire.spec}, {arguments.threads} threads")
+    print(f"copy: {bytes_a_second / 1e9:.1f} GB/s read and written\n")
+    print(f"{'stage':28} {'bytes a parameter':>17} {'ms':>8} {'floor, ms':>10} {'ratio':>6}")
+    total_bytes = total_seconds = 0.0
+    for name, (bytes_a_parameter, stage) in stages.items():
+        seconds = shortest_seconds(stage)
+        total_bytes, total_seconds = total_bytes + bytes_a_parameter, total_seconds + seconds
+        report(name, bytes_a_parameter, seconds, bytes_a_parameter * N / bytes_a_second)
+    report("together", total_bytes, total_seconds, total_bytes * N / bytes_a_second)
+
+
+def report(name: str, bytes_a_parameter: float, seconds: float, floor_seconds: float) -> None:
+    ratio = seconds / floor_seconds
+    print(f"{name:28} {bytes_a_parameter:17.2f} {seconds * 1e3:8.1f} {floor_seconds * 1e3:10.1f} {ratio:6.2f}")
+
+
+def shortest_seconds(stage: Callable[[], object], runs: int = 7) -> float:
+    """After one run to warm up: others on the machine only ever make it longer."""
+    stage()
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        stage()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What the codecs really take, here: bits, error, and speed beside a copy's in the same run."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco.exchange.loopback import LoopbackExchange
+from diloco.native import empty
+from diloco.wire import CODECS, Codec, codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireSpeed:
+    """GB/s of FP32 input: 4 bytes an element, whatever the codec makes of them."""
+
+    num_threads: int
+    """Threads of torch; on a GPU it does not matter."""
+    copy_gbyte_s: float
+    """Copying the vector, measured just before."""
+    encode_gbyte_s: float
+    """From the vector to a payload."""
+    decode_add_gbyte_s: float
+    """From a payload, added to a vector."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireMeasurement:
+    """One codec."""
+
+    wire: str
+    """Its name with every option."""
+    bits_per_value: float
+    """Of a payload of the measured length, header and scales included."""
+    relative_error: float
+    """‖decode(encode(Δ)) − Δ‖ / ‖Δ‖ on a real outer gradient."""
+    speeds: tuple[WireSpeed, ...]
+    """With one thread, and with all."""
+
+
+def measure_wire(
+    specs: Sequence[str] = tuple(CODECS), *, gradient_N: Tensor, num_values: int, device: str = "cpu"
+) -> Iterator[WireMeasurement]:
+    """Measure codecs, one after the other.
+
+    Args:
+        specs: their names, with options.
+        gradient_N: a real outer gradient, flat FP32: what the error is measured on; speed, on repetitions of it.
+        num_values: length of the vector that speed is measured on.
+        device: where it lies: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: for a codec that does not exist, or a gradient that can't be sent.
+    """
+    codecs = [codec(spec) for spec in specs]
+    if num_values < 1 or not gradient_N.numel():
+        raise ValueError(f"nothing to measure: {num_values} values of a gradient of {gradient_N.numel()}")
+    gradient_N = gradient_N.to(device, torch.float32)
+    repeats = -(-num_values // max(1, gradient_N.numel()))
+    delta_N = empty(num_values, torch.float32, gradient_N.device).copy_(gradient_N.repeat(repeats)[:num_values])
+    for wire in codecs:
+        decoded_N = wire.decode(wire.encode(gradient_N), gradient_N.numel())
+        yield WireMeasurement(
+            wire=wire.spec,
+            bits_per_value=8 * wire.payload_bytes(num_values) / num_values,
+            relative_error=((decoded_N - gradient_N).norm() / gradient_N.norm()).item(),
+            speeds=tuple(_speed(wire, delta_N, n) for n in sorted({1, torch.get_num_threads()})),
+        )
+
+
+def _speed(wire: Codec, delta_N: Tensor, num_threads: int) -> WireSpeed:
+    payload = wire.encode(delta_N)
+    total_N = empty(delta_N.numel(), torch.float32, delta_N.device).zero_()
+
+    def gbyte_s(pass_over: Callable[[], object]) -> float:
+        return 4e-9 * delta_N.numel() / _shortest_seconds(pass_over, delta_N.device)
+
+    with _threads(num_threads):
+        return WireSpeed(
+            num_threads=num_threads,
+            copy_gbyte_s=gbyte_s(lambda: _copy(total_N, delta_N, num_threads)),
+            encode_gbyte_s=gbyte_s(lambda: wire.encode(delta_N)),
+            decode_add_gbyte_s=gbyte_s(lambda: wire.decode_into(total_N, payload, add=True)),
+        )
+
+
+def _copy(to_N: Tensor, from_N: Tensor, num_threads: int) -> None:
+    """As fast as can be: with one thread NumPy copies faster than torch."""
+    if num_threads == 1 and to_N.device.type == "cpu":
+        np.copyto(to_N.numpy(), from_N.numpy())
+    else:
+        to_N.copy_(from_N)
+
+
+def _shortest_seconds(pass_over: Callable[[], object], device: torch.device) -> float:
+    """Of several runs, after one to warm up: others on the machine only ever make it longer."""
+    pass_over()
+    seconds: list[float] = []
+    while (len(seconds) < 3 or sum(seconds) < 0.5) and sum(seconds) < 5:
+        start = time.perf_counter()
+        pass_over()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def load_gradient(path: Path) -> Tensor:
+    """A flat FP32 vector from a safetensors file: all its tensors, in the order of their names.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is no safetensors file with an outer gradient: {error}") from None
+    return torch.cat([torch.zeros(0), *(tensors[name].reshape(-1).float() for name in sorted(tensors))])
+
+
+def demo_gradient() -> Tensor:
+    """The first outer gradient of the laptop recipe: all parameters, flat FP32, after its H inner steps."""
+    from diloco.training.loop import inner_step, learning_rate, open_batches, open_split
+    from diloco.training.recipes import recipe
+    from diloco.training.start import prepare_run
+    from diloco.training.state import initial_state
+    from diloco.training.world import World, use_autocast
+
+    with TemporaryDirectory() as directory:
+        laptop = recipe("laptop")
+        asked = replace(
+            laptop, runs=Path(directory), num_replicas=1, data=replace(laptop.data, cache=Path(directory) / "data")
+        )
+        config = prepare_run(asked, resume=None)
+        cpu = torch.device("cpu")
+        world = World(LoopbackExchange(), cpu, is_first_on_machine=True, autocast=use_autocast(config, cpu))
+        assert config.data.prepared is not None, "the config is resolved"
+        batches = open_batches(config, world, open_split(config.data.prepared, "train"))
+        state = initial_state(config, world)
+        start = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
+        for step in range(1, config.diloco.sync_every + 1):
+            inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+        return start - torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()
