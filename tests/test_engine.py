@@ -40,6 +40,7 @@ class Case:
     wire: str = "fp32"
     combine: str = "gather"
     beta: float | None = None
+    offload: bool = False
     offsets: tuple[int, ...] | None = None
     first_sync: reference.FirstSync = "full_period"
     parameters: str = "fp32"
@@ -74,6 +75,7 @@ class Case:
             "wire": self.wire,
             "combine": self.combine,
             "error_feedback": self.beta,
+            "offload": self.offload,
             "exchange": exchange(),
         }
         return diloco.StreamingDiLoCo(model, **(arguments | changes))
@@ -196,6 +198,7 @@ def some_cases(M: int, num: int) -> list[Case]:
                 wire=one_of("fp32", "bf16", "e3m0"),
                 combine=one_of("gather", "gather", "reduce_scatter", "reduce_scatter:bf16"),
                 beta=one_of(None, None, 1.0, 0.7),
+                offload=one_of(False, True),
                 offsets=one_of(None, None, steps_below_period(P)),
                 first_sync=one_of("full_period", "early"),
                 parameters=one_of("fp32", "fp32", "bf16"),
@@ -377,7 +380,7 @@ RESUMED = [
     Case(P=3, tau=0, first_sync="early"),
     Case(P=4, H=6, tau=(0, 5), wire="e3m0"),
     Case(P=3, H=5, tau=(4, 1), alpha=0.0),
-    Case(P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9),
+    Case(P=3, H=5, tau=(1, 4), wire="e3m0", combine="reduce_scatter:bf16", beta=0.9, offload=True),
 ]
 
 

@@ -16,6 +16,7 @@ from diloco.combine import Combine, combine_by, encode_with_feedback
 from diloco.exchange import Exchange, ExchangeError, Pending, agree
 from diloco.fragments import Fragment, block_spans, check_partition
 from diloco.native import empty
+from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
 from diloco.wire import Codec, Key, NonFiniteError, PayloadError, codec
@@ -52,6 +53,7 @@ class StreamingDiLoCo:
         combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
             and sends it in the same codec, or in another: `reduce_scatter:bf16`.
         error_feedback: β, above 0 and at most 1; None is none.
+        offload: keep Θ, the outer momentum and the error in pinned host memory, and fetch one fragment ahead.
         seed: what codecs that draw random numbers draw them from; the same on all replicas.
         exchange: how the payloads travel.
 
@@ -91,6 +93,7 @@ class StreamingDiLoCo:
         combine: str = "gather",
         error_feedback: float | None = None,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         self.fragments, self.schedule, self.exchange = tuple(fragments), schedule, exchange
         self.outer, self.mixing = outer or Nesterov(), mixing
@@ -112,10 +115,16 @@ class StreamingDiLoCo:
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         sizes = {name: parameter.numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
-        self._outer = [self._flat(fragment) for fragment in range(len(self.fragments))]
-        self._scratch = self._zeros(max(self._outer, key=len))
-        self._velocity = [self._zeros(outer_N) for outer_N in self._outer]
-        self._error = [self._zeros(outer_N) for outer_N in self._outer if error_feedback is not None]
+        flats = [self._flat(fragment) for fragment in range(len(self.fragments))]
+        self._scratch = self._zeros(max(flats, key=len))
+        self._state = OuterState(
+            {
+                "outer": flats,
+                "velocity": [self._zeros(flat_N) for flat_N in flats],
+                "error": [self._zeros(flat_N) for flat_N in flats if error_feedback is not None],
+            },
+            offload=offload,
+        )
         self._in_flight: list[_InFlight] = []
         self._sound = True
         self._drained_step = 0  # what was sent up to this step was merged by finish()
@@ -148,6 +157,8 @@ class StreamingDiLoCo:
         if due.send:
             self._send(due.send)
         merged = self._merge([sync for sync in due.merge if sync.step > self._drained_step])
+        if due.send or due.merge:
+            self._fetch_ahead()
         self._forget_before(self.num_steps - self.schedule.max_overlap)
         self._sound = True
         return merged
@@ -176,7 +187,7 @@ class StreamingDiLoCo:
 
         They are views, which the next outer step changes.
         """
-        return self._by_name(self._outer)
+        return self._by_name("outer")
 
     def outer_hash(self) -> str:
         """SHA-256 over Θ in the order of the parameters' names: equal on all replicas after `finish()`."""
@@ -191,9 +202,9 @@ class StreamingDiLoCo:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "blocked_seconds": self.blocked_seconds,
-            "outer": self._by_name(self._outer),
-            "velocity": self._by_name(self._velocity),
-            "error": self._by_name(self._error) if self._error else {},
+            "outer": self._by_name("outer"),
+            "velocity": self._by_name("velocity"),
+            "error": self._by_name("error"),
             "in_flight": [{"sync": tuple(f.sync), "payloads": f.payloads} for f in self._in_flight],
         }
 
@@ -206,7 +217,7 @@ class StreamingDiLoCo:
             DisagreementError: if the replicas load different steps.
             ValueError: if the state is one with error feedback and the engine has none, or the other way round.
         """
-        if bool(state["error"]) != bool(self._error):
+        if bool(state["error"]) != ("error" in self._state):
             raise ValueError(
                 f"error_feedback={self.error_feedback}, but the state was saved with"
                 f"{'' if state['error'] else 'out'} error feedback: load it into an engine that has the same"
@@ -215,13 +226,9 @@ class StreamingDiLoCo:
         self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]
-        for flats, values in (
-            (self._outer, state["outer"]),
-            (self._velocity, state["velocity"]),
-            (self._error, state["error"]),
-        ):
-            for flat_N, parameters in zip(flats, self._parameters, strict=False):
-                flat_N.copy_(torch.cat([values[name].reshape(-1) for name in parameters]))
+        for kind in KINDS:
+            for flat_N, parameters in zip(self._state.at_home(kind), self._parameters, strict=False):
+                flat_N.copy_(torch.cat([state[kind][name].reshape(-1) for name in parameters]))
         self._in_flight = []
         for flight in state["in_flight"]:
             self._start(Sync(*flight["sync"]), flight["payloads"])
@@ -237,7 +244,8 @@ class StreamingDiLoCo:
         encoded = [self._encode(sync) for sync in syncs]
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
-                self._error[sync.fragment] = error_N
+                self._state.use("error", sync.fragment).copy_(error_N)
+                self._state.keep("error", sync.fragment)
             self._start(sync, payloads)
             self.bytes_sent += self._payload_bytes(sync.fragment)
 
@@ -249,13 +257,13 @@ class StreamingDiLoCo:
             if self.error_feedback is None:
                 return self._combine.encode(delta_N, key, num_replicas), None
             return encode_with_feedback(
-                self._combine, delta_N, self._error[p], self.error_feedback, key, num_replicas
+                self._combine, delta_N, self._state.use("error", p), self.error_feedback, key, num_replicas
             )
         except NonFiniteError:
             raise self._explain_non_finite(delta_N, sync) from None
 
     def _start(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
-        num_elements = self._outer[sync.fragment].numel()
+        num_elements = self._state.num_elements(sync.fragment)
         pending = self._combine.start(self.exchange, payloads, num_elements, self._key(sync))
         self._in_flight.append(_InFlight(sync, payloads, pending))
 
@@ -271,7 +279,7 @@ class StreamingDiLoCo:
         sync, start = flight.sync, time.perf_counter()
         try:
             payloads = flight.pending.wait()
-            self._combine.check(payloads, self._outer[sync.fragment].numel())
+            self._combine.check(payloads, self._state.num_elements(sync.fragment))
         except ExchangeError as error:
             raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
         except PayloadError as error:
@@ -285,26 +293,37 @@ class StreamingDiLoCo:
     def _outer_step(self, sync: Sync, payloads: dict[int, Tensor], blocked_seconds: float) -> OuterStep:
         p, num_replicas = sync.fragment, self.exchange.num_replicas
         self.bytes_received += self._payload_bytes(p)
-        outer_N, key = self._outer[p], self._key(sync)
+        outer_N, key = self._state.use("outer", p), self._key(sync)
         total_N = self._scratch[: outer_N.numel()]
         self._combine.total(payloads, total_N, key)
         take_outer_step(
             outer_N,
-            self._velocity[p],
+            self._state.use("velocity", p),
             total_N,
             divisor=self._combine.divisor(num_replicas),
             outer=self.outer,
             parameters=[parameter.detach() for parameter in self._parameters[p].values()],
             mixing=self.mixing,
         )
+        self._state.keep("outer", p)
+        self._state.keep("velocity", p)
         average = partial(self._average, payloads, p, key)
         decode = partial(self._combine.each, payloads, outer_N.numel(), key)
         return OuterStep(sync, blocked_seconds, average, decode, self._spans[p])
 
     def _average(self, payloads: dict[int, Tensor], fragment: int, key: Key) -> Tensor:
-        total_N = torch.empty_like(self._outer[fragment])
+        total_N = torch.empty_like(self._scratch[: self._state.num_elements(fragment)])
         self._combine.total(payloads, total_N, key)
         return divide(total_N, self._combine.divisor(self.exchange.num_replicas))
+
+    def _fetch_ahead(self) -> None:
+        """Announce the fragment that is sent or merged next, and what of it will be used."""
+        for step in range(self.num_steps + 1, self.num_steps + self.schedule.sync_every + 1):
+            due = self.schedule.due(step, self.exchange.replica)
+            if due.send or due.merge:
+                kinds: tuple[Kind, ...] = ("outer", "error") if due.send else ("outer", "velocity")
+                self._state.expect(kinds, (due.send or due.merge)[0].fragment)
+                return
 
     def _forget_before(self, step: int) -> None:
         """Drop the payloads that no replica needs any more, not even after a resume."""
@@ -321,27 +340,27 @@ class StreamingDiLoCo:
 
     def _outer_gradient(self, fragment: int) -> Tensor:
         """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector, good until the next one is made."""
-        outer_N, parameters = self._outer[fragment], self._parameters[fragment].values()
+        outer_N, parameters = self._state.use("outer", fragment), self._parameters[fragment].values()
         delta_N = self._scratch[: outer_N.numel()]
         sizes = [p.numel() for p in parameters]
         for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
             torch.sub(part_N.view(p.shape), p.detach(), out=out_N.view(p.shape))
         return delta_N
 
-    def _zeros(self, outer_N: Tensor) -> Tensor:
-        return empty(outer_N.numel(), torch.float32, outer_N.device).zero_()
+    def _zeros(self, like_N: Tensor) -> Tensor:
+        return empty(like_N.numel(), torch.float32, like_N.device).zero_()
 
     def _key(self, sync: Sync) -> Key:
         return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)
 
     def _payload_bytes(self, fragment: int) -> int:
         """What a replica sends of a fragment, and receives."""
-        return self._combine.bytes_sent(self._outer[fragment].numel(), self.exchange.num_replicas)
+        return self._combine.bytes_sent(self._state.num_elements(fragment), self.exchange.num_replicas)
 
-    def _by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Views of the fragments' flat vectors, by parameter name."""
+    def _by_name(self, kind: Kind) -> dict[str, Tensor]:
+        """Views of the fragments' flat vectors, by parameter name; none of a kind that is not kept."""
         named: dict[str, Tensor] = {}
-        for parameters, flat_N in zip(self._parameters, flats, strict=True):
+        for parameters, flat_N in zip(self._parameters, self._state.at_home(kind), strict=False):
             parts = flat_N.split([p.numel() for p in parameters.values()])
             named |= {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
         return named

@@ -80,6 +80,8 @@ class DilocoConfig:
     combine: str = "gather"
     """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
     in the same codec or, as in reduce_scatter:bf16, another."""
+    offload: bool = False
+    """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
     error_feedback: float | None = None
     """β: what the codec lost is sent later, e ← β e + Δ; None is not."""
 

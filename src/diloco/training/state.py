@@ -93,7 +93,7 @@ def check(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = Decoder(config.model, seed=config.seed)
     settings = _engine_settings(config, model)
-    del settings["outer"]
+    del settings["outer"], settings["offload"]
     check_settings(model, num_replicas=config.num_replicas, **settings)
 
 
@@ -118,6 +118,7 @@ def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         "combine": diloco.combine,
         "error_feedback": diloco.error_feedback,
         "seed": config.seed,
+        "offload": diloco.offload,
     }
 
 
