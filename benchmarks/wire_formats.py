@@ -7,6 +7,7 @@ best of a grid for FP32 on the wire and the first seed. A run that is finished i
 interrupted is resumed. Writes DIR/results.csv after every run and prints mean and spread over the seeds.
 """
 
+import re
 import statistics
 
 from training_runs import parser, train, write
@@ -15,12 +16,18 @@ LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
 DENSE = ("fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1", "e3m0", "int8", "int4", "int2")
 SPARSE = ("topk", "feddropout", "dare")
 FEEDBACK = ("--diloco.error-feedback", "1.0")
+NO_MIXING = ("--diloco.mixing", "0.0")
 VARIANTS: dict[str, list[str]] = {
     **{wire: ["--diloco.wire", wire] for wire in (*DENSE, *SPARSE)},
     **{
         f"{wire}, error feedback": ["--diloco.wire", wire, *FEEDBACK]
         for wire in ("e2m1", "e3m0", "int4", "int2", *SPARSE)
     },
+    **{f"{wire}:density=0.25": ["--diloco.wire", f"{wire}:density=0.25"] for wire in SPARSE},
+    "fp32, α=0": ["--diloco.wire", "fp32", *NO_MIXING],
+    "topk, α=0": ["--diloco.wire", "topk", *NO_MIXING],
+    "topk, error feedback, α=0": ["--diloco.wire", "topk", *NO_MIXING, *FEEDBACK],
+    "feddropout, error feedback, α=0": ["--diloco.wire", "feddropout", *NO_MIXING, *FEEDBACK],
     **{f"{wire}, stochastic": ["--diloco.wire", f"{wire}:stochastic=true"] for wire in ("e3m0", "int4", "int2")},
     **{
         f"{wire}, M=4, {combine}": ["--diloco.wire", wire, "--diloco.combine", combine, "--num-replicas", "4"]
@@ -36,7 +43,8 @@ def main() -> None:
     rows: list[dict] = []
 
     def run(variant: str, seed: int, rate: float) -> float:
-        name = f"{variant.replace(', ', '-').replace(' ', '-').replace('=', '')}-seed{seed}-lr{rate:g}"
+        words = re.findall(r"[\w.]+", variant.replace("=", "").replace("α", "alpha"))
+        name = f"{'-'.join(words)}-seed{seed}-lr{rate:g}"
         flags = [*MODEL, "--seed", str(seed), "--optimizer.learning-rate", str(rate), *VARIANTS[variant]]
         found = train(name, flags, arguments)
         rows.append({"variant": variant, "seed": seed, "learning_rate": rate, **found})
@@ -55,14 +63,14 @@ def print_table(rows: list[dict]) -> None:
     """Mean over the seeds, its ratio to FP32 with as many replicas, and the range of that over the seeds."""
     losses = {(row["variant"], row["seed"]): row["eval_loss"] for row in rows}
     seeds = sorted({row["seed"] for row in rows})
-    print(f"{'variant':28} {'loss':>7} {'to FP32':>9} {'over the seeds':>19} {'MB sent':>8}")
+    print(f"{'variant':32} {'loss':>7} {'to FP32':>9} {'over the seeds':>19} {'MB sent':>8}")
     for variant in VARIANTS:
-        baseline = "fp32, M=4, gather" if "M=4" in variant else "fp32"
+        baseline = next((f"fp32, {same}" for same in ("M=4, gather", "α=0") if same[:3] in variant), "fp32")
         ratios = [losses[variant, seed] / losses[baseline, seed] - 1 for seed in seeds]
         loss = statistics.mean(losses[variant, seed] for seed in seeds)
         sent = next(row["bytes_sent_per_replica"] for row in rows if row["variant"] == variant) / 1e6
         spread = f"{min(ratios):+.2%} … {max(ratios):+.2%}"
-        print(f"{variant:28} {loss:7.4f} {statistics.mean(ratios):+9.2%} {spread:>19} {sent:8.2f}")
+        print(f"{variant:32} {loss:7.4f} {statistics.mean(ratios):+9.2%} {spread:>19} {sent:8.2f}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _shortest_seconds(pass_over: Callable[[], object], device: torch.device) -> 
     """Of several runs, after one to warm up: others on the machine only ever make it longer."""
     pass_over()
     seconds: list[float] = []
-    while (len(seconds) < 3 or sum(seconds) < 0.5) and sum(seconds) < 5:
+    while len(seconds) < 3 or (len(seconds) < 20 and sum(seconds) < 0.5):
         start = time.perf_counter()
         pass_over()
         if device.type == "cuda":

@@ -1,4 +1,7 @@
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -246,3 +249,10 @@ def test_a_wire_that_does_not_exist_is_refused(spec, message):
 def test_the_sign_of_a_vector_is_the_sign_of_what_is_decoded(seed, wire):
     vector = np.random.default_rng(seed).standard_normal(300).astype(f32)
     assert np.array_equal(through(wire, -vector), -through(wire, vector))
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("spec", ["e3m0", "int4:stochastic=true"])
+def test_the_reference_compiles_as_one_graph_to_the_same_bits(spec):
+    """What a GPU runs, compiled for the CPU; in a process that checks no types, since that can't be traced."""
+    subprocess.run([sys.executable, "-m", "tests.wire.compiled", spec], check=True, timeout=200)

@@ -60,6 +60,11 @@ class ProcessGroupExchange:
         pending.incoming = {replica: torch.empty_like(payload) for replica, payload in pending.outgoing.items()}
         if self._is_gloo:
             self._post_to_gloo(pending, _tag(fragment, round, phase))
+        elif phase:
+            raise ValueError(
+                "nccl matches messages by their order, which a second phase, starting by itself, does not keep: "
+                "give ProcessGroupExchange a group that has gloo, or combine='gather'"
+            )
         elif payloads:
             self._post_to_nccl(pending)
         return pending

@@ -103,8 +103,7 @@ class BlockCodec(Codec):
         """What `unpack` does, in plain torch; returns whether scales and codes are such as `pack` writes."""
         num_elements = to_N.numel()
         factor_B = self.factors(scales)
-        table = torch.tensor(self.values(), dtype=torch.float32, device=codes.device)
-        unit_N = table[split(codes, num_elements, self.bits).int()]
+        unit_N = self.values(codes.device)[split(codes, num_elements, self.bits).int()]
         value_N = (_rows(unit_N, self.block) * factor_B[:, None]).view(-1)[:num_elements]
         to_N.copy_(to_N + value_N if add else value_N)
         return (torch.isfinite(factor_B) & (factor_B >= 0)).all() & torch.isfinite(unit_N).all()
@@ -131,7 +130,7 @@ class BlockCodec(Codec):
         """What each block's values are multiplied by; negative or not finite for a scale that is never written."""
 
     @abstractmethod
-    def values(self) -> list[float]:
+    def values(self, device: torch.device) -> Float32[Tensor, "codes"]:
         """The value of each of the 2^bits codes under scale 1."""
 
 

@@ -147,9 +147,9 @@ class _Float8(_Scaled):
         largest = torch.finfo(self.dtype).max
         return unit_BxK.clamp(-largest, largest).to(self.dtype).view(torch.uint8)
 
-    def values(self) -> list[float]:
+    def values(self, device: torch.device) -> Float32[Tensor, "256"]:
         """As torch reads each byte; those that stand for NaN or infinity are never written."""
-        return torch.arange(256, dtype=torch.uint8).view(self.dtype).float().tolist()
+        return torch.arange(256, dtype=torch.uint8, device=device).view(self.dtype).float()
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ class E2M1(_Scaled):
             code_BxK += magnitude_BxK >= midpoint if index % 2 else magnitude_BxK > midpoint
         return code_BxK
 
-    def values(self) -> list[float]:
+    def values(self, device: torch.device) -> Float32[Tensor, "16"]:
         """The positive ones, then the negative ones."""
-        positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-        return positive + [-value for value in positive]
+        positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=device)
+        return torch.cat([positive, -positive])
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class E3M0(_Scaled):
         sign_BxK = torch.where(k_BxK > 0, (bits_BxK >> 28) & 8, 0)
         return (sign_BxK | k_BxK).to(torch.uint8)
 
-    def values(self) -> list[float]:
+    def values(self, device: torch.device) -> Float32[Tensor, "16"]:
         """The positive ones, then the negative ones."""
-        positive = [0.0] + [2.0 ** (k - 7) for k in range(1, 8)]
-        return positive + [-value for value in positive]
+        positive = torch.tensor([0.0] + [2.0 ** (k - 7) for k in range(1, 8)], dtype=torch.float32, device=device)
+        return torch.cat([positive, -positive])

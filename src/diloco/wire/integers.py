@@ -50,10 +50,10 @@ class _Integer(BlockCodec):
         """The largest FP32 under which the largest value is finite."""
         return {8: float.fromhex("0x1.020406p+121"), 4: float.fromhex("0x1.249248p+125")}.get(self.bits, math.inf)
 
-    def values(self) -> list[float]:
+    def values(self, device: torch.device) -> Float32[Tensor, "codes"]:
         """Two's complement; the lowest is never written."""
         half = 2 ** (self.bits - 1)
-        return [float(code - 2 * half if code >= half else code) for code in range(2 * half)]
+        return torch.arange(-half, half, dtype=torch.float32, device=device).roll(half)
 
 
 @dataclass(frozen=True)
