@@ -18,7 +18,7 @@ from tests.wire import reference as wire_reference
 from torch import nn
 
 import diloco
-from diloco.wire import Key, codec
+from diloco.wire import Key, PayloadError, codec
 from diloco.wire.floats import FP32
 
 f32 = np.float32
@@ -435,6 +435,20 @@ def test_states_of_different_steps_are_refused():
         assert "step of the loaded state: replica 0 has 7, replica 1 has 8" in message
 
 
+def test_a_state_of_other_settings_is_refused_with_both_values():
+    case = Case(beta=0.5, wire="int4")
+    with_error = case.engine(case.model(), error_feedback=0.5)
+    for changes, message in (
+        ({"error_feedback": None}, "error_feedback=0.5, and this engine has None"),
+        ({"wire": "int2"}, "wire=int4:block=256,stochastic=false, and this engine has int2"),
+        ({"combine": "reduce_scatter"}, "combine=gather, and this engine has reduce_scatter"),
+        ({"seed": 3}, "seed=0, and this engine has 3"),
+    ):
+        other = case.engine(case.model(), **changes)
+        with pytest.raises(ValueError, match=f"the state was saved with {message}"):
+            other.load_state_dict(with_error.state_dict())
+
+
 def count_bytes(case: Case) -> tuple[int, int, int]:
     model = case.model()
     engine = case.engine(model)
@@ -598,6 +612,37 @@ def test_nothing_is_sent_when_another_fragment_of_the_step_is_not_finite():
     assert "fragment 1" in diverged and bytes_sent == 0
 
 
+class WithNaNInFragment1(diloco.ProcessGroupExchange):
+    def start(self, payloads, fragment, round, phase=0):
+        payloads = {replica: payload.clone() for replica, payload in payloads.items()}
+        if fragment == 1:
+            for payload in payloads.values():
+                payload[-4:].copy_(torch.tensor([float("nan")]).view(torch.uint8))
+        return super().start(payloads, fragment, round, phase)
+
+
+def receive_nan(case: Case) -> str:
+    model = case.model()
+    kind = WithNaNInFragment1 if dist.get_rank() == 1 else diloco.ProcessGroupExchange
+    engine = case.engine(model, exchange=kind(timeout_seconds=20.0))
+    for t in range(1, case.H):
+        inner_step(model, dist.get_rank(), t)
+        engine.step()
+    theta, Theta = theta_of(model), outer_of(engine)
+    if dist.get_rank() == 1:
+        engine.step()
+        return ""
+    with pytest.raises(PayloadError) as caught:
+        engine.step()
+    assert theta_of(model).tobytes() == theta.tobytes() and outer_of(engine).tobytes() == Theta.tobytes()
+    return str(caught.value)
+
+
+def test_a_damaged_number_is_refused_by_name_before_any_fragment_of_the_step_is_merged():
+    told, _ = run_replicas(receive_nan, 2, Case(tau=0, offsets=(0, 0)))
+    assert told.startswith("step 4: fragment 1, round 1: replica 1: ")
+
+
 class WithoutFragment1(diloco.ProcessGroupExchange):
     def start(self, payloads, fragment, round, phase=0):
         return super().start({} if fragment == 1 else payloads, fragment, round, phase)
@@ -678,6 +723,12 @@ def test_replicas_that_order_their_parameters_differently_are_refused():
         ({"mixing": -0.1}, "mixing must lie between 0 and 1, not -0.1"),
         ({"mixing": float("nan")}, "mixing must lie between 0 and 1, not nan"),
         ({"wire": "fp8"}, "'fp8' is not a wire format: choose one of fp32, bf16"),
+        (
+            {"wire": "dare", "error_feedback": 1.0},
+            r"error_feedback=1.0 with wire=dare:density=0.05,values=fp32 diverges",
+        ),
+        ({"error_feedback": 1.5}, "error_feedback must be above 0 and at most 1, or None, not 1.5"),
+        ({"seed": -1}, "seed must be a whole number, at least 0 and below 2.64, not -1"),
         ({"combine": "broadcast"}, "combine='broadcast' is neither gather nor"),
         ({"fragments": [diloco.Fragment(("blocks.0.weight",))]}, "no fragment holds blocks.0.bias"),
     ],

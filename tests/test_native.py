@@ -1,5 +1,6 @@
 import ctypes
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -89,6 +90,13 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     with pytest.warns(RuntimeWarning, match="failed: the disk is on fire"):
         assert native.native.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_compiler_may_be_a_command_with_flags(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", f"{sys.executable} -c 'import sys; sys.exit(sys.argv[1])' 'a b'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="'a b' failed: a b"):
+        assert native.native.__wrapped__() is None
 
 
 def test_it_is_compiled_once_for_all_processes(monkeypatch, tmp_path):

@@ -7,7 +7,10 @@ from diloco.offload import OuterState
 
 def state(*, offload: bool) -> OuterState:
     vectors = [torch.arange(3.0) + 10 * fragment for fragment in range(4)]
-    return OuterState({"outer": vectors, "velocity": [-v for v in vectors], "error": []}, offload=offload)
+    outer = OuterState(vectors, with_error=False, offload=offload)
+    for velocity_N, vector_N in zip(outer.at_home("velocity"), vectors, strict=True):
+        velocity_N.copy_(-vector_N)
+    return outer
 
 
 @pytest.mark.parametrize("offload", [False, True])

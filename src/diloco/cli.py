@@ -134,12 +134,13 @@ def _data(arguments: list[str]) -> None:
 def _bench(arguments: list[str]) -> None:
     from typing import Literal
 
+    import torch
     import tyro
     from rich.console import Console
 
     from diloco.measure import demo_gradient, load_gradient, measure_wire
     from diloco.report.wire import print_wire, wire_json
-    from diloco.wire import CODECS
+    from diloco.wire import CODECS, codec
 
     def command(
         wires: tuple[str, ...] = (),
@@ -157,6 +158,12 @@ def _bench(arguments: list[str]) -> None:
             device: Where it lies.
             json: Print JSON.
         """
+        for wire in wires:
+            codec(wire)
+        if values < 1:
+            raise ValueError(f"--values must be at least 1, not {values}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch finds no GPU here: leave --device out")
         gradient_N = load_gradient(gradient) if gradient is not None else demo_gradient()
         found = measure_wire(wires or tuple(CODECS), gradient_N=gradient_N, num_values=values, device=device)
         if json:

@@ -8,7 +8,8 @@ of the average are the same on every replica either way.
 Shapes: N elements of one fragment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from diloco.exchange import Exchange, Pending
 from diloco.native import empty
+from diloco.outer import divide
 from diloco.wire import Codec, Key, PayloadError, codec
 
 
@@ -56,7 +58,9 @@ class Combine(Protocol):
         """
         ...
 
-    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+    def each(
+        self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
+    ) -> tuple[Tensor, ...]:
         """Each replica's decoded outer gradient, in replica order; empty where none has seen them whole."""
         ...
 
@@ -143,10 +147,12 @@ class Gather:
         """Σ_m decode(payload of m), in FP32 and in replica order."""
         _sum(self.wire, received, to_N, key)
 
-    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+    def each(
+        self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
+    ) -> tuple[Tensor, ...]:
         """Decoded again."""
         return tuple(
-            self.wire.decode(payload, num_elements, key._replace(replica=replica))
+            self.wire.decode(payload.to(device), num_elements, key._replace(replica=replica))
             for replica, payload in sorted(received.items())
         )
 
@@ -207,7 +213,9 @@ class ReduceScatter:
         payloads = [received[replica].to(to_N.device) for replica in sorted(received)]
         self._together(self.second, payloads, to_N, _of_all(key, len(received)))
 
-    def each(self, received: Mapping[int, Tensor], num_elements: int, key: Key) -> tuple[Tensor, ...]:
+    def each(
+        self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
+    ) -> tuple[Tensor, ...]:
         """None: a replica sees the others' shares of its own part alone."""
         return ()
 
@@ -228,31 +236,39 @@ class ReduceScatter:
         _check(self.wire, received, size)
         total_S = empty(size, torch.float32, device)
         _sum(self.wire, received, total_S, key)
-        average_S = total_S / torch.full((), num_replicas, dtype=torch.float32, device=device)
-        return self.second.encode(average_S, _of_all(key, num_replicas))
+        return self.second.encode(divide(total_S, num_replicas), _of_all(key, num_replicas))
 
     def _together(self, wire: Codec, payloads: Sequence[Tensor], to_N: Tensor, key: Key) -> None:
         size = _share(to_N.numel(), len(payloads))
         for part, payload in enumerate(payloads):
             share_S, key = to_N[part * size : (part + 1) * size], key._replace(part=part)
-            if share_S.numel() == size:
-                wire.decode_into(share_S, payload, key)
-            else:  # the last one was filled up with zeros
-                share_S.copy_(wire.decode(payload, size, key)[: share_S.numel()])
+            with _naming(part):
+                if share_S.numel() == size:
+                    wire.decode_into(share_S, payload, key)
+                else:  # the last one was filled up with zeros
+                    share_S.copy_(wire.decode(payload, size, key)[: share_S.numel()])
 
 
 def _sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
     """Σ_m of the decoded payloads: FP32, in replica order, one pass over memory for each."""
     for index, (replica, payload) in enumerate(sorted(received.items())):
-        wire.decode_into(to_N, payload.to(to_N.device), key._replace(replica=replica), add=index > 0)
+        with _naming(replica):
+            wire.decode_into(to_N, payload.to(to_N.device), key._replace(replica=replica), add=index > 0)
 
 
 def _check(wire: Codec, received: Mapping[int, Tensor], num_elements: int) -> None:
     for replica, payload in sorted(received.items()):
-        try:
+        with _naming(replica):
             wire.check(payload, num_elements)
-        except PayloadError as error:
-            raise PayloadError(f"replica {replica}: {error}") from None
+
+
+@contextmanager
+def _naming(replica: int) -> Iterator[None]:
+    """Say whose payload is damaged."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"replica {replica}: {error}") from None
 
 
 def _share(num_elements: int, num_replicas: int) -> int:

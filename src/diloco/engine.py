@@ -19,7 +19,7 @@ from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
-from diloco.wire import Codec, Key, NonFiniteError, PayloadError, codec
+from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
 
 
 @dataclass
@@ -115,16 +115,13 @@ class StreamingDiLoCo:
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         sizes = {name: parameter.numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
-        flats = [self._flat(fragment) for fragment in range(len(self.fragments))]
-        self._scratch = self._zeros(max(flats, key=len))
         self._state = OuterState(
-            {
-                "outer": flats,
-                "velocity": [self._zeros(flat_N) for flat_N in flats],
-                "error": [self._zeros(flat_N) for flat_N in flats if error_feedback is not None],
-            },
+            (self._flat(fragment) for fragment in range(len(self.fragments))),
+            with_error=error_feedback is not None,
             offload=offload,
         )
+        longest = max(map(self._state.num_elements, range(len(self.fragments))))
+        self._scratch = empty(longest, torch.float32, next(model.parameters()).device)
         self._in_flight: list[_InFlight] = []
         self._sound = True
         self._drained_step = 0  # what was sent up to this step was merged by finish()
@@ -185,7 +182,7 @@ class StreamingDiLoCo:
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped as in the model: what to evaluate, e.g. with `functional_call`.
 
-        They are views, which the next outer step changes.
+        They are views, which the next outer step changes; with `offload` of host memory.
         """
         return self._by_name("outer")
 
@@ -197,6 +194,7 @@ class StreamingDiLoCo:
         """Everything of this replica that resumes, payloads in flight included; model and optimizer apart."""
         self._check_sound()
         return {
+            **self._settings_of_state(),
             "num_steps": self.num_steps,
             "drained_step": self._drained_step,
             "bytes_sent": self.bytes_sent,
@@ -215,13 +213,15 @@ class StreamingDiLoCo:
 
         Raises:
             DisagreementError: if the replicas load different steps.
-            ValueError: if the state is one with error feedback and the engine has none, or the other way round.
+            ValueError: if the state is of another wire, combine, error_feedback, seed or number of replicas.
         """
-        if bool(state["error"]) != ("error" in self._state):
-            raise ValueError(
-                f"error_feedback={self.error_feedback}, but the state was saved with"
-                f"{'' if state['error'] else 'out'} error feedback: load it into an engine that has the same"
-            )
+        mine = self._settings_of_state()
+        for name, value in mine.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]}, and this engine has {value}: "
+                    "load it into an engine with the settings of the one that saved it"
+                )
         agree(self.exchange, {"step of the loaded state": state["num_steps"]})
         self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
@@ -232,6 +232,16 @@ class StreamingDiLoCo:
         self._in_flight = []
         for flight in state["in_flight"]:
             self._start(Sync(*flight["sync"]), flight["payloads"])
+
+    def _settings_of_state(self) -> dict[str, Any]:
+        """What gives the payloads in flight, and the error, their meaning."""
+        return {
+            "wire": self.wire.spec,
+            "combine": self._combine.spec,
+            "num_replicas": self.exchange.num_replicas,
+            "error_feedback": self.error_feedback,
+            "seed": self.seed,
+        }
 
     def _check_sound(self) -> None:
         if not self._sound:
@@ -272,30 +282,49 @@ class StreamingDiLoCo:
         flights = [flight for sync in syncs for flight in self._in_flight if flight.sync == sync]
         assert len(flights) == len(syncs), "what is due was sent"
         received = [self._receive(flight) for flight in flights]
-        return tuple(self._outer_step(sync, *found) for sync, found in zip(syncs, received, strict=True))
+        totals = [
+            self._total(sync, payloads, first=not i)
+            for i, (sync, (payloads, _)) in enumerate(zip(syncs, received, strict=True))
+        ]
+        return tuple(
+            self._outer_step(sync, total_N, *found)
+            for sync, total_N, found in zip(syncs, totals, received, strict=True)
+        )
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
         """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
         sync, start = flight.sync, time.perf_counter()
         try:
             payloads = flight.pending.wait()
-            self._combine.check(payloads, self._state.num_elements(sync.fragment))
         except ExchangeError as error:
             raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
-        except PayloadError as error:
-            where = f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}"
-            raise PayloadError(f"{where}: {error}") from error
+        except PayloadError as error:  # of a share, where it was averaged
+            raise self._explain_damage(error, sync) from error
         blocked_seconds = time.perf_counter() - start
         flight.received = True
         self.blocked_seconds += blocked_seconds
         return payloads, blocked_seconds
 
-    def _outer_step(self, sync: Sync, payloads: dict[int, Tensor], blocked_seconds: float) -> OuterStep:
+    def _total(self, sync: Sync, payloads: dict[int, Tensor], *, first: bool) -> Tensor:
+        """The sum of the outer gradients; of the first that is due, in the memory kept for that."""
+        total_N = self._scratch[: self._state.num_elements(sync.fragment)]
+        if not first:
+            total_N = torch.empty_like(total_N)
+        try:
+            self._combine.total(payloads, total_N, self._key(sync))
+        except PayloadError as error:
+            raise self._explain_damage(error, sync) from error
+        return total_N
+
+    def _explain_damage(self, error: PayloadError, sync: Sync) -> PayloadError:
+        return PayloadError(f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}: {error}")
+
+    def _outer_step(
+        self, sync: Sync, total_N: Tensor, payloads: dict[int, Tensor], blocked_seconds: float
+    ) -> OuterStep:
         p, num_replicas = sync.fragment, self.exchange.num_replicas
         self.bytes_received += self._payload_bytes(p)
         outer_N, key = self._state.use("outer", p), self._key(sync)
-        total_N = self._scratch[: outer_N.numel()]
-        self._combine.total(payloads, total_N, key)
         take_outer_step(
             outer_N,
             self._state.use("velocity", p),
@@ -308,7 +337,7 @@ class StreamingDiLoCo:
         self._state.keep("outer", p)
         self._state.keep("velocity", p)
         average = partial(self._average, payloads, p, key)
-        decode = partial(self._combine.each, payloads, outer_N.numel(), key)
+        decode = partial(self._combine.each, payloads, outer_N.numel(), key, outer_N.device)
         return OuterStep(sync, blocked_seconds, average, decode, self._spans[p])
 
     def _average(self, payloads: dict[int, Tensor], fragment: int, key: Key) -> Tensor:
@@ -346,9 +375,6 @@ class StreamingDiLoCo:
         for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
             torch.sub(part_N.view(p.shape), p.detach(), out=out_N.view(p.shape))
         return delta_N
-
-    def _zeros(self, like_N: Tensor) -> Tensor:
-        return empty(like_N.numel(), torch.float32, like_N.device).zero_()
 
     def _key(self, sync: Sync) -> Key:
         return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)
@@ -433,8 +459,13 @@ def check_settings(
     combine_by(combine, wire)
     if error_feedback is not None and not 0 < error_feedback <= 1:
         raise ValueError(f"error_feedback must be above 0 and at most 1, or None, not {error_feedback}")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be at least 0 and below 2^64, not {seed}")
+    if error_feedback is not None and isinstance(wire, DARE) and error_feedback * (1 / wire.density - 1) >= 1:
+        raise ValueError(
+            f"error_feedback={error_feedback} with wire={wire.spec} diverges: dare scales what it keeps up, "
+            "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout"
+        )
+    if not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {seed}")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")

@@ -61,8 +61,8 @@ def measure_wire(
         ValueError: for a codec that does not exist, or a gradient that can't be sent.
     """
     codecs = [codec(spec) for spec in specs]
-    if num_values < 1 or not gradient_N.numel():
-        raise ValueError(f"nothing to measure: {num_values} values of a gradient of {gradient_N.numel()}")
+    if num_values < 1 or not gradient_N.any():
+        raise ValueError(f"nothing to measure: {num_values} values of a gradient of norm {gradient_N.norm():g}")
     gradient_N = gradient_N.to(device, torch.float32)
     repeats = -(-num_values // max(1, gradient_N.numel()))
     delta_N = empty(num_values, torch.float32, gradient_N.device).copy_(gradient_N.repeat(repeats)[:num_values])

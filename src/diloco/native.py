@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def native() -> Native | None:
         if sys.byteorder != "little":
             raise OSError("the processor is big-endian")
         return Native(ctypes.CDLL(str(_compiled())))
-    except OSError as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"diloco goes on with slower code of the same results, since native.c was not compiled: {error}",
             RuntimeWarning,
@@ -131,8 +132,8 @@ def _compiled() -> Path:
     Raises:
         OSError: saying why there is none.
     """
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "")) or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
+    if not compiler:
         raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
     source = Path(__file__).with_suffix(".c")
     identity = repr((source.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
@@ -140,28 +141,27 @@ def _compiled() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
     if (cache / name).exists():
         return cache / name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=cache))
-    except OSError:
-        scratch = Path(tempfile.mkdtemp(prefix="diloco-"))
-        cache = scratch
-    _compile(compiler, source, scratch / "new.so")
-    (scratch / "new.so").replace(cache / name)
-    if cache != scratch:
-        scratch.rmdir()
-    return cache / name
+    with tempfile.TemporaryDirectory() as scratch:
+        library = Path(scratch) / name
+        _compile(compiler, source, library)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            partial = cache / f"{name}.{os.getpid()}"
+            shutil.copy(library, partial)
+            return partial.replace(cache / name)
+        except OSError:  # a home that can't be written to: for this process alone, then
+            return Path(shutil.copy(library, tempfile.mkdtemp(prefix="diloco-")))
 
 
-def _compile(compiler: str, source: Path, output: Path) -> None:
+def _compile(compiler: list[str], source: Path, output: Path) -> None:
     complaint = ""
     for processor_flags in _PROCESSOR_FLAGS:
-        command = [compiler, *_FLAGS, *processor_flags, str(source), "-o", str(output), "-lm"]
+        command = [*compiler, *_FLAGS, *processor_flags, str(source), "-o", str(output), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode == 0:
             return
         complaint = " ".join(done.stderr.split())[-300:]
-    raise OSError(f"{compiler} failed: {complaint}")
+    raise OSError(f"{shlex.join(compiler)} failed: {complaint}")
 
 
 def _processor() -> str:

@@ -1,10 +1,12 @@
 """Where the outer state lives: beside the parameters, or in host memory, from which fragments visit the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from diloco.native import empty
 
 Kind = Literal["outer", "velocity", "error"]
 """Θ, the outer momentum v, and the error e of error feedback."""
@@ -18,17 +20,22 @@ class OuterState:
     on. One fragment visits the device at a time: the one in use, and after that the one that was announced.
 
     Args:
-        vectors: of each kind one vector a fragment, or none, on the device where they are used.
+        outer: Θ of each fragment, on the device where it is used; v and e start at zero.
+        with_error: whether there is an e.
         offload: keep them in host memory.
     """
 
-    def __init__(self, vectors: Mapping[Kind, Sequence[Tensor]], *, offload: bool) -> None:
-        self._device = vectors["outer"][0].device
+    def __init__(self, outer: Iterable[Tensor], *, with_error: bool, offload: bool) -> None:
         self._offload = offload
+        self._device = torch.device("cpu")
+        homes: list[Tensor] = []
+        for outer_N in outer:  # one at a time: with `offload`, there may be no room for more
+            self._device = outer_N.device
+            homes.append(self._at_home(outer_N))
+        zeros = [self._at_home_like(home_N) for home_N in homes]
+        errors = [self._at_home_like(home_N) for home_N in homes if with_error]
+        self._home: dict[Kind, list[Tensor]] = {"outer": homes, "velocity": zeros, "error": errors}
         self._stream = torch.cuda.Stream(self._device) if offload and self._device.type == "cuda" else None
-        self._home = {
-            kind: [self._at_home(vector_N) for vector_N in fragments] for kind, fragments in vectors.items()
-        }
         self._visiting: dict[tuple[Kind, int], tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def use(self, kind: Kind, fragment: int) -> Tensor:
@@ -79,9 +86,15 @@ class OuterState:
         return bool(self._home[kind])
 
     def _at_home(self, vector_N: Tensor) -> Tensor:
-        if not self._offload:
-            return vector_N
-        return torch.empty(vector_N.shape, dtype=vector_N.dtype, pin_memory=vector_N.is_cuda).copy_(vector_N)
+        return self._at_home_like(vector_N).copy_(vector_N) if self._offload else vector_N
+
+    def _at_home_like(self, like_N: Tensor) -> Tensor:
+        """Zeros where vectors live, pinned if they are copied to a GPU."""
+        if self._offload and self._device.type == "cuda":
+            return torch.zeros(like_N.numel(), dtype=torch.float32, pin_memory=True)
+        return empty(
+            like_N.numel(), torch.float32, torch.device("cpu") if self._offload else like_N.device
+        ).zero_()
 
     def _fetch(self, kind: Kind, fragment: int) -> None:
         home_N = self._home[kind][fragment]

@@ -98,7 +98,7 @@ def take_outer_step(
     """
     sizes = [theta.numel() for theta in parameters]
     scalars = (divisor, outer.lr, outer.momentum, mixing, 1 - mixing)
-    fast = native() if outer_N.device.type == "cpu" else None
+    fast = native() if outer_N.device.type == "cpu" and type(outer) is Nesterov else None
     vectors = (outer_N.split(sizes), velocity_N.split(sizes), total_N.split(sizes))
     for theta, outer_part, velocity_part, total_part in zip(parameters, *vectors, strict=True):
         if fast is not None and theta.dtype == torch.float32 and theta.is_contiguous():

@@ -119,7 +119,7 @@ def test_the_books_of_bytes_agree(streaming):
     for name, parameter in model.named_parameters():
         block = name.split(".")[1] if name.startswith("blocks") else None
         by_fragment[2 if block is None else int(block) % 2] += parameter.numel()
-    payload = {p: -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
+    payload = {p: 16 + -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
     sends = {p: len([t for t in range(10, 121) if (t - p * 10 // 3) % 10 == 0]) for p in payload}
     expected = sum(payload[p] * sends[p] for p in payload)
     assert total["bytes_sent_per_replica"] == expected
@@ -324,7 +324,10 @@ MISTAKES = {
     ),
     "mixing": (["--diloco.mixing", "1.5"], "mixing must lie between 0 and 1, not 1.5"),
     "period": (["--diloco.sync-every", "0"], "sync_every must be at least 1 step, not 0"),
-    "wire": (["--diloco.wire", "e9m9"], "wire='e9m9' is not a wire format: choose one of fp32, bf16, e3m0"),
+    "wire": (
+        ["--diloco.wire", "e9m9"],
+        "'e9m9' is not a wire format: choose one of fp32, bf16, fp16, e4m3",
+    ),
     "batch": (["--num-replicas", "3"], "global_batch=8 must be a multiple of num_replicas=3"),
     "missing file": (["--data.train", "nowhere.txt"], "'nowhere.txt' matches no file"),
     "empty corpus": (["--data.train", "empty.txt"], "empty.txt"),

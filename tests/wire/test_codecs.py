@@ -203,6 +203,18 @@ def test_a_body_that_stands_for_no_number_is_refused(how, wire, damaged):
                 codec(wire).decode_into(torch.zeros(300), payload, add=add)
 
 
+@pytest.mark.parametrize("wire", NAMES)
+def test_what_is_no_flat_float32_vector_is_refused(wire):
+    payload = codec(wire).encode(torch.ones(300))
+    for wrong in (torch.ones(300).bfloat16(), torch.ones(300).double(), torch.ones(3, 100)):
+        with pytest.raises(ValueError, match="an outer gradient is a flat float32 vector, not"):
+            codec(wire).encode(wrong)
+        with pytest.raises(ValueError, match="an outer gradient is a flat float32 vector, not"):
+            codec(wire).decode_into(wrong, payload)
+    with pytest.raises(ValueError, match="contiguous"):
+        codec(wire).decode_into(torch.ones(600)[::2], payload)
+
+
 def test_every_codec_is_tested():
     assert list(CODECS) == NAMES
 
@@ -227,13 +239,18 @@ def test_how_it_was_rounded_does_not_matter_to_a_decoder(wire, vector, key):
     [
         ("fp8", r"'fp8' is not a wire format: choose one of fp32, bf16, fp16, e4m3"),
         ("", r"'' is not a wire format"),
-        ("e3m0:blocks=128", r"'blocks=128' is not an option of e3m0 \(it has: block=int, stochastic=bool\)"),
-        ("e3m0:block=many", r"'block=many' is not an option of e3m0"),
-        ("e3m0:stochastic=yes", r"'stochastic=yes' is not an option of e3m0"),
-        ("bf16:block=128", r"'block=128' is not an option of bf16 \(it has: none\)"),
-        ("e3m0:block=0", r"block must be an even number .* not 0"),
-        ("e3m0:block=255", r"block must be an even number .* not 255"),
+        (
+            "e3m0:blocks=128",
+            r"'blocks=128' is not an option of e3m0, .* \(it has: block=INTEGER, stochastic=true|false\)",
+        ),
+        ("e3m0:block=many", r"block must be INTEGER, not 'many'"),
+        ("e3m0:stochastic=yes", r"stochastic must be true\|false, not 'yes'"),
+        ("bf16:block=128", r"'block=128' is not an option of bf16, .* \(it has: none\)"),
+        ("e3m0:block=0", r"block must be from 2 to 65536 elements, a multiple of 2, not 0"),
+        ("e3m0:block=255", r"block must be from 2 to 65536 elements, a multiple of 2, not 255"),
         ("int2:block=6", r"int2: block must be .* a multiple of 4, not 6"),
+        ("int8:block=65537", r"int8: block must be from 2 to 65536 elements, not 65537"),
+        ("e3m0:block=64,block=128", r"'block=128' is not an option of e3m0, or given twice"),
         ("topk:density=0", r"topk: density must be above 0 and at most 1, not 0"),
         ("topk:density=1.5", r"topk: density must be above 0 and at most 1, not 1.5"),
         ("topk:density=nan", r"topk: density must be above 0 and at most 1, not nan"),

@@ -131,5 +131,6 @@ def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
 
 def outer_forward(state: TrainState) -> Callable[[Tensor], Tensor]:
     """The model with the outer parameters in the place of its own, in FP32."""
-    parameters = state.sync.outer_parameters()
+    device = next(state.model.parameters()).device
+    parameters = {name: outer.to(device) for name, outer in state.sync.outer_parameters().items()}
     return lambda tokens_BxT: torch.func.functional_call(state.model, parameters, (tokens_BxT,))

@@ -34,19 +34,22 @@ def codec(spec: str) -> Codec:
     chosen: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
-        try:
-            chosen[key] = _READ[types[key]](value)
-        except (KeyError, ValueError):
-            expected = ", ".join(f"{known}={kind.__name__}" for known, kind in types.items()) or "none"
+        if key not in types or key in chosen:
+            expected = ", ".join(f"{known}={_READ[types[known]][0]}" for known in types) or "none"
             raise ValueError(
-                f"wire format {spec!r}: {option!r} is not an option of {name} (it has: {expected})"
-            ) from None
+                f"{spec!r}: {option!r} is not an option of {name}, or given twice (it has: {expected})"
+            )
+        wanted, read = _READ[types[key]]
+        try:
+            chosen[key] = read(value)
+        except (KeyError, ValueError):
+            raise ValueError(f"{spec!r}: {key} must be {wanted}, not {value!r}") from None
     return kind(**chosen)
 
 
-_READ: dict[type, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    str: str,
-    bool: {"true": True, "false": False}.__getitem__,
+_READ: dict[type, tuple[str, Callable[[str], Any]]] = {
+    int: ("INTEGER", int),
+    float: ("NUMBER", float),
+    str: ("CODEC", str),
+    bool: ("true|false", {"true": True, "false": False}.__getitem__),
 }

@@ -41,11 +41,9 @@ class BlockCodec(Codec):
     def __post_init__(self) -> None:
         """Refuse a block that ends within a byte."""
         codes_a_byte = 8 // self.bits
-        if self.block < 2 or self.block % codes_a_byte:
-            raise ValueError(
-                f"{self.name}: block must be an even number of elements, at least 2"
-                f"{f', a multiple of {codes_a_byte}' if codes_a_byte > 2 else ''}, not {self.block}"
-            )
+        if not 2 <= self.block <= 1 << 16 or self.block % codes_a_byte:
+            multiple = f", a multiple of {codes_a_byte}" if codes_a_byte > 1 else ""
+            raise ValueError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
 
     def body_bytes(self, num_elements: int) -> int:
         """Scales, then codes, each rounded up to whole bytes."""
@@ -175,9 +173,12 @@ def _on_device(reference: Callable[..., Tensor], vector_N: Tensor) -> Callable[.
 
 @functools.cache
 def _compiled(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if importlib.util.find_spec("triton") is None:
+    import torch._inductor.config as inductor_config  # a second, that only a GPU is worth
+
+    if importlib.util.find_spec("triton") is None or not hasattr(inductor_config, "eager_numerics"):
         warnings.warn(
-            "diloco goes on with slower code of the same results, since Triton is not installed",
+            "diloco goes on with slower code of the same results, since Triton, or a torch that can make it round "
+            "as torch itself does, is not installed",
             RuntimeWarning,
             stacklevel=2,
         )

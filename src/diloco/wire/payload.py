@@ -56,7 +56,9 @@ class Codec(ABC):
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
+            ValueError: if it is no flat FP32 vector.
         """
+        _check_vector(delta_N)
         payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
         payload[:HEADER_BYTES] = torch.frombuffer(self._header(delta_N.numel()), dtype=torch.uint8)
         self.pack(delta_N.contiguous(), payload[HEADER_BYTES:], key)
@@ -76,6 +78,9 @@ class Codec(ABC):
         Raises:
             PayloadError: as `decode`; if the damage shows only in its body, the vector is of no use any more.
         """
+        _check_vector(to_N)
+        if not to_N.is_contiguous():
+            raise ValueError("a payload can only be decoded into a contiguous vector")
         self.check(payload, to_N.numel())
         self.unpack(payload[HEADER_BYTES:], to_N, key, add=add)
         return to_N
@@ -142,6 +147,13 @@ class Codec(ABC):
         Raises:
             PayloadError: if the body holds what `pack` never writes, and it shows.
         """
+
+
+def _check_vector(vector_N: Tensor) -> None:
+    if vector_N.dtype != torch.float32 or vector_N.dim() != 1:
+        raise ValueError(
+            f"an outer gradient is a flat float32 vector, not {tuple(vector_N.shape)} of {vector_N.dtype}"
+        )
 
 
 def refuse_non_finite(values: Tensor) -> None:

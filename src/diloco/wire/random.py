@@ -26,6 +26,8 @@ def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bo
         common: ignore the replica (the counter's last word is then 0).
     """
     assert num_elements <= 1 << 34, "a counter's first word has 32 bits"
+    limits = Key(seed=1 << 64, fragment=1 << 16, round=1 << 32, replica=(1 << 32) - 1, part=1 << 16)
+    assert all(0 <= value < limit for value, limit in zip(key, limits, strict=True)), f"{key} is beyond {limits}"
     index = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=device)
     words = [key.fragment + (key.part << 16), key.round, 0 if common else key.replica + 1]
     counter = [index, *(torch.full_like(index, word) for word in words)]
