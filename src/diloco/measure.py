@@ -101,15 +101,16 @@ def _copy(to_N: Tensor, from_N: Tensor, num_threads: int) -> None:
 
 
 def _shortest_seconds(pass_over: Callable[[], object], device: torch.device) -> float:
-    """Of several runs, after one to warm up: others on the machine only ever make it longer."""
-    pass_over()
+    """Of several runs: others on the machine, and what is done once, only ever make it longer."""
     seconds: list[float] = []
-    while len(seconds) < 3 or (len(seconds) < 20 and sum(seconds) < 0.5):
+    while len(seconds) < 20 and (len(seconds) < 4 or sum(seconds) < 0.5):
         start = time.perf_counter()
         pass_over()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        if seconds[-1] > 2:
+            break
     return min(seconds)
 
 
