@@ -76,7 +76,7 @@ def test_ways_that_do_not_exist_are_refused(spec, wire, message):
 def damaged_payloads(combine: str, replica: int, byte: int) -> str:
     model = torch.nn.Linear(300, 1)
     torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
-    exchange = diloco.ProcessGroupExchange(timeout_seconds=20)
+    exchange = diloco.ProcessGroupExchange(timeout_seconds=5)
     start = exchange.start
 
     def start_damaged(payloads, fragment, round, phase=0):
