@@ -1,0 +1,19 @@
+"""The bandwidths that are looked at, and the least that is enough."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+GBIT_S = np.logspace(-1, 3, 50)
+"""The grid of arXiv 2501.18512: 0.1 to 1000 Gbit/s."""
+
+
+def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> float | None:
+    """The smallest bandwidth of the grid that reaches a target; None where even the largest doesn't.
+
+    >>> needed_gbit_s(GBIT_S / 1000, 0.5)
+    568.9866029018293
+    """
+    if not 0 < target <= 1:
+        raise ValueError(f"a target must be above 0 and at most 1, not {target}")
+    enough = np.flatnonzero(compute_utilization >= target)
+    return float(GBIT_S[enough[0]]) if enough.size else None

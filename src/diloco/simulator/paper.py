@@ -1,0 +1,150 @@
+"""The simulator of arXiv 2501.18512, as far as its published table determines it: one replica, one serial network.
+
+A step is 3L − 1 nodes of equal duration, one after the other: the forward pass of layers 1 to L; then, for
+l = L to 1, the backward pass with respect to layer l's activations (not for l = 1) and to its parameters. When
+layer l's parameter gradient of a step with a sync of layer l is done, its reduction is ready, and lasts
+v·N/(L·bandwidth); the network takes reductions one at a time, in the order in which they are ready. The forward
+pass of layer l at step s waits for the reductions of layer l that were launched at steps ≤ s − 1 − τ. Nothing else
+waits.
+
+Shapes: L layers, B bandwidths.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from diloco.schedule import Schedule
+from diloco.simulator.methods import MethodSettings
+from diloco.simulator.steady import Times, growth_rate
+
+BITS_PER_PARAM = 13.4
+"""v, found to reproduce the table; the text names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperModel:
+    """A run as the paper's simulator sees it.
+
+    Raises:
+        ValueError: if the fields contradict each other; the message names both values.
+
+    >>> model = PaperModel(
+    ...     settings=MethodSettings(method="diloco"), num_params=1e9, num_layers=24, step_seconds=0.1
+    ... )
+    >>> model.compute_utilization([1.0, 10.0, 100.0]).round(3)
+    array([0.43 , 0.883, 0.991])
+    """
+
+    settings: MethodSettings
+    """Method, H, fragments and τ."""
+    num_params: float
+    """N, spread equally over the layers."""
+    num_layers: int
+    """L."""
+    step_seconds: float
+    """Compute of one step."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        for name in ("num_params", "num_layers", "step_seconds"):
+            if not 0 < getattr(self, name) < np.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        if isinstance(self.settings.overlap_steps, tuple):
+            raise ValueError("the paper's simulator has one replica, and takes one overlap_steps")
+        self.settings.layers(self.num_layers)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """H becomes a multiple of the number of fragments, its factor rounded half to even."""
+        num_fragments = len(self.settings.layers(self.num_layers))
+        between = max(1, round(self.settings.sync_every / num_fragments))
+        if self.settings.streams:
+            return replace(self.settings, sync_every=num_fragments * between).schedule(num_fragments)
+        return self.settings.schedule(num_fragments)
+
+    def compute_utilization(self, gbit_s: ArrayLike, *, num_steps: int | None = None) -> NDArray[np.float64]:
+        """Compute time as a part of all time, for each bandwidth.
+
+        Args:
+            gbit_s: bandwidths of the network, (B,).
+            num_steps: of a run that ends with its last reduction; None is the steady state.
+        """
+        run = PaperRun(self, np.asarray(gbit_s, dtype=np.float64))
+        if num_steps is None:
+            return self.schedule.sync_every * self.step_seconds / run.period_seconds()
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {num_steps}")
+        for step in range(1, num_steps + 1):
+            run.take(step)
+        return num_steps * self.step_seconds / np.maximum(run.clock_B, run.free_B)
+
+
+class PaperRun:
+    """The state of a run between two steps, for all bandwidths."""
+
+    def __init__(self, model: PaperModel, gbit_s_B: NDArray[np.float64]) -> None:
+        quantized = 4 if model.settings.wire == "e3m0" else 1
+        bits = BITS_PER_PARAM * model.num_params / model.num_layers / quantized
+        self.reduction_B = bits / (gbit_s_B * 1e9)
+        self._num_layers, self._schedule = model.num_layers, model.schedule
+        self._layers = model.settings.layers(model.num_layers)
+        self._node = model.step_seconds / (3 * model.num_layers - 1)
+        self.clock_B = np.zeros_like(gbit_s_B)
+        self.free_B = np.zeros_like(gbit_s_B)
+        self.awaited: dict[int, dict[int, Times]] = {}
+        """By step, and layer from 0: the end of the reduction that its forward pass waits for."""
+
+    def period_seconds(self) -> Times:
+        """H steps in the steady state."""
+        period, overlap = self._schedule.sync_every, self._schedule.max_overlap
+        start = 2 * period  # from here on, every fragment has been sent before
+        for step in range(start - overlap, start + 1):
+            if layers := self._layers_sent(step):
+                self.awaited[step + 1 + overlap] = dict.fromkeys(layers, self.clock_B)
+
+        def go_on(x_SxB: Times) -> Times:
+            times = iter(x_SxB)
+            self.clock_B, self.free_B = next(times), next(times)
+            self.awaited = {
+                step: {layer: next(times) for layer in layers} for step, layers in self.awaited.items()
+            }
+            for step in range(start + 1, start + period + 1):
+                self.take(step)
+            self.awaited = {step - period: layers for step, layers in self.awaited.items()}
+            return self._times()
+
+        return growth_rate(go_on, self._times())
+
+    def _times(self) -> Times:
+        return np.stack(
+            [self.clock_B, self.free_B, *(end for ends in self.awaited.values() for end in ends.values())]
+        )
+
+    def _layers_sent(self, step: int) -> list[int]:
+        """In the order of the backward pass."""
+        return sorted(
+            (layer for sync in self._schedule.sent(step) for layer in self._layers[sync.fragment]), reverse=True
+        )
+
+    def take(self, step: int) -> None:
+        """One step."""
+        num_layers, node = self._num_layers, self._node
+        forward_B = self.clock_B + num_layers * node
+        for layer, end_B in self.awaited.pop(step, {}).items():
+            forward_B = np.maximum(forward_B, end_B + (num_layers - layer) * node)
+        if layers := self._layers_sent(step):
+            # Layer l, from 0, is done 2(L − l) nodes after the forward pass; the first layer has one fewer.
+            nodes_L = np.array([2 * (num_layers - layer) - (layer == 0) for layer in layers])
+            before_L = np.arange(len(layers))[:, None]
+            ready_LxB = forward_B + nodes_L[:, None] * node
+            # end_i = max(ready_i, end_{i−1}) + c, with what came before taken off: a running maximum.
+            ends_LxB = np.maximum.accumulate(
+                np.maximum(ready_LxB - before_L * self.reduction_B, self.free_B), axis=0
+            )
+            ends_LxB += (before_L + 1) * self.reduction_B
+            self.awaited[step + 1 + self._schedule.max_overlap] = dict(zip(layers, ends_LxB, strict=True))
+            self.free_B = ends_LxB[-1]
+        self.clock_B = forward_B + (2 * num_layers - 1) * node

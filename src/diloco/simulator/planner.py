@@ -1,0 +1,201 @@
+"""What run does my link allow, and what link does my run need: a search over H, τ, fragment size and codec."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from diloco.simulator.methods import MethodSettings
+from diloco.simulator.model_size import ModelSize
+from diloco.simulator.physical import PhysicalModel
+from diloco.simulator.replicas import Replica
+from diloco.simulator.volume import bits_per_param
+
+SYNC_EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
+OVERLAP_STEPS = (0, 1, 2, 5, 10, 20)
+WIRES = ("fp32", "bf16", "int8", "e3m0")
+"""Without a cost to quality that was measured, finest first; what is coarser has one."""
+LAYERS_PER_FRAGMENT = (3, 2, 4, 1, 6, 8, 12)
+"""By preference: the paper finds 3 the best compromise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What shall be trained, on what.
+
+    Raises:
+        ValueError: if it can't be; the message names the field.
+    """
+
+    size: ModelSize
+    """The model."""
+    replicas: tuple[Replica, ...]
+    """Their step times and links; every link has a bandwidth."""
+    num_steps: float
+    """T, of the whole run."""
+    target: float = 0.95
+    """Compute utilization to be reached."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        if not 0 < self.target < 1:
+            raise ValueError(f"target must be above 0 and below 1, not {self.target}")
+        if not 0 < self.num_steps < np.inf:
+            raise ValueError(f"num_steps must be above 0 and finite, not {self.num_steps}")
+        if any(replica.gbit_s is None for replica in self.replicas):
+            raise ValueError("link_gbit_s: each replica's link needs a bandwidth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One setting, and what to expect of it."""
+
+    task: Task
+    model: PhysicalModel
+
+    @property
+    def risk(self) -> tuple[int, int, float, bool]:
+        """What may cost quality, the smaller the better: H, τ, coarseness of the codec, a second rounding."""
+        settings = self.model.settings
+        assert isinstance(settings.overlap_steps, int)
+        return settings.sync_every, settings.overlap_steps, -bits_per_param(self.wire), self.combine != "gather"
+
+    @property
+    def wire(self) -> str:
+        """The codec."""
+        return self.model.wire or self.model.settings.wire
+
+    @property
+    def combine(self) -> str:
+        """How payloads are combined."""
+        return self.model.combine
+
+    @cached_property
+    def compute_utilization(self) -> float:
+        """In the steady state."""
+        return float(self.model.compute_utilization([1.0])[0])
+
+    @property
+    def hours(self) -> float:
+        """Of the whole run."""
+        mean = float(np.mean([replica.step_seconds for replica in self.task.replicas]))
+        return self.task.num_steps * mean / self.compute_utilization / 3600
+
+    @property
+    def terabytes(self) -> float:
+        """That each replica sends in the whole run."""
+        return self.task.num_steps / self.model.settings.sync_every * self.model.bytes_sent_per_sync / 1e12
+
+    @property
+    def peak_gbit_s(self) -> float:
+        """What the largest fragment needs, to be exchanged in the τ steps that it has; in one step, if τ is 0."""
+        settings = self.model.settings
+        assert isinstance(settings.overlap_steps, int)
+        share = max(self.model.fragment_params) / self.task.size.num_params
+        shortest = min(replica.step_seconds for replica in self.task.replicas)
+        return 8e-9 * self.model.bytes_sent_per_sync * share / (max(1, settings.overlap_steps) * shortest)
+
+    @property
+    def flags(self) -> str:
+        """Of `diloco train` for this setting."""
+        settings = self.model.settings
+        flags = {
+            "method": "streaming",
+            "num-replicas": len(self.task.replicas),
+            "diloco.sync-every": settings.sync_every,
+            "diloco.overlap-steps": settings.overlap_steps,
+            "diloco.layers-per-fragment": settings.layers_per_fragment,
+            "diloco.wire": self.wire,
+            "diloco.combine": self.combine,
+        }
+        return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+    def device_memory_gib(self, *, offload: bool = False) -> float:
+        """Of a replica: FP32 parameters, Adam's two moments, Θ and outer momentum; gradients, activations apart.
+
+        With `offload`, the outer state of one fragment at a time is on the device.
+        """
+        outside = max(self.model.fragment_params) if offload else self.task.size.num_params
+        return 4 * (3 * self.task.size.num_params + 2 * outside) / 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What would reach a target that the task's links don't allow."""
+
+    best: Plan
+    """The setting that comes closest."""
+    link_gbit_s: float | None
+    """The least bandwidth, of every link, with which some setting reaches it; None: bandwidth alone can't."""
+    latency_seconds: float | None
+    """The most latency with which the best setting reaches it; None: it doesn't without any."""
+
+
+def feasible(task: Task) -> list[Plan]:
+    """The settings that reach the target, the least risky first.
+
+    Left out is what another one beats, with less risk in one respect and no more in any; of several fragment sizes
+    with the same risk, the one that is preferred stays.
+    """
+    found: list[Plan] = []
+    for plan in sorted(_plans(task), key=lambda plan: plan.risk):
+        beaten = any(all(a <= b for a, b in zip(other.risk, plan.risk, strict=True)) for other in found)
+        if not beaten and plan.compute_utilization >= task.target:
+            found.append(plan)
+    return found
+
+
+def remedy(task: Task) -> Remedy:
+    """What would make a target feasible that isn't."""
+    plans = list(_plans(task))
+    best = max(plans, key=lambda plan: plan.compute_utilization)
+    enough = [gbit_s for plan in plans if (gbit_s := _least_bandwidth(plan)) is not None]
+    return Remedy(best=best, link_gbit_s=min(enough, default=None), latency_seconds=_most_latency(best))
+
+
+def _plans(task: Task) -> Iterator[Plan]:
+    """All settings that are looked at."""
+    num_layers, num_replicas = task.size.num_layers, len(task.replicas)
+    sizes = dict.fromkeys([size for size in LAYERS_PER_FRAGMENT if size < num_layers] + [num_layers])
+    ways = ("gather",) if num_replicas <= 2 else ("gather", "reduce_scatter")
+    for sync_every, overlap, wire, combine, size in product(SYNC_EVERY, OVERLAP_STEPS, WIRES, ways, sizes):
+        if overlap < sync_every:
+            settings = MethodSettings(
+                method="streaming_overlapped",
+                sync_every=sync_every,
+                overlap_steps=overlap,
+                layers_per_fragment=size,
+            )
+            model = PhysicalModel(
+                settings=settings, size=task.size, replicas=task.replicas, wire=wire, combine=combine
+            )
+            yield Plan(task=task, model=model)
+
+
+def _least_bandwidth(plan: Plan) -> float | None:
+    links = tuple(replace(replica, gbit_s=None) for replica in plan.task.replicas)
+    utilization = replace(plan.model, replicas=links).compute_utilization(_GBIT_S)
+    enough = np.flatnonzero(utilization >= plan.task.target)
+    return float(_GBIT_S[enough[0]]) if enough.size else None
+
+
+_GBIT_S = np.logspace(-3, 5, 241)
+"""30 points a decade."""
+
+
+def _most_latency(plan: Plan) -> float | None:
+    def reaches(part: float) -> bool:
+        links = tuple(
+            replace(replica, latency_seconds=part * replica.latency_seconds) for replica in plan.task.replicas
+        )
+        return bool(replace(plan.model, replicas=links).compute_utilization([1.0])[0] >= plan.task.target)
+
+    if not reaches(0.0):
+        return None
+    least, most = 0.0, 1.0
+    while most - least > 0.01:
+        middle = (least + most) / 2
+        least, most = (middle, most) if reaches(middle) else (least, middle)
+    return least * max(replica.latency_seconds for replica in plan.task.replicas)

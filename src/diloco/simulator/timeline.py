@@ -1,0 +1,92 @@
+"""What every machine and every link does, moment by moment: for pictures of a few steps."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from diloco.simulator.paper import PaperModel, PaperRun
+from diloco.simulator.physical import PhysicalModel, Run
+from diloco.simulator.steady import Times
+
+Kind = Literal["forward", "backward_activations", "backward_parameters", "exchange"]
+
+
+class Interval(NamedTuple):
+    """A bar of the picture."""
+
+    lane: str
+    """`replica 0` or `link 0`."""
+    kind: Kind
+    start_seconds: float
+    end_seconds: float
+    layers: tuple[int, ...]
+    """Counted from 0; L stands for what is outside the blocks."""
+
+
+def paper_timeline(model: PaperModel, *, gbit_s: float, num_steps: int) -> list[Interval]:
+    """The first steps in the paper's simulator: one replica and the network."""
+    run = PaperRun(model, np.array([gbit_s]))
+    node = model.step_seconds / (3 * model.num_layers - 1)
+    intervals: list[Interval] = []
+    for step in range(1, num_steps + 1):
+        now, awaited = run.clock_B[0], run.awaited.get(step, {})
+        for layer in range(model.num_layers):
+            start = max(now, awaited[layer][0]) if layer in awaited else now
+            now = start + node
+            intervals.append(Interval("replica 0", "forward", start, now, (layer,)))
+        intervals += _backward("replica 0", model.num_layers, now, node)
+        before = set(run.awaited)
+        run.take(step)
+        for launched in set(run.awaited) - before:
+            for layer, end_B in run.awaited[launched].items():
+                start = end_B[0] - run.reduction_B[0]
+                intervals.append(Interval("link 0", "exchange", start, end_B[0], (layer,)))
+    return intervals
+
+
+def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) -> list[Interval]:
+    """The first steps in the physical model: M replicas, each with its link."""
+    if model.settings.method == "data_parallel":
+        raise ValueError("data_parallel has a timeline in the paper's simulator alone: --preset paper")
+    run = _TracedRun(model, [gbit_s])
+    compute_M = np.array([replica.step_seconds for replica in model.replicas])
+    num_layers = model.size.num_layers
+    intervals: list[Interval] = []
+    for _ in range(num_steps):
+        starts = run.ready_BxM[0]
+        run.advance(compute_M[None])
+        for replica, start in enumerate(starts):
+            lane, node = f"replica {replica}", compute_M[replica] / (3 * num_layers - 1)
+            for layer in range(num_layers):
+                begin = start + layer * node
+                intervals.append(Interval(lane, "forward", begin, begin + node, (layer,)))
+            intervals += _backward(lane, num_layers, start + num_layers * node, node)
+    return intervals + run.intervals
+
+
+def _backward(lane: str, num_layers: int, now: float, node: float) -> Iterator[Interval]:
+    for layer in reversed(range(num_layers)):
+        for kind in ("backward_activations", "backward_parameters") if layer else ("backward_parameters",):
+            yield Interval(lane, kind, now, now + node, (layer,))
+            now += node
+
+
+class _TracedRun(Run):
+    """One that remembers when each replica's link was busy, for the first bandwidth."""
+
+    def __init__(self, model: PhysicalModel, gbit_s: list[float]) -> None:
+        super().__init__(model, gbit_s)
+        self.intervals: list[Interval] = []
+
+    def transmit(self, fragment: int, bits: float, ready_BxM: Times) -> Times:
+        start_MxM = np.maximum(self.lane_free_BxMxM[0], ready_BxM[0][:, None])
+        arrived_BxM = super().transmit(fragment, bits, ready_BxM)
+        fragments = self.model.settings.layers(self.model.size.num_layers)
+        layers = tuple(fragments[fragment]) if fragment < len(fragments) else (self.model.size.num_layers,)
+        for replica, (starts_M, ends_M) in enumerate(zip(start_MxM, self.lane_free_BxMxM[0], strict=True)):
+            others = np.arange(len(starts_M)) != replica
+            if others.any():
+                start, end = float(starts_M[others].min()), float(ends_M[others].max())
+                self.intervals.append(Interval(f"link {replica}", "exchange", start, end, layers))
+        return arrived_BxM
