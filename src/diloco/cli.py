@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from diloco.version import __version__
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "train": "train a language model: diloco train RECIPE [--field value …] [--resume RUN]",
+    "plan": "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G",
+    "simulate": "what link a run needs: diloco simulate bandwidth|published|timeline|curves|wall-clock",
     "bench": "measure what parts of it take here: diloco bench wire [--json]",
     "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
 }
@@ -34,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=text, add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
-    {"train": _train, "bench": _bench, "data": _data}[command](given[1:])
+    run = {"train": _train, "plan": _plan, "simulate": _simulate, "bench": _bench, "data": _data}[command]
+    run(given[1:])
 
 
 def _train(arguments: list[str]) -> None:
@@ -66,16 +69,16 @@ def _train(arguments: list[str]) -> None:
         if config.data.prepared is not None:
             print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
         print(f"run   {config.directory}", flush=True)
-        launch(_local_replica, config.num_replicas, config, command.resume is not None)
+        launch(_in_replica, config.num_replicas, _replica, config, command.resume is not None)
 
 
-def _local_replica(config: "TrainConfig", resume: bool) -> None:
-    """One replica in a process of our own launcher, which tells the user what ended it."""
+def _in_replica(part: Callable[..., None], *arguments: Any) -> None:
+    """One replica's part, in a process of our own launcher, which tells the user what ended it."""
     from diloco.exchange import ExchangeError
     from diloco.training.launcher import Failure
 
     try:
-        _replica(config, resume)
+        part(*arguments)
     except Exception as error:
         exit_code = _exit_code(error)
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
@@ -102,6 +105,62 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
             progress.close()
     if outcome is not None:
         print_outcome(config, outcome, console)
+
+
+def _simulate(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained():
+        from diloco.cli_simulate import COMMANDS
+
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco simulate", args=arguments)
+
+
+def _plan(arguments: list[str]) -> None:
+    import tyro
+
+    from diloco.cli_simulate import plan
+
+    with _explained():
+        if "--measure" in arguments:
+            _plan_measured([argument for argument in arguments if argument != "--measure"])
+        else:
+            tyro.cli(plan, prog="diloco plan", args=arguments)
+
+
+def _plan_measured(arguments: list[str]) -> None:
+    import tyro
+
+    from diloco.measure import measurable
+    from diloco.training.config import TrainConfig
+    from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.recipes import RECIPES, recipe
+
+    @dataclass(frozen=True, kw_only=True)
+    class Command:
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+        target: float = 0.95
+        """Compute utilization to be reached."""
+        json: bool = False
+        """Print JSON."""
+
+    choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
+    command = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
+    config = measurable(command.config)
+    if under_a_launcher():
+        _measure_and_plan(config, command.target, command.json)
+    else:
+        launch(_in_replica, config.num_replicas, _measure_and_plan, config, command.target, command.json)
+
+
+def _measure_and_plan(config: "TrainConfig", target: float, json: bool) -> None:
+    """One replica of several that measure together."""
+    from diloco.cli_simulate import plan_measured
+    from diloco.measure import measure_machines
+
+    machines = measure_machines(config)
+    if int(os.environ["RANK"]) == 0:
+        plan_measured(config, machines, target=target, json=json)
 
 
 def _data(arguments: list[str]) -> None:

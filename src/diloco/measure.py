@@ -1,11 +1,14 @@
-"""What the codecs really take, here: bits, error, and speed beside a copy's in the same run."""
+"""What things really take, here: a training step, the link between the replicas, the codecs."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diloco.exchange import Exchange, share
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.native import empty
 from diloco.wire import CODECS, Codec, codec
+
+if TYPE_CHECKING:
+    from diloco.training.config import TrainConfig
+    from diloco.training.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,103 @@ def _threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What every replica and its link take, in replica order."""
+
+    step_seconds: tuple[float, ...]
+    """The median inner step, while all replicas compute."""
+    link_gbit_s: tuple[float, ...]
+    """Payload bits that a replica sends while it receives as many, to and from all others at once."""
+    latency_seconds: tuple[float, ...]
+    """From the start of an exchange of a few bytes to its end."""
+
+
+def measurable(asked: "TrainConfig") -> "TrainConfig":
+    """The config of a run whose step can be timed: resolved, on no data.
+
+    Raises:
+        ValueError: if there is one replica alone, or for settings that contradict each other.
+    """
+    from diloco.data.tokenizers import load_tokenizer
+    from diloco.training.config import resolve
+    from diloco.training.state import check
+
+    if asked.num_replicas < 2:
+        raise ValueError(f"a link has two ends: pass --num-replicas 2, or more, not {asked.num_replicas}")
+    kind, _, size = str(asked.data.tokenizer).partition(":")
+    vocab_size = int(size) if kind == "bpe" else load_tokenizer(asked.data.tokenizer).vocab_size
+    config = resolve(asked, vocab_size=vocab_size, prepared=Path())
+    check(config)
+    return config
+
+
+def measure_machines(config: "TrainConfig") -> Machines:
+    """Time a run's inner step, on random tokens, and the link between its replicas; each of them must call it.
+
+    Args:
+        config: as `measurable` gives it.
+
+    Raises:
+        ExchangeError: if other replicas are gone.
+    """
+    from diloco.training.world import join
+
+    with join(config) as world:
+        gbit_s, latency_seconds = measure_link(world.exchange)
+        found = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds])
+    return Machines(*map(tuple, zip(*found, strict=True)))
+
+
+def measure_link(exchange: Exchange, *, seconds: float = 0.5) -> tuple[float, float]:
+    """Bandwidth, in Gbit/s, and latency, in seconds, as this replica sees them; each replica must call it.
+
+    Args:
+        exchange: the way to the others.
+        seconds: payloads grow until an exchange takes so long, or they have 64 MiB.
+    """
+    rounds = count(1)
+
+    def exchange_seconds(num_bytes: int, times: int) -> float:
+        payload = torch.zeros(num_bytes, dtype=torch.uint8)
+        others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
+        share(exchange, None)  # all begin together
+        start = time.perf_counter()
+        for _ in range(times):
+            exchange.start(others, _MEASURED, next(rounds)).wait()
+        return (time.perf_counter() - start) / times
+
+    latency, num_bytes = exchange_seconds(8, 20), 1 << 16
+    while True:
+        taken = min(exchange_seconds(num_bytes, 1) for _ in range(3))
+        # All must come to the same end, or some would wait for others that have finished.
+        if num_bytes >= 1 << 26 or max(share(exchange, taken)) >= seconds:
+            return 8e-9 * num_bytes * (exchange.num_replicas - 1) / max(taken - latency, 1e-9), latency
+        num_bytes *= 4
+
+
+_MEASURED = 0  # the fragment whose number the measuring borrows
+
+
+def _step_seconds(config: "TrainConfig", world: "World") -> float:
+    from diloco.training.loop import inner_step
+    from diloco.training.state import initial_state
+
+    state = initial_state(config, world)
+    shape = config.global_batch // config.num_replicas, config.sequence_length + 1
+    batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
+    taken: list[float] = []
+    while len(taken) < 5 or (len(taken) < 50 and sum(taken) < 5):
+        start = time.perf_counter()
+        inner_step(state, batch, config, world, 0.0)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
 
 
 def load_gradient(path: Path) -> Tensor:

@@ -58,12 +58,16 @@ class PaperModel:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """H becomes a multiple of the number of fragments, its factor rounded half to even."""
+        """The paper's: H becomes a multiple of the number of fragments, its factor rounded half to even.
+
+        The first fragment is sent as soon as it is its turn: only so do finite runs give the published table.
+        """
         num_fragments = len(self.settings.layers(self.num_layers))
-        between = max(1, round(self.settings.sync_every / num_fragments))
-        if self.settings.streams:
-            return replace(self.settings, sync_every=num_fragments * between).schedule(num_fragments)
-        return self.settings.schedule(num_fragments)
+        settings = self.settings
+        if settings.streams:
+            between = max(1, round(settings.sync_every / num_fragments))
+            settings = replace(settings, sync_every=num_fragments * between)
+        return replace(settings.schedule(num_fragments), first_sync="early")
 
     def compute_utilization(self, gbit_s: ArrayLike, *, num_steps: int | None = None) -> NDArray[np.float64]:
         """Compute time as a part of all time, for each bandwidth.

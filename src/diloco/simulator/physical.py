@@ -171,6 +171,8 @@ class Run:
         self.model = model
         self._seconds_per_bit_BxMxM = others_MxM / lane_BxMxM
         self._delay_MxM = others_MxM * (latency_M[:, None] + latency_M) / 2
+        overlaps = [model.schedule.overlap(replica) for replica in range(num_replicas)]
+        self._replicas_by_overlap = {tau: np.flatnonzero(np.equal(overlaps, tau)) for tau in set(overlaps)}
         self.num_steps = 0
         self.computed_BxM = np.zeros_like(bandwidth_BxM)
         """C of the last step."""
@@ -217,9 +219,9 @@ class Run:
         if syncs := schedule.sent(step):
             self.arrived[step] = np.stack([self.send(sync.fragment) for sync in syncs]).max(0)
         ready_BxM = self.computed_BxM.copy()
-        for replica in range(ready_BxM.shape[1]):
-            if (sent := step - schedule.overlap(replica)) in self.arrived:
-                ready_BxM[:, replica] = np.maximum(ready_BxM[:, replica], self.arrived[sent][:, replica])
+        for overlap, replicas in self._replicas_by_overlap.items():
+            if (arrived_BxM := self.arrived.get(step - overlap)) is not None:
+                ready_BxM[:, replicas] = np.maximum(ready_BxM[:, replicas], arrived_BxM[:, replicas])
         self.ready_BxM = ready_BxM
         self.arrived.pop(step - schedule.max_overlap, None)
 
@@ -238,7 +240,7 @@ class Run:
 
     def _steps_with_syncs(self, start: int, end: int) -> list[int]:
         schedule = self.model.schedule
-        overlaps = {0, *(schedule.overlap(replica) for replica in range(len(self.model.replicas)))}
+        overlaps = {0, *self._replicas_by_overlap}
         sent = [
             step for step in range(start - schedule.max_overlap + 1, end + 1) if step > 0 and schedule.sent(step)
         ]

@@ -63,6 +63,11 @@ class Plan:
         return settings.sync_every, settings.overlap_steps, -bits_per_param(self.wire), self.combine != "gather"
 
     @property
+    def cut(self) -> tuple[int, int, str]:
+        """What more overlap or a coarser codec can't make slower: H, fragment size, way to combine."""
+        return self.model.settings.sync_every, self.model.settings.layers_per_fragment, self.combine
+
+    @property
     def wire(self) -> str:
         """The codec."""
         return self.model.wire or self.model.settings.wire
@@ -131,6 +136,8 @@ class Remedy:
     """The least bandwidth, of every link, with which some setting reaches it; None: bandwidth alone can't."""
     latency_seconds: float | None
     """The most latency with which the best setting reaches it; None: it doesn't without any."""
+    step_factor: float | None
+    """How many times as long the best setting's steps must compute, as with larger batches; None: beyond 1000."""
 
 
 def feasible(task: Task) -> list[Plan]:
@@ -139,20 +146,32 @@ def feasible(task: Task) -> list[Plan]:
     Left out is what another one beats, with less risk in one respect and no more in any; of several fragment sizes
     with the same risk, the one that is preferred stays.
     """
+    plans = list(_plans(task))
+    hopeful = {plan.cut for plan in _boldest(plans) if plan.compute_utilization >= task.target}
     found: list[Plan] = []
-    for plan in sorted(_plans(task), key=lambda plan: plan.risk):
+    for plan in sorted(plans, key=lambda plan: plan.risk):
         beaten = any(all(a <= b for a, b in zip(other.risk, plan.risk, strict=True)) for other in found)
-        if not beaten and plan.compute_utilization >= task.target:
+        if plan.cut in hopeful and not beaten and plan.compute_utilization >= task.target:
             found.append(plan)
     return found
 
 
+def _boldest(plans: list[Plan]) -> list[Plan]:
+    """Of the plans that cut a run alike, the one with the largest τ and the coarsest codec: none is faster."""
+    return list({plan.cut: plan for plan in sorted(plans, key=lambda plan: plan.risk)}.values())
+
+
 def remedy(task: Task) -> Remedy:
     """What would make a target feasible that isn't."""
-    plans = list(_plans(task))
+    plans = _boldest(list(_plans(task)))
     best = max(plans, key=lambda plan: plan.compute_utilization)
     enough = [gbit_s for plan in plans if (gbit_s := _least_bandwidth(plan)) is not None]
-    return Remedy(best=best, link_gbit_s=min(enough, default=None), latency_seconds=_most_latency(best))
+    return Remedy(
+        best=best,
+        link_gbit_s=min(enough, default=None),
+        latency_seconds=_most_latency(best),
+        step_factor=next((factor for factor in _FACTORS if _reaches(best, step_factor=factor)), None),
+    )
 
 
 def _plans(task: Task) -> Iterator[Plan]:
@@ -181,21 +200,30 @@ def _least_bandwidth(plan: Plan) -> float | None:
     return float(_GBIT_S[enough[0]]) if enough.size else None
 
 
-_GBIT_S = np.logspace(-3, 5, 241)
-"""30 points a decade."""
+_GBIT_S = np.logspace(-3, 5, 161)
+"""20 points a decade."""
 
 
 def _most_latency(plan: Plan) -> float | None:
-    def reaches(part: float) -> bool:
-        links = tuple(
-            replace(replica, latency_seconds=part * replica.latency_seconds) for replica in plan.task.replicas
-        )
-        return bool(replace(plan.model, replicas=links).compute_utilization([1.0])[0] >= plan.task.target)
-
-    if not reaches(0.0):
+    if not _reaches(plan, latency_factor=0.0):
         return None
     least, most = 0.0, 1.0
     while most - least > 0.01:
         middle = (least + most) / 2
-        least, most = (middle, most) if reaches(middle) else (least, middle)
+        least, most = (middle, most) if _reaches(plan, latency_factor=middle) else (least, middle)
     return least * max(replica.latency_seconds for replica in plan.task.replicas)
+
+
+_FACTORS = np.logspace(0, 3, 61)
+
+
+def _reaches(plan: Plan, *, latency_factor: float = 1.0, step_factor: float = 1.0) -> bool:
+    replicas = tuple(
+        replace(
+            replica,
+            step_seconds=step_factor * replica.step_seconds,
+            latency_seconds=latency_factor * replica.latency_seconds,
+        )
+        for replica in plan.task.replicas
+    )
+    return bool(replace(plan.model, replicas=replicas).compute_utilization([1.0])[0] >= plan.task.target)

@@ -17,7 +17,7 @@ Times = NDArray[np.float64]
 
 
 def growth_rate(period: Callable[[Times], Times], start_SxB: Times) -> Times:
-    """λ for each bandwidth: to a part in 10¹² where the times settle, as they do within a few periods.
+    """λ for each bandwidth: to a part in 10¹¹ where the times settle, as they do within a few periods.
 
     A link that carries a little more than it can falls behind a little more every period, until training has to
     wait for it. So as not to take each of these periods, x now and then leaps to where many of them would lead.
@@ -28,13 +28,13 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times) -> Times:
         next_SxB = period(x_SxB)
         grown_SxB = next_SxB - x_SxB
         first.append(grown_SxB[0])
-        if np.all(np.ptp(grown_SxB, axis=0) <= 1e-12 * grown_SxB.max(0)):
+        if np.all(np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0)):
             return grown_SxB[0]
-        leap, rest = divmod(count, 4)
-        x_SxB = next_SxB + (grown_SxB * 2**leap if rest == 0 and leap <= _LEAPS else 0)
+        x_SxB = next_SxB + _LEAP * grown_SxB if count in _LEAPS_AFTER else next_SxB
         x_SxB = x_SxB - x_SxB.min(0)  # keeps the times small, and so their differences exact
     return np.mean(first[_MAX_PERIODS // 2 :], axis=0)
 
 
+_LEAP = 10_000
+_LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
 _MAX_PERIODS = 200
-_LEAPS = 20

@@ -1,0 +1,94 @@
+"""What `diloco plan` shows."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco.simulator.planner import Plan, Remedy, Task
+
+
+def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None) -> str:
+    """One object: the settings, the least risky first; and what would help, where there are none."""
+    answer: dict[str, Any] = {"target": task.target, "plans": [_values(plan) for plan in plans]}
+    if remedy is not None:
+        answer["remedy"] = {
+            "best": _values(remedy.best),
+            "link_gbit_s": remedy.link_gbit_s,
+            "latency_seconds": remedy.latency_seconds,
+            "step_factor": remedy.step_factor,
+        }
+    return json.dumps(answer, indent=1)
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    settings = plan.model.settings
+    return {
+        "sync_every": settings.sync_every,
+        "overlap_steps": settings.overlap_steps,
+        "layers_per_fragment": settings.layers_per_fragment,
+        "wire": plan.wire,
+        "combine": plan.combine,
+        "compute_utilization": plan.compute_utilization,
+        "hours": plan.hours,
+        "terabytes": plan.terabytes,
+        "peak_gbit_s": plan.peak_gbit_s,
+        "device_memory_gib": plan.device_memory_gib(),
+        "device_memory_offload_gib": plan.device_memory_gib(offload=True),
+        "flags": plan.flags,
+    }
+
+
+def print_plans(task: Task, plans: Sequence[Plan], console: Console) -> None:
+    """A row a setting, and the command of the first."""
+    table = Table(box=None, header_style="bold")
+    for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
+        table.add_column(name, justify="right")
+    for name in ("compute\nutilization", "hours", "TB sent a\nreplica", "peak\nGbit/s", "device memory,\nGiB"):
+        table.add_column(name, justify="right")
+    table.add_column("with\noffload", justify="right")
+    for plan in plans:
+        settings = plan.model.settings
+        table.add_row(
+            str(settings.sync_every),
+            str(settings.overlap_steps),
+            str(settings.layers_per_fragment),
+            plan.wire,
+            plan.combine,
+            f"{plan.compute_utilization:.1%}",
+            f"{plan.hours:,.1f}",
+            f"{plan.terabytes:.3g}",
+            f"{plan.peak_gbit_s:.3g}",
+            f"{plan.device_memory_gib():.3g}",
+            f"{plan.device_memory_gib(offload=True):.3g}",
+        )
+    console.print(table)
+    console.print(
+        f"All reach a compute utilization of {task.target:.0%}; hours and TB are those of {task.num_steps:,.0f} "
+        "steps. Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
+        "risks the least of the model's quality:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"    diloco train RECIPE {plans[0].flags}", highlight=False, soft_wrap=True)
+
+
+def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
+    """What comes closest, and what would be enough."""
+    best, settings = remedy.best, remedy.best.model.settings
+    ways = []
+    if remedy.link_gbit_s is not None:
+        ways.append(f"links of {remedy.link_gbit_s:.3g} Gbit/s")
+    if remedy.latency_seconds:
+        ways.append(f"a latency of {remedy.latency_seconds:.3g} s")
+    if remedy.step_factor is not None:
+        ways.append(f"steps that compute {remedy.step_factor:.2g} times as long, as with larger batches")
+    sentence = (
+        f"No setting reaches a compute utilization of {task.target:.0%} here. The closest is "
+        f"{best.compute_utilization:.1%}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
+        f"{settings.layers_per_fragment} layers a fragment, {best.wire}, {best.combine}. "
+        f"Any of these would do: {'; '.join([*ways, f'a target of {best.compute_utilization:.3g}'])}."
+    )
+    console.print(sentence, highlight=False, soft_wrap=True)

@@ -1,0 +1,97 @@
+"""What `diloco simulate` shows."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco.simulator.methods import Method
+from diloco.simulator.published import (
+    TARGETS,
+    WALL_CLOCK_GBIT_S,
+    WALL_CLOCK_HOURS,
+    Cell,
+    bandwidth_table,
+    wall_clock_table,
+)
+from diloco.simulator.wall_clock import IdealizedRun
+
+BEYOND = "1000+"
+"""More than the largest bandwidth of the grid."""
+
+
+def bandwidth_json(needed: Mapping[str, float | None]) -> str:
+    """Gbit/s by target, the targets as they were typed."""
+    return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})
+
+
+def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
+    """A row a target."""
+    table = Table("compute utilization", box=None, header_style="bold")
+    table.add_column("Gbit/s", justify="right")
+    for target, gbit_s in needed.items():
+        table.add_row(target, _gbit_s(gbit_s))
+    console.print(table)
+
+
+def print_published(console: Console) -> None:
+    """Both tables of the paper beside ours."""
+    table = Table("model", "method", box=None, header_style="bold", title="Gbit/s for a compute utilization")
+    for target in TARGETS:
+        table.add_column(f"{target:.0%}", justify="right")
+    cells: list[Cell] = []
+    for (size, method), row in bandwidth_table().items():
+        table.add_row(size, method, *(f"{c.published:g} · {_gbit_s(c.ours)} {_distance(c)}" for c in row))
+        cells += row
+    console.print(table)
+    exact = sum(cell.distance == 0 for cell in cells)
+    farthest = max(abs(cell.distance) for cell in cells)
+    console.print(
+        f"Published · simulated, and points of the grid between them: {exact} of {len(cells)} are exact (=), "
+        f"none is further off than {farthest}.\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+    hours = Table("method", box=None, header_style="bold", title="Hours of a run of 186,250 steps of the 1B model")
+    for gbit_s in WALL_CLOCK_GBIT_S:
+        hours.add_column(f"{gbit_s:g} Gbit/s", justify="right")
+    for method, row in wall_clock_table().items():
+        hours.add_row(method, *_beside(method, row))
+    console.print(hours)
+    console.print(
+        "Published · simulated. data_parallel's row can't follow from the volume that its row above fits.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _beside(method: Method, row: Sequence[float]) -> list[str]:
+    published = WALL_CLOCK_HOURS[method]
+    return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" for p, ours in zip(published, row, strict=True)]
+
+
+def _gbit_s(gbit_s: float | None) -> str:
+    return BEYOND if gbit_s is None else f"{gbit_s:.4g}"
+
+
+def _distance(cell: Cell) -> str:
+    return f"{cell.distance:+d}" if cell.distance else "="
+
+
+def wall_clock_json(run: IdealizedRun) -> str:
+    """Seconds of each part."""
+    parts = {name: getattr(run, f"{name}_seconds") for name in ("compute", "inside", "between")}
+    return json.dumps({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
+
+
+def print_wall_clock(run: IdealizedRun, console: Console) -> None:
+    """A row a part."""
+    table = Table("part", box=None, header_style="bold")
+    table.add_column("hours", justify="right")
+    table.add_row("compute", f"{run.compute_seconds / 3600:,.2f}")
+    table.add_row("gradients, at every step", f"{run.inside_seconds / 3600:,.2f}")
+    table.add_row("outer gradients, as far as training waits", f"{run.between_seconds / 3600:,.2f}")
+    table.add_row("together", f"{run.seconds / 3600:,.2f}")
+    console.print(table)
