@@ -3,9 +3,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.processes import run_replicas
 
+import diloco
 from diloco.cli import main
-from diloco.measure import demo_gradient, load_gradient, measure_wire
+from diloco.measure import demo_gradient, load_gradient, measure_link, measure_wire
 from diloco.wire import CODECS, codec
 
 
@@ -65,3 +67,13 @@ def test_the_demo_gradient_is_a_real_one():
     gradient = demo_gradient()
     assert gradient.dtype == torch.float32 and gradient.numel() == 1_214_976
     assert torch.isfinite(gradient).all() and 1e-5 < gradient.abs().mean() < 1e-1
+
+
+def links() -> tuple[float, float]:
+    return measure_link(diloco.ProcessGroupExchange(timeout_seconds=20), seconds=0.05)
+
+
+def test_a_link_is_measured_from_both_ends():
+    (first, latency), (second, _) = run_replicas(links, 2)
+    assert 0.05 < first < 1000 and 0.2 < first / second < 5
+    assert 0 < latency < 0.2

@@ -139,6 +139,12 @@ def run(tmp_path):
     return config
 
 
+@pytest.mark.parametrize(("every_steps", "expected"), [(20, 3), (5, 5), (1, 13), (0, 3)])
+def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_steps, expected, tmp_path):
+    asked = replace(tiny(), checkpoint=CheckpointConfig(every_steps=every_steps))
+    assert resolve(asked, vocab_size=257, prepared=tmp_path).checkpoint.keep == expected
+
+
 def test_a_resume_takes_the_runs_own_config(run):
     assert resume_config(run.directory, tiny(), tiny()) == run
 

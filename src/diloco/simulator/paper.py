@@ -54,7 +54,7 @@ class PaperModel:
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if isinstance(self.settings.overlap_steps, tuple):
             raise ValueError("the paper's simulator has one replica, and takes one overlap_steps")
-        self.settings.layers(self.num_layers)
+        _ = self.schedule
 
     @cached_property
     def schedule(self) -> Schedule:

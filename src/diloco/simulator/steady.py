@@ -19,22 +19,37 @@ Times = NDArray[np.float64]
 def growth_rate(period: Callable[[Times], Times], start_SxB: Times) -> Times:
     """λ for each bandwidth: to a part in 10¹¹ where the times settle, as they do within a few periods.
 
-    A link that carries a little more than it can falls behind a little more every period, until training has to
-    wait for it. So as not to take each of these periods, x now and then leaps to where many of them would lead.
+    They have settled when all have grown alike over one period, or over a cycle of some. A link that carries a
+    little more than it can falls behind a little more every period, until training has to wait for it: so as not
+    to take each of these periods, x now and then leaps to where many of them would lead.
     """
-    x_SxB = start_SxB
-    first: list[Times] = []  # what the first time of the state grew by, period for period
-    for count in range(1, _MAX_PERIODS + 1):
-        next_SxB = period(x_SxB)
-        grown_SxB = next_SxB - x_SxB
-        first.append(grown_SxB[0])
-        if np.all(np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0)):
-            return grown_SxB[0]
-        x_SxB = next_SxB + _LEAP * grown_SxB if count in _LEAPS_AFTER else next_SxB
-        x_SxB = x_SxB - x_SxB.min(0)  # keeps the times small, and so their differences exact
-    return np.mean(first[_MAX_PERIODS // 2 :], axis=0)
+    rate_B = np.full(start_SxB.shape[1], np.nan)
+    history = [start_SxB]
+    for num_periods in range(1, _MAX_PERIODS + 1):
+        next_SxB = period(history[-1])
+        for cycle, earlier_SxB in enumerate(reversed(history[-_LONGEST_CYCLE:]), 1):
+            grown_SxB = next_SxB - earlier_SxB
+            settled_B = np.isnan(rate_B) & (np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0))
+            rate_B[settled_B] = grown_SxB[0, settled_B] / cycle
+        if not np.isnan(rate_B).any():
+            return rate_B
+        if num_periods in _LEAPS_AFTER:
+            history = [_leap(next_SxB, next_SxB - history[-1])]
+        else:
+            history.append(next_SxB)
+    average_B = (history[-1] - history[0])[0] / (len(history) - 1)
+    return np.where(np.isnan(rate_B), average_B, rate_B)
 
 
-_LEAP = 10_000
+_LONGEST_CYCLE = 12
 _LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
 _MAX_PERIODS = 200
+
+
+def _leap(x_SxB: Times, grown_SxB: Times) -> Times:
+    """Where 10,000 such periods would lead, but no time further from another than 10,000 usual ones."""
+    apart_SxB = grown_SxB - grown_SxB.min(0)
+    usual_B, tiny = np.median(grown_SxB, axis=0), np.finfo(np.float64).tiny
+    num_periods_B = 10_000 * usual_B / np.maximum(np.maximum(usual_B, apart_SxB.max(0)), tiny)
+    leapt_SxB = x_SxB + num_periods_B * apart_SxB
+    return leapt_SxB - leapt_SxB.min(0)  # small times have exact differences

@@ -92,8 +92,8 @@ class CheckpointConfig:
 
     every_steps: int = 200
     """Steps between two checkpoints; 0 saves none."""
-    keep: int = 3
-    """How many of the newest stay."""
+    keep: int | None = None
+    """How many of the newest stay; None is as many as replicas that are apart need, at least 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,21 +199,27 @@ class TrainConfig:
 
     def _check_checkpoints(self) -> None:
         every, keep = self.checkpoint.every_steps, self.checkpoint.keep
-        if every < 0 or keep < 1:
+        if every < 0 or (keep is not None and keep < 1):
             raise ValueError(
                 f"checkpoint.every_steps={every} must be at least 0, checkpoint.keep={keep} at least 1"
             )
-        if not every or self.num_replicas == 1:
-            return
-        # The replicas may be this many steps apart, and must still have a checkpoint in common.
+        if keep is not None and keep < self.checkpoints_needed:
+            raise ValueError(
+                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {self._steps_apart} "
+                f"steps apart, so keep at least {self.checkpoints_needed} checkpoints, or save less often"
+            )
+
+    @property
+    def checkpoints_needed(self) -> int:
+        """So many of each replica's newest hold one in common, however far apart the replicas are."""
+        every = self.checkpoint.every_steps
+        return 1 if not every or self.num_replicas == 1 else 2 - -self._steps_apart // every
+
+    @property
+    def _steps_apart(self) -> int:
         overlap = self.diloco.overlap_steps
         most_overlap = max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
-        apart = 1 if self.method == "data_parallel" else self.diloco.sync_every + most_overlap
-        if keep < (needed := 2 - -apart // every):
-            raise ValueError(
-                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {apart} steps "
-                f"apart, so keep at least {needed} checkpoints, or save less often"
-            )
+        return 1 if self.method == "data_parallel" else self.diloco.sync_every + most_overlap
 
 
 _METHOD_VALUES: dict[Method, dict[str, Any]] = {
@@ -242,6 +248,10 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         model=replace(model, vocab_size=model.vocab_size or vocab_size),
         data=replace(config.data, prepared=prepared),
         diloco=replace(config.diloco, **left),
+        checkpoint=replace(
+            config.checkpoint,
+            keep=max(3, config.checkpoints_needed) if config.checkpoint.keep is None else config.checkpoint.keep,
+        ),
         micro_batch=config.micro_batch or config.global_batch // config.num_replicas,
         optimizer=replace(
             optimizer,

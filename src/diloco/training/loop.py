@@ -54,7 +54,7 @@ def train(
             claim_together(config, world)
         batches = open_batches(config, world, corpus)
         state = initial_state(config, world)
-        checkpoints = Checkpoints(config.directory / "checkpoints", world.replica, keep=config.checkpoint.keep)
+        checkpoints = _checkpoints(config, world.replica)
         if resume:
             _check_digest(corpus, config)
             _resume(state, checkpoints, config, world)
@@ -81,6 +81,11 @@ def train(
         log.close()
         found = evaluate(state, config, world, held_out, together=True)
         return conclude(state, config, world, found) if world.replica == 0 else None
+
+
+def _checkpoints(config: TrainConfig, replica: int) -> Checkpoints:
+    assert config.checkpoint.keep is not None, "the config is resolved"
+    return Checkpoints(config.directory / "checkpoints", replica, keep=config.checkpoint.keep)
 
 
 def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World, started: float) -> StepMetrics:
@@ -180,7 +185,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
     """Load the newest step that every replica holds; the initial state is one, until it could have been pruned."""
     held = share(world.exchange, checkpoints.steps())
     for replica in range(world.num_replicas):
-        here = Checkpoints(config.directory / "checkpoints", replica, keep=config.checkpoint.keep).steps()
+        here = _checkpoints(config, replica).steps()
         if not set(here) <= set(held[replica]):
             raise ValueError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
