@@ -187,10 +187,10 @@ def timeline(
     step_seconds: tuple[float, ...] = (0.1,),
     num_replicas: int | None = None,
     gbit_s: float = 80.0,
-    sync_every: int = 4,
+    sync_every: int = 6,
     layers_per_fragment: int = 3,
     overlap_steps: int | tuple[int, ...] | None = None,
-    num_steps: int = 8,
+    num_steps: int = 14,
     preset: Preset = "physical",
 ) -> None:
     """Draw what replicas and links do in the first steps: strided fragments, and sequential ones.

@@ -37,9 +37,9 @@ def large_models() -> "Figure":
 
 
 def sync_every() -> "Figure":
-    """Streaming with overlap and 4 bits, H from 10 to 300."""
+    """Streaming with overlap and 4 bits, H from 30 to 500."""
     return _utilization(
-        ("1B", "10B", "100B"), {f"H = {h}": replace(_STREAMING, sync_every=h) for h in (10, 30, 50, 100, 300)}
+        ("1B", "10B", "100B"), {f"H = {h}": replace(_STREAMING, sync_every=h) for h in (30, 50, 100, 300, 500)}
     )
 
 

@@ -44,19 +44,21 @@ def new_figure(width: float, height: float) -> "Figure":
         ValueError: if matplotlib is not installed.
     """
     try:
-        import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'diloco[pictures]'") from None
-    mpl.rcParams["svg.hashsalt"] = "diloco"  # the same picture is the same file
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png."""
+    import matplotlib as mpl
+
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.svg", directory / f"{name}.png"]
-    figure.savefig(paths[0], metadata={"Date": None})
+    # The same picture is the same file; its text stays text.
+    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}):
+        figure.savefig(paths[0], metadata={"Date": None})
     figure.savefig(paths[1], dpi=150)
     return paths
 

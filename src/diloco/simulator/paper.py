@@ -65,7 +65,12 @@ class PaperModel:
         num_fragments = len(self.settings.layers(self.num_layers))
         settings = self.settings
         if settings.streams:
-            between = max(1, round(settings.sync_every / num_fragments))
+            between = round(settings.sync_every / num_fragments)
+            if not between:
+                raise ValueError(
+                    f"sync_every={settings.sync_every} is too short for {num_fragments} fragments, of which the "
+                    "preset paper sends one at a time: take larger ones, or the preset physical"
+                )
             settings = replace(settings, sync_every=num_fragments * between)
         return replace(settings.schedule(num_fragments), first_sync="early")
 
