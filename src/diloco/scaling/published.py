@@ -26,7 +26,7 @@ def batch_tokens(num_params: float, num_replicas: int) -> float:
     The paper calls its unit tokens, but the law gives 76 at a billion parameters: read as sequences of 2,048.
 
     >>> round(batch_tokens(1e9, 0))
-    156443
+    156417
     """
     factor, exponent = _BATCH_SEQUENCES[num_replicas]
     return SEQUENCE_LENGTH * factor * num_params**exponent

@@ -35,7 +35,7 @@ class PaperModel:
     ...     settings=MethodSettings(method="diloco"), num_params=1e9, num_layers=24, step_seconds=0.1
     ... )
     >>> model.compute_utilization([1.0, 10.0, 100.0]).round(3)
-    array([0.43 , 0.883, 0.991])
+    array([0.429, 0.887, 0.993])
     """
 
     settings: MethodSettings

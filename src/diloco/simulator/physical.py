@@ -43,7 +43,7 @@ class PhysicalModel:
     ...     replicas=[Replica(step_seconds=0.1, latency_seconds=0.05)] * 2,
     ... )
     >>> model.compute_utilization([0.1, 1.0, 10.0]).round(3)
-    array([0.241, 0.871, 1.   ])
+    array([0.201, 0.736, 1.   ])
     """
 
     settings: MethodSettings
