@@ -95,17 +95,25 @@ def test_a_plan_is_an_object(capsys):
 
 def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
     sentence = told(capsys, *PLAN, "0.001")
-    assert "No setting reaches a compute utilization of 95% here." in sentence
+    assert "No setting reaches a compute utilization of 0.95 here." in sentence
     assert "links of" in sentence and "a target of 0." in sentence
     found = json.loads(told(capsys, *PLAN, "0.001", "--json"))
     assert found["plans"] == [] and found["remedy"]["link_gbit_s"] > 0.001
 
 
 def test_a_plan_measures_this_machine_on_request():
-    command = [sys.executable, "-m", "diloco", "plan", "--measure", "tiny", "--target", "0.2", "--json"]
+    command = [
+        *(sys.executable, "-m", "diloco", "plan", "--measure", "tiny"),
+        "--target",
+        "0.2",
+        "--global-batch",
+        "16",
+    ]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["plans"][0]["flags"].startswith("--method streaming --num-replicas 2")
+    assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
+    last = process.stdout.rstrip().splitlines()[-1]
+    assert "diloco train tiny --global-batch 16 --method streaming --num-replicas 2 --diloco.sync-every" in last
 
 
 def test_one_replica_has_no_link_to_measure(capsys):
@@ -143,6 +151,10 @@ MISTAKES = {
     "target": ([*METHOD, "--targets", "1.5"], "a target must be above 0 and at most 1, not 1.5"),
     "no target": ([*METHOD, "--targets", "half"], "'half' is no number"),
     "steps": ([*METHOD, "--num-steps", "0"], "num_steps must be at least 1, not 0"),
+    "period": (["--method", "data_parallel", "--sync-every", "0"], "sync_every must be at least 1, not 0"),
+    "no latency": ([*METHOD, "--latency-seconds"], "latency_seconds=() must be one number"),
+    "variation": ([*METHOD, "--step-variation", "1e300"], "variation must be at least 0 and at most 100"),
+    "too many": ([*METHOD, "--num-replicas", "100000"], "num_replicas must be from 1 to 256, not 100000"),
     "paper": ([*METHOD, "--preset", "paper", "--wire", "e3m0"], "wire=e3m0 means nothing to the preset paper"),
     "replicas": ([*METHOD, "--num-replicas", "3", "--latency-seconds", "1", "2"], "one for each of 3 replicas"),
     "wire": ([*METHOD, "--wire", "e9m9"], "'e9m9' is no wire format"),
@@ -152,19 +164,53 @@ MISTAKES = {
 @pytest.mark.parametrize("preset", ["physical", "paper"])
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, preset, capsys):
-    chosen = [] if preset in arguments or "--wire" in arguments else ["--preset", preset]
-    if "--num-replicas" in arguments and preset == "paper":
-        sentence = "num_replicas=3 means nothing to the preset paper"
+    physical = {"--wire", "--num-replicas", "--latency-seconds", "--step-variation"} & set(arguments)
+    chosen = [] if "--preset" in arguments else ["--preset", preset]
+    if physical and preset == "paper":
+        sentence = "means nothing to the preset paper"
     with pytest.raises(SystemExit, match="2"):
         main(["simulate", "bandwidth", *RUN, *arguments, *chosen])
     shown = capsys.readouterr().err
     assert shown.startswith("diloco: ") and shown.count("\n") == 1 and sentence in shown
 
 
-def test_a_figure_that_does_not_exist_is_refused(capsys, tmp_path):
+PLANNED = ["plan", *RUN, "--link-gbit-s", "1"]
+WALL_CLOCK = ["--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "1e6", "--num-chips", "64"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["simulate", "timeline", "--num-steps", "0"], "num_steps must be from 1 to 1000 in a timeline, not 0"),
+        (["simulate", "timeline", "--gbit-s", "-1"], "gbit_s must be above 0 and finite, not -1.0"),
+        (["simulate", "timeline", "--preset", "paper", "--gbit-s", "nan"], "gbit_s must be above 0 and finite"),
+        (["simulate", "timeline", "--method", "data_parallel"], "--preset paper"),
+        (["simulate", "curves", "--figures", "loss"], "'loss' is not a figure: choose from methods"),
+        (["simulate", "wall-clock", *WALL_CLOCK, "--overlap-steps", "5"], "num_replicas=0 is Data-Parallel"),
+        (["simulate", "wall-clock", *WALL_CLOCK, "--inside", "slow"], "inside='slow' is not a network"),
+        ([*PLANNED, "--batch-tokens", "0"], "batch_tokens must be above 0 and finite, not 0.0"),
+        ([*PLANNED, "--num-tokens", "-1e10", "--batch-tokens", "-1"], "num_tokens must be above 0 and finite"),
+        ([*PLANNED, "--num-tokens", "2e7"], "num_steps=10: so short a run is over before"),
+        ([*PLANNED, "--target", "1"], "target must be above 0 and below 1, not 1.0"),
+        ([*PLANNED, "--link-gbit-s", "0"], "link_gbit_s must be above 0 and finite, not 0.0"),
+        (["plan", "--measure", "tiny", "--target", "2"], "target must be above 0 and below 1, not 2.0"),
+    ],
+)
+def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main(["simulate", "curves", "--figures", "loss", "--output", str(tmp_path)])
-    assert "'loss' is not a figure: choose from methods" in capsys.readouterr().err
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert shown.startswith("diloco: ") and shown.count("\n") == 1 and sentence in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for what in ("timeline", "curves"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["simulate", what, "--output", str(tmp_path)])
+        assert "pip install 'diloco[pictures]'" in capsys.readouterr().err
 
 
 def test_the_grid_is_the_papers():

@@ -110,11 +110,18 @@ class Laboratory:
             time.sleep(0.05)
 
     def start(
-        self, replica: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: object
+        self,
+        replica: int,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        **options: object,
     ) -> subprocess.Popen[bytes]:
         """Run a command in a replica's namespace."""
         whole = ["ip", "netns", "exec", self.namespace(replica), *command]
-        process = subprocess.Popen(whole, env=os.environ | dict(environment or {}), start_new_session=True, **options)
+        process = subprocess.Popen(
+            whole, env=os.environ | dict(environment or {}), start_new_session=True, **options
+        )
         self._running.append(process)
         return process
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,7 +132,9 @@ def _plan(arguments: list[str]) -> None:
 def _plan_measured(arguments: list[str]) -> None:
     import tyro
 
+    from diloco.cli_simulate import task_of
     from diloco.measure import measurable
+    from diloco.simulator.replicas import Replica
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.recipes import RECIPES, recipe
@@ -145,22 +148,36 @@ def _plan_measured(arguments: list[str]) -> None:
         """Print JSON."""
 
     choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
-    command = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
-    config = measurable(command.config)
+    asked = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
+    config = measurable(asked.config)
+    # What would be refused after measuring is refused now.
+    task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=asked.target)
+    train = " ".join(["diloco train", config.recipe, *_flags_besides_a_plans(asked.config)])
     if under_a_launcher():
-        _measure_and_plan(config, command.target, command.json)
+        _measure_and_plan(config, asked.target, train, asked.json)
     else:
-        launch(_in_replica, config.num_replicas, _measure_and_plan, config, command.target, command.json)
+        launch(_in_replica, config.num_replicas, _measure_and_plan, config, asked.target, train, asked.json)
 
 
-def _measure_and_plan(config: "TrainConfig", target: float, json: bool) -> None:
+def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
+    """What else the user changed in the recipe."""
+    from diloco.training.config import differences
+    from diloco.training.recipes import recipe
+
+    for name, (_, value) in differences(recipe(asked.recipe), asked).items():
+        if not name.startswith(("num_replicas", "method", "diloco.")):
+            values = value if isinstance(value, tuple) else (value,)
+            yield shlex.join([f"--{name.replace('_', '-')}", *map(str, values)])
+
+
+def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
     """One replica of several that measure together."""
     from diloco.cli_simulate import plan_measured
     from diloco.measure import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:
-        plan_measured(config, machines, target=target, json=json)
+        plan_measured(config, machines, target=target, command=train, json=json)
 
 
 def _data(arguments: list[str]) -> None:

@@ -1,7 +1,8 @@
 """`diloco simulate` and `diloco plan`: flags in, one answer out, torch only where something is measured."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -55,7 +56,11 @@ def bandwidth(
     latency_seconds: tuple[float, ...] | None = None,
     wire: str | None = None,
     combine: str | None = None,
-    step_variation: float | None = None,
+    untied_embeddings: bool = False,
+    step_variation: float = 0.0,
+    stall_probability: float = 0.0,
+    stall_seconds: float = 0.0,
+    seed: int = 0,
     json: bool = False,
 ) -> None:
     """The bandwidth that a compute utilization needs, of 50 from 0.1 to 1000 Gbit/s.
@@ -77,7 +82,11 @@ def bandwidth(
         latency_seconds: One way; one number, or one a replica; left out, 0 (physical).
         wire: Codec; left out, FP32 or, for fp4, E3M0 (physical).
         combine: gather, reduce_scatter, or reduce_scatter:CODEC; left out, gather (physical).
+        untied_embeddings: The head has a matrix of its own (physical).
         step_variation: Standard deviation of a step's compute time, as a part of it (physical).
+        stall_probability: How often a step takes longer by --stall-seconds (physical).
+        stall_seconds: By how much (physical).
+        seed: What these are drawn from (physical).
         json: Print JSON.
     """
     wanted = [target.strip() for target in targets.split(",")]
@@ -89,11 +98,19 @@ def bandwidth(
         "latency_seconds": latency_seconds,
         "wire": wire,
         "combine": combine,
-        "step_variation": step_variation,
+        "untied_embeddings": untied_embeddings or None,
+        "step_variation": step_variation or None,
+        "stall_probability": stall_probability or None,
+        "stall_seconds": stall_seconds or None,
+        "seed": seed or None,
     }
     if preset == "paper":
-        model = _paper_model(settings, num_params, num_layers, step_seconds, given)
+        paper = _paper_model(settings, num_params, num_layers, step_seconds, given)
+        utilization = paper.compute_utilization(GBIT_S, num_steps=num_steps)
     else:
+        stragglers = Stragglers(
+            variation=step_variation, stall_probability=stall_probability, stall_seconds=stall_seconds
+        )
         model = PhysicalModel(
             settings=settings,
             size=ModelSize(
@@ -101,13 +118,16 @@ def bandwidth(
                 num_layers=num_layers,
                 width=width,
                 vocab_size=32_000 if vocab_size is None else vocab_size,
+                tied_embeddings=not untied_embeddings,
             ),
-            replicas=_replicas(num_replicas, step_seconds, latency_seconds or (0.0,), (None,)),
+            replicas=_replicas(
+                num_replicas, step_seconds, (0.0,) if latency_seconds is None else latency_seconds, (None,)
+            ),
             wire=wire,
-            combine=combine or "gather",
-            stragglers=None if step_variation is None else Stragglers(variation=step_variation),
+            combine="gather" if combine is None else combine,
+            stragglers=None if stragglers == Stragglers() else stragglers,
         )
-    utilization = model.compute_utilization(GBIT_S, num_steps=num_steps)
+        utilization = model.compute_utilization(GBIT_S, num_steps=num_steps, seed=seed)
     needed = {target: needed_gbit_s(utilization, _number(target)) for target in wanted}
     if json:
         print(bandwidth_json(needed))
@@ -315,6 +335,7 @@ def plan(
     num_replicas: int | None = None,
     width: int | None = None,
     vocab_size: int = 32_000,
+    untied_embeddings: bool = False,
     num_tokens: float | None = None,
     batch_tokens: float = 2**21,
     target: float = 0.95,
@@ -334,19 +355,47 @@ def plan(
         num_replicas: M; left out, 2, or as many as there are numbers.
         width: D; left out, what 12·L·D² and the embeddings make N of.
         vocab_size: V.
+        untied_embeddings: The head has a matrix of its own.
         num_tokens: Of the whole run; left out, 20·N.
         batch_tokens: Tokens of a step over all replicas.
         target: Compute utilization to be reached.
         json: Print JSON.
     """
-    size = ModelSize(num_params=num_params, num_layers=num_layers, width=width, vocab_size=vocab_size)
+    size = ModelSize(
+        num_params=num_params,
+        num_layers=num_layers,
+        width=width,
+        vocab_size=vocab_size,
+        tied_embeddings=not untied_embeddings,
+    )
     replicas = _replicas(num_replicas, step_seconds, latency_seconds, link_gbit_s)
     tokens = 20 * num_params if num_tokens is None else num_tokens
-    _answer(Task(size=size, replicas=replicas, num_steps=tokens / batch_tokens, target=target), json=json)
+    for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, not {value}")
+    task = Task(size=size, replicas=replicas, num_steps=round(tokens / batch_tokens), target=target)
+    _answer(task, command="diloco train RECIPE", json=json)
 
 
-def plan_measured(config: "TrainConfig", machines: "Machines", *, target: float, json: bool) -> None:
+def plan_measured(config: "TrainConfig", machines: "Machines", *, target: float, command: str, json: bool) -> None:
     """The same for a run's config, on machines that were measured."""
+    replicas = tuple(
+        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=latency)
+        for step, gbit_s, latency in zip(
+            machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True
+        )
+    )
+    if not json:
+        for index, replica in enumerate(replicas):
+            print(
+                f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
+                f"latency {1000 * replica.latency_seconds:.3g} ms"
+            )
+    _answer(task_of(config, replicas, target=target), command=command, json=json)
+
+
+def task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
+    """What a run's config asks of its replicas' machines."""
     from diloco.models.ladder import num_matrix_params
 
     model = config.model
@@ -356,26 +405,15 @@ def plan_measured(config: "TrainConfig", machines: "Machines", *, target: float,
         width=model.width,
         vocab_size=model.vocab_size,
     )
-    per_replica = [getattr(machines, field.name) for field in fields(machines)]
-    replicas = tuple(
-        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=latency)
-        for step, gbit_s, latency in zip(*per_replica, strict=True)
-    )
-    if not json:
-        for index, replica in enumerate(replicas):
-            print(
-                f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
-                f"latency {1000 * replica.latency_seconds:.3g} ms"
-            )
-    _answer(Task(size=size, replicas=replicas, num_steps=config.num_steps, target=target), json=json)
+    return Task(size=size, replicas=replicas, num_steps=config.num_steps, target=target)
 
 
-def _answer(task: Task, *, json: bool) -> None:
+def _answer(task: Task, *, command: str, json: bool) -> None:
     plans = feasible(task)
     help_ = None if plans else remedy(task)
     if json:
         print(plan_json(task, plans, help_))
     elif help_ is None:
-        print_plans(task, plans, _console())
+        print_plans(task, plans, _console(), command=command)
     else:
         print_remedy(task, help_, _console())

@@ -18,9 +18,11 @@ class Replica:
 
 
 @dataclass
-class Lane:
+class Queue:
+    """Serves syncs one at a time, in their order, each as soon as it is offered."""
+
     next: list
-    ready: set = field(default_factory=set)
+    offered: set = field(default_factory=set)
     busy: bool = False
 
 
@@ -43,12 +45,10 @@ class Events:
         self.now, self.queue, self.order = 0.0, [], count()
         steps = range(1, self.num_steps + 1)
         syncs = [(step, fragment) for step in steps for fragment in syncs_at(step)]
-        self.lanes = {
-            (m, j): Lane([(sync, phase) for sync in syncs for phase in range(num_phases)])
-            for m in range(len(overlaps))
-            for j in range(len(overlaps))
-            if m != j
-        }
+        pairs = [(m, j) for m in range(len(overlaps)) for j in range(len(overlaps)) if m != j]
+        # One queue a phase, and one that carries all phases of a sync: a lane is no faster than that.
+        self.queues = {(*pair, q): Queue(list(syncs)) for pair in pairs for q in (*range(num_phases), "all")}
+        self.carried = defaultdict(set)
         self.arrived = defaultdict(set)
 
     def run(self) -> float:
@@ -87,25 +87,35 @@ class Events:
     def offer(self, m: int, sync: tuple[int, int], phase: int) -> None:
         """Replica m has its own part of a phase, and can send it."""
         self.arrive(m, m, sync, phase)
-        for (sender, receiver), lane in self.lanes.items():
-            if sender == m:
-                lane.ready.add((sync, phase))
-                self.pump(sender, receiver)
+        for (sender, receiver, kind), queue in self.queues.items():
+            if sender == m and (kind == phase or (kind == "all" and phase == 0)):
+                queue.offered.add(sync)
+                self.serve(sender, receiver, kind)
 
-    def pump(self, m: int, j: int) -> None:
-        lane = self.lanes[m, j]
-        if lane.busy or not lane.next or lane.next[0] not in lane.ready:
+    def serve(self, m: int, j: int, kind: object) -> None:
+        queue = self.queues[m, j, kind]
+        if queue.busy or not queue.next or queue.next[0] not in queue.offered:
             return
-        sync, phase = lane.next.pop(0)
-        lane.busy = True
+        sync, queue.busy = queue.next.pop(0), True
+        phases = range(self.num_phases) if kind == "all" else [kind]
         rate = min(self.gbit_s[m], self.gbit_s[j]) * 1e9 / (len(self.replicas) - 1)
 
         def sent() -> None:
-            lane.busy = False
-            self.after((self.latency[m] + self.latency[j]) / 2, lambda: self.arrive(m, j, sync, phase))
-            self.pump(m, j)
+            queue.busy = False
+            self.left(m, j, sync, kind)
+            self.serve(m, j, kind)
 
-        self.after(self.bits(sync[1], phase) / rate, sent)
+        self.after(sum(self.bits(sync[1], phase) for phase in phases) / rate, sent)
+
+    def left(self, m: int, j: int, sync: tuple[int, int], kind: object) -> None:
+        """A queue has sent its part; the last phase is over when the lane has carried everything, too."""
+        last = self.num_phases - 1
+        if kind in (last, "all"):
+            self.carried[m, j, sync].add(kind)
+            if len(self.carried[m, j, sync]) < 2:
+                return
+            kind = last
+        self.after((self.latency[m] + self.latency[j]) / 2, lambda: self.arrive(m, j, sync, kind))
 
     def arrive(self, m: int, j: int, sync: tuple[int, int], phase: int) -> None:
         self.arrived[j, sync, phase].add(m)
@@ -118,6 +128,37 @@ class Events:
         if (sync, phase) in replica.blocked_on:
             replica.blocked_on.remove((sync, phase))
             self.go_on(j)
+
+
+class OneLane(Events):
+    """All phases of all syncs on one lane, first come, first served."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.waiting = {pair[:2]: [] for pair in self.queues}
+        self.serving = set()
+
+    def offer(self, m: int, sync: tuple[int, int], phase: int) -> None:
+        self.arrive(m, m, sync, phase)
+        for (sender, receiver), waiting in self.waiting.items():
+            if sender == m:
+                waiting.append((sync, phase))
+                self.serve_next(sender, receiver)
+
+    def serve_next(self, m: int, j: int) -> None:
+        if (m, j) in self.serving or not self.waiting[m, j]:
+            return
+        self.serving.add((m, j))
+        sync, phase = self.waiting[m, j].pop(0)
+        rate = min(self.gbit_s[m], self.gbit_s[j]) * 1e9 / (len(self.replicas) - 1)
+
+        def sent() -> None:
+            self.serving.remove((m, j))
+            delay = (self.latency[m] + self.latency[j]) / 2
+            self.after(delay, lambda: self.arrive(m, j, sync, phase))
+            self.serve_next(m, j)
+
+        self.after(self.bits(sync[1], phase) / rate, sent)
 
 
 def paper_seconds(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.simulator.reference import Events
+from tests.simulator.reference import Events, OneLane
 
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.methods import METHODS, MethodSettings
@@ -50,7 +50,7 @@ def models(draw, methods=METHODS[1:]) -> PhysicalModel:
     )
 
 
-def by_events(model: PhysicalModel, compute: np.ndarray, gbit_s: float) -> float:
+def events(model: PhysicalModel, compute: np.ndarray, gbit_s: float, kind: type[Events] = Events) -> Events:
     num_replicas, block = len(model.replicas), model.size.block_params
     sizes = [len(layers) * block for layers in model.settings.layers(model.size.num_layers)]
     sizes = [*sizes, model.size.outside_params] if model.settings.streams else [1e9]
@@ -62,7 +62,7 @@ def by_events(model: PhysicalModel, compute: np.ndarray, gbit_s: float) -> float
         return sizes[fragment] * (first, second)[phase] / share
 
     schedule = model.schedule
-    return Events(
+    return kind(
         compute.tolist(),
         lambda step: [sync.fragment for sync in schedule.sent(step)],
         bits,
@@ -70,13 +70,13 @@ def by_events(model: PhysicalModel, compute: np.ndarray, gbit_s: float) -> float
         [replica.gbit_s or gbit_s for replica in model.replicas],
         [replica.latency_seconds for replica in model.replicas],
         [schedule.overlap(m) for m in range(num_replicas)],
-    ).run()
+    )
 
 
 @given(models(), st.integers(1, 40), st.integers(0, 2**32 - 1), st.floats(0.5, 500))
 def test_a_run_is_the_one_simulated_event_by_event(model, num_steps, seed, gbit_s):
     compute = np.random.default_rng(seed).gamma(2, 0.5, (num_steps, len(model.replicas)))
-    expected = by_events(model, compute, gbit_s)
+    expected = events(model, compute, gbit_s).run()
     np.testing.assert_allclose(model.run_seconds([gbit_s, 1e9], compute)[0], expected, rtol=1e-9)
 
 
@@ -87,6 +87,70 @@ def test_the_steady_state_is_what_a_long_run_goes_at(model, gbit_s):
     seconds = model.run_seconds([gbit_s], compute) - model.run_seconds([gbit_s], compute[steps:])
     expected = steps * compute[0].mean() / seconds
     np.testing.assert_allclose(model.compute_utilization([gbit_s]), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers_per_fragment", "sync_every", "overlap", "step_seconds", "latency", "num_replicas"),
+    [
+        (32, 1, 50, 20, 0.01, 0.3, 4),
+        (32, 1, 25, 20, 0.01, 0.3, 2),
+        (32, 2, 17, 13, 0.1, 6.0, 2),
+        (30, 1, 31, 28, 0.1, 6.0, 2),
+        (61, 1, 30, 12, 0.1, 2.0, 3),
+        (17, 1, 17, 12, 0.1, 3.0, 2),
+        (24, 3, 100, 5, 0.1, 0.5, 3),
+    ],
+)
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_the_steady_state_is_exact_where_latency_rules(
+    num_layers, layers_per_fragment, sync_every, overlap, step_seconds, latency, num_replicas, combine
+):
+    """Training then waits for every so many syncs, which is no whole number of them a period."""
+    model = PhysicalModel(
+        settings=MethodSettings(
+            method="streaming_overlapped",
+            sync_every=sync_every,
+            layers_per_fragment=layers_per_fragment,
+            overlap_steps=overlap,
+        ),
+        size=ModelSize(num_params=1e8, num_layers=num_layers),
+        replicas=[Replica(step_seconds=step_seconds, latency_seconds=latency)] * num_replicas,
+        wire="e3m0",
+        combine=combine,
+    )
+    gbit_s = [0.3, 1.0, 30.0, 1000.0]
+    cycle = sync_every * (overlap + 1)
+    compute = np.full((48 * cycle, num_replicas), step_seconds)
+    seconds = model.run_seconds(gbit_s, compute) - model.run_seconds(gbit_s, compute[: 24 * cycle])
+    expected = 24 * cycle * step_seconds / seconds
+    np.testing.assert_allclose(model.compute_utilization(gbit_s), expected, rtol=1e-9)
+
+
+def test_reduce_scatter_is_a_little_better_than_first_come_first_served():
+    """A lane is shared without waiting, which is the most it could do: so much off, and on that side."""
+    generator, differences = np.random.default_rng(0), []
+    for _ in range(60):
+        num_replicas, sync_every = int(generator.integers(2, 6)), int(generator.integers(4, 40))
+        model = PhysicalModel(
+            settings=MethodSettings(
+                method="streaming_overlapped",
+                sync_every=sync_every,
+                layers_per_fragment=int(generator.integers(1, 4)),
+                overlap_steps=(int(generator.integers(0, min(sync_every, 12))),) * num_replicas,
+            ),
+            size=ModelSize(num_params=7e9, num_layers=int(generator.integers(4, 13))),
+            replicas=[
+                Replica(step_seconds=step, latency_seconds=generator.uniform(0, 2))
+                for step in generator.uniform(0.5, 1.5, num_replicas)
+            ],
+            wire="e3m0",
+            combine="reduce_scatter",
+        )
+        compute, gbit_s = np.ones((120, num_replicas)), 10 ** generator.uniform(-1, 2)
+        ours, theirs = model.run_seconds([gbit_s], compute)[0], events(model, compute, gbit_s, OneLane).run()
+        differences.append(120 / ours - 120 / theirs)
+    assert min(differences) >= -1e-9
+    assert np.mean(differences) < 0.01 and np.quantile(differences, 0.95) < 0.05
 
 
 @given(models(METHODS))
@@ -226,9 +290,25 @@ def test_bits_are_those_of_the_codec(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["e9", "e3m0:size=1", "e3m0:block=x", "e3m0:block=0", "topk:density=0", "fp32:block=2"]
+    "spec",
+    [
+        *(
+            "e9",
+            "fp32:block=2",
+            "e3m0:size=1",
+            "e3m0:block=x",
+            "e3m0:block=0",
+            "e3m0:block=-100",
+            "e3m0:block=255",
+        ),
+        *("int8:block=65537", "int8:stochastic=perhaps", "topk:density=0", "dare:density=5", "topk:values=topk"),
+    ],
 )
 def test_bits_of_what_is_no_codec_are_refused(spec):
+    from diloco.wire import codec
+
+    with pytest.raises(ValueError):
+        codec(spec)
     with pytest.raises(ValueError, match="is no wire format with options that it has: choose one of fp32, bf16"):
         bits_per_param(spec)
 
@@ -236,7 +316,7 @@ def test_bits_of_what_is_no_codec_are_refused(spec):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"replicas": []}, "num_replicas must be at least 1, not 0"),
+        ({"replicas": []}, "num_replicas must be from 1 to 256, not 0"),
         ({"combine": "broadcast"}, "combine='broadcast' is neither gather nor reduce_scatter"),
         ({"settings": MethodSettings(method="data_parallel"), "combine": "reduce_scatter"}, "leave it out"),
         ({"settings": MethodSettings(method="data_parallel"), "wire": "e3m0"}, "take fp32, bf16 or fp16"),

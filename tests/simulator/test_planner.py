@@ -1,8 +1,12 @@
+import io
+import re
 from dataclasses import replace
 
 import pytest
 import tyro
+from rich.console import Console
 
+from diloco.report.plan import print_remedy
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
@@ -41,18 +45,33 @@ def test_what_a_plan_costs():
     plan = feasible(task(1.0))[0]
     settings, model = plan.model.settings, plan.model
     assert plan.hours == pytest.approx(66_757 * 2.3 / 3600 / plan.compute_utilization)
-    assert plan.terabytes == pytest.approx(66_757 / settings.sync_every * model.bytes_sent_per_sync / 1e12)
-    largest = max(model.fragment_params) / 7e9
-    assert plan.peak_gbit_s == pytest.approx(
-        8 * model.bytes_sent_per_sync / 1e9 * largest / 2.3 / max(1, settings.overlap_steps)
+    sent = [sync.fragment for step in range(1, 66_758) for sync in model.schedule.sent(step)]
+    share = sum(model.fragment_params[fragment] for fragment in sent) / 7e9
+    assert plan.terabytes == pytest.approx(share * model.bytes_sent_per_sync / 1e12)
+    assert plan.terabytes == pytest.approx(
+        66_757 / settings.sync_every * model.bytes_sent_per_sync / 1e12, rel=1e-3
     )
 
 
-def test_a_link_of_the_peak_loses_nothing():
-    plan = feasible(task(1.0, num_replicas=2, latency=0.0))[0]
-    links = [replace(replica, gbit_s=plan.peak_gbit_s * 1.0001) for replica in plan.task.replicas]
-    settings = replace(plan.model.settings, sync_every=500, overlap_steps=plan.model.settings.overlap_steps or 1)
-    assert replace(plan.model, replicas=links, settings=settings).compute_utilization([1])[0] == pytest.approx(1)
+@pytest.mark.parametrize("gbit_s", [0.05, 0.3, 1.0])
+def test_a_link_of_the_peak_loses_nothing_and_a_slower_one_something(gbit_s):
+    for plan in feasible(task(gbit_s, num_replicas=2, latency=0.0)):
+        settings = plan.model.settings
+        if settings.overlap_steps == 0:
+            continue
+        found = []
+        for factor in (1.000001, 0.99):
+            links = [replace(replica, gbit_s=factor * plan.peak_gbit_s) for replica in plan.task.replicas]
+            found.append(replace(plan.model, replicas=links).compute_utilization([1])[0])
+        assert found[0] == pytest.approx(1, abs=1e-9) and found[1] < 1 - 1e-4
+        mean = 8e3 * plan.terabytes / (plan.task.num_steps * 2.3)
+        assert plan.peak_gbit_s >= 0.99 * mean
+
+
+def test_a_run_that_is_too_short_to_sync_is_not_planned():
+    plans = feasible(replace(task(1.0), num_steps=150))
+    assert plans and all(2 * plan.model.settings.sync_every <= 150 for plan in plans)
+    assert all(plan.terabytes > 0 for plan in plans)
 
 
 def test_device_memory_is_the_papers_arithmetic():
@@ -60,7 +79,7 @@ def test_device_memory_is_the_papers_arithmetic():
     size = ModelSize(num_params=100e9, num_layers=108, width=1, vocab_size=1)
     replicas = (Replica(step_seconds=4.9, gbit_s=1.0),) * 2
     model = PhysicalModel(settings=MethodSettings(method="streaming"), size=size, replicas=replicas)
-    plan = Plan(task=Task(size=size, replicas=replicas, num_steps=1), model=model)
+    plan = Plan(task=Task(size=size, replicas=replicas, num_steps=100), model=model)
     data_parallel = 3 * 4 * 100e9 / 2**30
     assert int(data_parallel) == 1117
     assert plan.device_memory_gib() == pytest.approx(5 / 3 * data_parallel)
@@ -72,7 +91,8 @@ def test_the_flags_are_those_of_that_run():
     from diloco.training.config import TrainConfig
     from diloco.training.recipes import recipe
 
-    for plan in feasible(task(1.0)):
+    plans = feasible(task(1.0))
+    for plan in (plans[0], plans[-1]):
         config = tyro.cli(TrainConfig, default=recipe("laptop"), args=plan.flags.split())
         settings = plan.model.settings
         assert (config.method, config.num_replicas) == ("streaming", 4)
@@ -82,33 +102,57 @@ def test_the_flags_are_those_of_that_run():
         assert (config.diloco.wire, config.diloco.combine) == (plan.wire, plan.combine)
 
 
-def test_a_target_out_of_reach_is_told_with_what_would_reach_it():
-    wanted = task(0.01, latency=0.0)
+def printed(wanted: Task) -> tuple[str, dict[str, float]]:
+    """What is told of a target out of reach, and its numbers as they are printed."""
     assert feasible(wanted) == []
-    found = remedy(wanted)
-    assert found.best.compute_utilization < 0.95
-    assert found.latency_seconds is None
-    enough = [replace(replica, gbit_s=found.link_gbit_s) for replica in wanted.replicas]
-    assert feasible(replace(wanted, replicas=tuple(enough)))
-    less = [replace(replica, gbit_s=found.link_gbit_s / 1.13) for replica in wanted.replicas]
-    assert not feasible(replace(wanted, replicas=tuple(less)))
-    longer = [replace(r, step_seconds=r.step_seconds * found.step_factor) for r in wanted.replicas]
-    assert feasible(replace(wanted, replicas=tuple(longer)))
+    console = Console(width=10_000, file=io.StringIO())
+    print_remedy(wanted, remedy(wanted), console)
+    sentence = console.file.getvalue()
+    patterns = {
+        "gbit_s": "links of ([^ ]+) G",
+        "latency": "latency of ([^ ]+) s",
+        "factor": "compute ([^ ]+) times",
+    }
+    found = {name: re.search(pattern, sentence) for name, pattern in patterns.items()}
+    target = re.search(r"a target of ([0-9.]+?)[.;]?( |$)", sentence)
+    return sentence, {name: float(m[1]) for name, m in (found | {"target": target}).items() if m is not None}
+
+
+def with_links(wanted: Task, **changes: float) -> Task:
+    return replace(wanted, replicas=tuple(replace(replica, **changes) for replica in wanted.replicas))
+
+
+@pytest.mark.parametrize("gbit_s", [0.003, 0.01, 0.0177])
+def test_a_target_out_of_reach_is_told_with_what_would_reach_it(gbit_s):
+    wanted = task(gbit_s, latency=0.0)
+    sentence, numbers = printed(wanted)
+    assert "No setting reaches a compute utilization of 0.95 here." in sentence and "latency" not in numbers
+    assert feasible(with_links(wanted, gbit_s=numbers["gbit_s"]))
+    assert not feasible(with_links(wanted, gbit_s=numbers["gbit_s"] / 1.13))
+    assert feasible(with_links(wanted, step_seconds=2.3 * numbers["factor"]))
+    assert feasible(replace(wanted, target=numbers["target"]))
 
 
 def test_a_latency_out_of_reach_is_told_as_well():
-    wanted = task(10.0, latency=1e4)
-    assert feasible(wanted) == []
-    found = remedy(wanted)
-    closer = [replace(replica, latency_seconds=found.latency_seconds) for replica in wanted.replicas]
-    assert feasible(replace(wanted, replicas=tuple(closer)))
+    wanted = task(10.0, latency=300.0, num_layers=6)
+    _, numbers = printed(wanted)
+    assert feasible(with_links(wanted, latency_seconds=numbers["latency"]))
+    assert numbers["latency"] < 300 and "gbit_s" not in numbers
+
+
+def test_what_a_slow_replica_costs_is_no_matter_of_links():
+    replicas = (Replica(step_seconds=1, gbit_s=1e3), Replica(step_seconds=3, gbit_s=1e3))
+    sentence, numbers = printed(replace(task(1.0), replicas=replicas))
+    assert "More than 0.667 can't be had of replicas with these step times" in sentence
+    assert set(numbers) == {"target"}
+    assert feasible(replace(task(1.0), replicas=replicas, target=numbers["target"]))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"target": 1.0}, "target must be above 0 and below 1, not 1.0"),
-        ({"num_steps": 0}, "num_steps must be above 0"),
+        ({"num_steps": 19}, "num_steps=19: so short a run is over before"),
         ({"replicas": (Replica(step_seconds=1),) * 2}, "each replica's link needs a bandwidth"),
     ],
 )

@@ -60,7 +60,8 @@ def test_the_archetypes_are_the_papers():
         ({"num_tokens": -1}, "num_tokens must be above 0 and finite, not -1"),
         ({"bits_per_param": 0}, "bits_per_param must be above 0"),
         ({"num_replicas": 101}, "num_replicas=101 must be at least 0, and at most num_chips=100"),
-        ({"overlap_steps": 30}, "overlap_steps=30 must be at least 0 and below sync_every=30"),
+        ({"overlap_steps": 30, "num_replicas": 2}, "overlap_steps=30 must be at least 0 and below sync_every=30"),
+        ({"overlap_steps": 1}, "overlap_steps=1, but num_replicas=0 is Data-Parallel"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

@@ -66,8 +66,6 @@ def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
 def draw_timelines(panels: Mapping[str, Sequence[Interval]]) -> "Figure":
     """A panel each: a lane a replica and a link, a bar for whatever it does, with the layers that it is about."""
     lanes = {title: sorted({bar.lane for bar in bars}, key=_order) for title, bars in panels.items()}
-    from matplotlib.patches import Patch
-
     figure = new_figure(13, 0.6 + 0.55 * sum(len(found) + 1 for found in lanes.values()))
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=[len(found) for found in lanes.values()])
     end = max(bar.end_seconds for bars in panels.values() for bar in bars)
@@ -80,6 +78,8 @@ def draw_timelines(panels: Mapping[str, Sequence[Interval]]) -> "Figure":
         axes.set_xlim(0, end)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1, 0].set_xlabel("time, seconds")
+    from matplotlib.patches import Patch
+
     handles = [Patch(facecolor=color, label=_NAMES[kind]) for kind, color in _COLORS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
     return figure

@@ -1,6 +1,7 @@
 """What `diloco plan` shows."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def _values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def print_plans(task: Task, plans: Sequence[Plan], console: Console) -> None:
+def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command: str) -> None:
     """A row a setting, and the command of the first."""
     table = Table(box=None, header_style="bold")
     for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
@@ -66,29 +67,42 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"All reach a compute utilization of {task.target:.0%}; hours and TB are those of {task.num_steps:,.0f} "
-        "steps. Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
-        "risks the least of the model's quality:",
+        f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
+        "Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first risks the "
+        "least of the model's quality:",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"    diloco train RECIPE {plans[0].flags}", highlight=False, soft_wrap=True)
+    console.print(f"    {command} {plans[0].flags}", highlight=False, soft_wrap=True)
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     """What comes closest, and what would be enough."""
     best, settings = remedy.best, remedy.best.model.settings
-    ways = []
-    if remedy.link_gbit_s is not None:
-        ways.append(f"links of {remedy.link_gbit_s:.3g} Gbit/s")
-    if remedy.latency_seconds:
-        ways.append(f"a latency of {remedy.latency_seconds:.3g} s")
+    ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
-        ways.append(f"steps that compute {remedy.step_factor:.2g} times as long, as with larger batches")
+        ways.insert(0, f"steps that compute {_rounded(remedy.step_factor)} times as long, as with larger batches")
+    if remedy.latency_seconds:
+        ways.insert(0, f"a latency of {_rounded(remedy.latency_seconds, up=False)} s")
+    if remedy.link_gbit_s is not None:
+        ways.insert(0, f"links of {_rounded(remedy.link_gbit_s)} Gbit/s")
     sentence = (
-        f"No setting reaches a compute utilization of {task.target:.0%} here. The closest is "
-        f"{best.compute_utilization:.1%}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
+        f"No setting reaches a compute utilization of {task.target:g} here. The closest is "
+        f"{best.compute_utilization:.3g}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
         f"{settings.layers_per_fragment} layers a fragment, {best.wire}, {best.combine}. "
-        f"Any of these would do: {'; '.join([*ways, f'a target of {best.compute_utilization:.3g}'])}."
+        + ("This would do: " if len(ways) == 1 else "Any of these would do: ")
+        + "; ".join(ways)
+        + "."
     )
+    if task.most_utilization < 1:
+        sentence += (
+            f" More than {task.most_utilization:.3g} can't be had of replicas with these step times: the faster "
+            "ones wait for the slowest."
+        )
     console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _rounded(value: float, *, up: bool = True) -> str:
+    """Three digits, on the side where it is still enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"

@@ -1,10 +1,22 @@
 """The bandwidths that are looked at, and the least that is enough."""
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 GBIT_S = np.logspace(-1, 3, 50)
 """The grid of arXiv 2501.18512: 0.1 to 1000 Gbit/s."""
+
+
+def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
+    """Bandwidths as a vector, (B,).
+
+    Raises:
+        ValueError: if one is not above 0 and finite.
+    """
+    gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
+    if gbit_s_B.ndim != 1 or not gbit_s_B.size or not (np.isfinite(gbit_s_B) & (gbit_s_B > 0)).all():
+        raise ValueError(f"gbit_s must be above 0 and finite, not {gbit_s}")
+    return gbit_s_B
 
 
 def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> float | None:

@@ -37,8 +37,9 @@ class MethodSettings:
                 f"overlap_steps={self.overlap_steps}, but {self.method} does not overlap: leave it out, "
                 "or take streaming_overlapped"
             )
-        if self.layers_per_fragment < 1:
-            raise ValueError(f"layers_per_fragment must be at least 1, not {self.layers_per_fragment}")
+        for name in ("sync_every", "layers_per_fragment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.fragments not in ("strided", "sequential"):
             raise ValueError(f"fragments must be strided or sequential, not {self.fragments!r}")
         self.schedule(1)  # which checks the rest
@@ -60,12 +61,12 @@ class MethodSettings:
 
     def layers(self, num_layers: int) -> tuple[range, ...]:
         """The layers, from 0, of each fragment (arXiv 2501.18512, 3.1), or all in one."""
-        if not self.streams:
-            return (range(num_layers),)
-        if self.layers_per_fragment > num_layers:
+        if self.streams and self.layers_per_fragment > num_layers:
             raise ValueError(
                 f"layers_per_fragment={self.layers_per_fragment}, but the model has num_layers={num_layers}"
             )
+        if not self.streams:
+            return (range(num_layers),)
         size, num_fragments = self.layers_per_fragment, -(-num_layers // self.layers_per_fragment)
         if self.fragments == "strided":
             return tuple(range(first, num_layers, num_fragments) for first in range(num_fragments))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.schedule import Schedule
+from diloco.simulator.bandwidth import checked_gbit_s
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.steady import Times, growth_rate
 
@@ -81,7 +82,7 @@ class PaperModel:
             gbit_s: bandwidths of the network, (B,).
             num_steps: of a run that ends with its last reduction; None is the steady state.
         """
-        run = PaperRun(self, np.asarray(gbit_s, dtype=np.float64))
+        run = PaperRun(self, gbit_s)
         if num_steps is None:
             return self.schedule.sync_every * self.step_seconds / run.period_seconds()
         if num_steps < 1:
@@ -94,7 +95,8 @@ class PaperModel:
 class PaperRun:
     """The state of a run between two steps, for all bandwidths."""
 
-    def __init__(self, model: PaperModel, gbit_s_B: NDArray[np.float64]) -> None:
+    def __init__(self, model: PaperModel, gbit_s: ArrayLike) -> None:
+        gbit_s_B = checked_gbit_s(gbit_s)
         quantized = 4 if model.settings.wire == "e3m0" else 1
         bits = BITS_PER_PARAM * model.num_params / model.num_layers / quantized
         self.reduction_B = bits / (gbit_s_B * 1e9)
@@ -125,7 +127,7 @@ class PaperRun:
             self.awaited = {step - period: layers for step, layers in self.awaited.items()}
             return self._times()
 
-        return growth_rate(go_on, self._times())
+        return growth_rate(go_on, self._times(), longest_cycle=overlap + 1)
 
     def _times(self) -> Times:
         return np.stack(

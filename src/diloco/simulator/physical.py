@@ -7,8 +7,9 @@ the mean of both latencies. Training goes on at E_j(s) = max(C_j(s), arrivals at
 after s).
 
 gather: a payload of the fragment on each lane, at C_m(s). reduce_scatter: a share of it, n/M elements, on each
-lane; when replica j has all of its share, the average of the share on each lane. Data-Parallel: a ring all-reduce
-of each layer's gradients, one after the other, each when it is ready on all replicas; a step ends with the last.
+lane; when replica j has all of its share, the average of the share on each lane. Neither phase of a fragment waits
+for the other phase of another, but both together for what the lane can carry. Data-Parallel: a ring all-reduce of
+each layer's gradients, one after the other, each when it is ready on all replicas; a step ends with the last.
 
 Links are full duplex. Encoding, decoding and the outer step take no time here.
 
@@ -23,11 +24,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.schedule import Schedule
+from diloco.simulator.bandwidth import checked_gbit_s
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.replicas import Replica, Stragglers
 from diloco.simulator.steady import Times, growth_rate
 from diloco.simulator.volume import bits_per_param
+
+_MOST_REPLICAS = 256  # the lanes between more would fill the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,8 @@ class PhysicalModel:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
-        if not self.replicas:
-            raise ValueError("num_replicas must be at least 1, not 0")
+        if not 1 <= len(self.replicas) <= _MOST_REPLICAS:
+            raise ValueError(f"num_replicas must be from 1 to {_MOST_REPLICAS}, not {len(self.replicas)}")
         overlaps = self.settings.overlap_steps
         if isinstance(overlaps, tuple) and len(overlaps) != len(self.replicas):
             raise ValueError(
@@ -75,7 +79,7 @@ class PhysicalModel:
                 )
             if self.wire not in (None, "fp32", "bf16", "fp16"):
                 raise ValueError(f"wire={self.wire}, but data_parallel adds gradients up: take fp32, bf16 or fp16")
-        _ = self.lane_bits, self.schedule
+        _ = self.lane_bits, self.schedule, self.settings.layers(self.size.num_layers)
 
     @cached_property
     def fragment_params(self) -> tuple[float, ...]:
@@ -158,7 +162,7 @@ class Run:
     """The state of a run between two steps, for all bandwidths; M = 1 waits for nothing."""
 
     def __init__(self, model: PhysicalModel, gbit_s: ArrayLike) -> None:
-        gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
+        gbit_s_B = checked_gbit_s(gbit_s)
         num_replicas = len(model.replicas)
         bandwidth_BxM = np.stack(
             [gbit_s_B if r.gbit_s is None else np.full_like(gbit_s_B, r.gbit_s) for r in model.replicas], axis=1
@@ -178,7 +182,9 @@ class Run:
         """C of the last step."""
         self.ready_BxM = np.zeros_like(bandwidth_BxM)
         """E of the last step."""
-        self.lane_free_BxMxM = np.zeros_like(lane_BxMxM)
+        num_phases = len(model.lane_bits)
+        self.free_QxBxMxM = np.zeros((num_phases + (num_phases > 1), *lane_BxMxM.shape))
+        """When each lane has sent all of a phase; after the phases, if there are several, all of them together."""
         self.arrived: dict[int, Times] = {}
         """By the step that sent it: when each replica has everything, (B, M); of what not all have merged."""
 
@@ -210,7 +216,7 @@ class Run:
             self.arrived = {step - period: arrival for step, arrival in self.arrived.items()}
             return self._times()
 
-        return growth_rate(go_on, self._times())
+        return growth_rate(go_on, self._times(), longest_cycle=2 * (schedule.max_overlap + 1))
 
     def _take(self, step: int, compute_M: NDArray[np.float64]) -> None:
         """All steps up to this one, of which it alone has a sync."""
@@ -227,16 +233,19 @@ class Run:
 
     def send(self, fragment: int) -> Times:
         """Put a fragment on all lanes; when each replica has everything, (B, M)."""
+        num_bits = [bits * self.model.fragment_params[fragment] for bits in self.model.lane_bits]
         arrived_BxM = self.computed_BxM
-        for bits in self.model.lane_bits:
-            arrived_BxM = self.transmit(fragment, bits * self.model.fragment_params[fragment], arrived_BxM)
-        return arrived_BxM
+        for phase, bits in enumerate(num_bits):
+            arrived_BxM = self.transmit(fragment, phase, bits, arrived_BxM)
+        if len(num_bits) == 1:
+            return arrived_BxM
+        return np.maximum(arrived_BxM, self.transmit(fragment, -1, sum(num_bits), self.computed_BxM))
 
-    def transmit(self, fragment: int, bits: float, ready_BxM: Times) -> Times:
+    def transmit(self, fragment: int, queue: int, bits: float, ready_BxM: Times) -> Times:
         """Put so many bits on each lane when its sender is ready; when each replica has them all, (B, M)."""
-        start_BxMxM = np.maximum(self.lane_free_BxMxM, ready_BxM[:, :, None])
-        self.lane_free_BxMxM = start_BxMxM + bits * self._seconds_per_bit_BxMxM
-        return (self.lane_free_BxMxM + self._delay_MxM).max(1)
+        start_BxMxM = np.maximum(self.free_QxBxMxM[queue], ready_BxM[:, :, None])
+        self.free_QxBxMxM[queue] = start_BxMxM + bits * self._seconds_per_bit_BxMxM
+        return (self.free_QxBxMxM[queue] + self._delay_MxM).max(1)
 
     def _steps_with_syncs(self, start: int, end: int) -> list[int]:
         schedule = self.model.schedule
@@ -248,15 +257,15 @@ class Run:
 
     def _times(self) -> Times:
         num_bandwidths = len(self.ready_BxM)
-        parts = (self.ready_BxM, self.lane_free_BxMxM, *self.arrived.values())
+        parts = (self.ready_BxM, *self.free_QxBxMxM, *self.arrived.values())
         return np.concatenate([part.reshape(num_bandwidths, -1) for part in parts], axis=1).T
 
     def _set(self, x_SxB: Times) -> None:
-        x_BxS, num_replicas = x_SxB.T, self.ready_BxM.shape[1]
-        ends = np.cumsum([num_replicas, num_replicas**2, *(num_replicas for _ in self.arrived)])
-        ready, lanes, *arrived = np.split(x_BxS, ends[:-1], axis=1)
-        self.ready_BxM, self.lane_free_BxMxM = ready, lanes.reshape(self.lane_free_BxMxM.shape)
-        self.arrived = dict(zip(self.arrived, arrived, strict=True))
+        shape, num_replicas = self.free_QxBxMxM.shape, self.ready_BxM.shape[1]
+        sizes = [num_replicas, *[num_replicas**2] * shape[0], *[num_replicas] * len(self.arrived)]
+        ready_BxM, *parts = np.split(x_SxB.T, np.cumsum(sizes)[:-1], axis=1)
+        self.ready_BxM, self.free_QxBxMxM = ready_BxM, np.stack(parts[: shape[0]]).reshape(shape)
+        self.arrived = dict(zip(self.arrived, parts[shape[0] :], strict=True))
 
 
 class _DataParallel:
@@ -269,7 +278,7 @@ class _DataParallel:
     """
 
     def __init__(self, model: PhysicalModel, gbit_s: ArrayLike) -> None:
-        gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
+        gbit_s_B = checked_gbit_s(gbit_s)
         own = [replica.gbit_s for replica in model.replicas]
         slowest_B = np.minimum(
             np.inf if None not in own else gbit_s_B, min((g for g in own if g is not None), default=np.inf)

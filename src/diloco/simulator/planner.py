@@ -1,8 +1,8 @@
 """What run does my link allow, and what link does my run need: a search over H, τ, fragment size and codec."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -33,7 +33,7 @@ class Task:
     """The model."""
     replicas: tuple[Replica, ...]
     """Their step times and links; every link has a bandwidth."""
-    num_steps: float
+    num_steps: int
     """T, of the whole run."""
     target: float = 0.95
     """Compute utilization to be reached."""
@@ -42,10 +42,19 @@ class Task:
         """Refuse what can't be."""
         if not 0 < self.target < 1:
             raise ValueError(f"target must be above 0 and below 1, not {self.target}")
-        if not 0 < self.num_steps < np.inf:
-            raise ValueError(f"num_steps must be above 0 and finite, not {self.num_steps}")
+        if self.num_steps < 2 * SYNC_EVERY[0]:
+            raise ValueError(
+                f"num_steps={self.num_steps}: so short a run is over before replicas that sync every "
+                f"{SYNC_EVERY[0]} steps have done so twice"
+            )
         if any(replica.gbit_s is None for replica in self.replicas):
             raise ValueError("link_gbit_s: each replica's link needs a bandwidth")
+
+    @property
+    def most_utilization(self) -> float:
+        """What the slowest replica leaves the others, whatever the links."""
+        times = [replica.step_seconds for replica in self.replicas]
+        return float(np.mean(times) / max(times))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +100,36 @@ class Plan:
     @property
     def terabytes(self) -> float:
         """That each replica sends in the whole run."""
-        return self.task.num_steps / self.model.settings.sync_every * self.model.bytes_sent_per_sync / 1e12
+        period = self.model.schedule.sync_every
+        num_params = sum(
+            size * max(0, 1 + (self.task.num_steps - self.model.schedule.send_step(fragment)) // period)
+            for fragment, size in enumerate(self.model.fragment_params)
+        )
+        return self._bytes_per_param * num_params / 1e12
 
     @property
     def peak_gbit_s(self) -> float:
-        """What the largest fragment needs, to be exchanged in the τ steps that it has; in one step, if τ is 0."""
-        settings = self.model.settings
-        assert isinstance(settings.overlap_steps, int)
-        share = max(self.model.fragment_params) / self.task.size.num_params
+        """The least bandwidth at which training never waits, latency apart.
+
+        Whatever is due from step s on must have arrived τ steps after step t (one step, if τ is 0), with all that
+        was sent up to then in the order of the schedule: the worst stretch from s to t decides.
+        """
+        schedule, sizes = self.model.schedule, self.model.fragment_params
+        steps = np.array([schedule.send_step(fragment) for fragment in range(len(sizes))] * 2)
+        steps[len(sizes) :] += schedule.sync_every
+        steps, params = steps[order := np.argsort(steps, kind="stable")], np.array(sizes * 2)[order]
+        sent = params.cumsum()
+        stretches = [
+            (sent[i:] - sent[i] + params[i]) / (steps[i:] - steps[i] + max(1, schedule.max_overlap))
+            for i in range(len(sizes))
+        ]
+        on_average = self.task.size.num_params / schedule.sync_every
         shortest = min(replica.step_seconds for replica in self.task.replicas)
-        return 8e-9 * self.model.bytes_sent_per_sync * share / (max(1, settings.overlap_steps) * shortest)
+        return float(8e-9 * self._bytes_per_param * max(on_average, *map(np.max, stretches)) / shortest)
+
+    @property
+    def _bytes_per_param(self) -> float:
+        return self.model.bytes_sent_per_sync / self.task.size.num_params
 
     @property
     def flags(self) -> str:
@@ -133,7 +162,7 @@ class Remedy:
     best: Plan
     """The setting that comes closest."""
     link_gbit_s: float | None
-    """The least bandwidth, of every link, with which some setting reaches it; None: bandwidth alone can't."""
+    """A bandwidth, of every link, with which the largest H reaches it; None: bandwidth alone can't."""
     latency_seconds: float | None
     """The most latency with which the best setting reaches it; None: it doesn't without any."""
     step_factor: float | None
@@ -146,7 +175,7 @@ def feasible(task: Task) -> list[Plan]:
     Left out is what another one beats, with less risk in one respect and no more in any; of several fragment sizes
     with the same risk, the one that is preferred stays.
     """
-    plans = list(_plans(task))
+    plans = _plans(task)
     hopeful = {plan.cut for plan in _boldest(plans) if plan.compute_utilization >= task.target}
     found: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: plan.risk):
@@ -156,31 +185,34 @@ def feasible(task: Task) -> list[Plan]:
     return found
 
 
-def _boldest(plans: list[Plan]) -> list[Plan]:
+def _boldest(plans: Sequence[Plan]) -> list[Plan]:
     """Of the plans that cut a run alike, the one with the largest τ and the coarsest codec: none is faster."""
     return list({plan.cut: plan for plan in sorted(plans, key=lambda plan: plan.risk)}.values())
 
 
 def remedy(task: Task) -> Remedy:
     """What would make a target feasible that isn't."""
-    plans = _boldest(list(_plans(task)))
-    best = max(plans, key=lambda plan: plan.compute_utilization)
-    enough = [gbit_s for plan in plans if (gbit_s := _least_bandwidth(plan)) is not None]
+    plans = _boldest(_plans(task))
+    best = max(plans, key=lambda plan: (round(plan.compute_utilization, 6), [-risk for risk in plan.risk]))
+    longest = max(plan.risk[0] for plan in plans)
+    enough = [_least_bandwidth(plan) for plan in plans if plan.risk[0] == longest]
     return Remedy(
         best=best,
-        link_gbit_s=min(enough, default=None),
+        link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
         latency_seconds=_most_latency(best),
         step_factor=next((factor for factor in _FACTORS if _reaches(best, step_factor=factor)), None),
     )
 
 
-def _plans(task: Task) -> Iterator[Plan]:
-    """All settings that are looked at."""
+@lru_cache(maxsize=4)
+def _plans(task: Task) -> tuple[Plan, ...]:
+    """All settings that are looked at; each is simulated once."""
     num_layers, num_replicas = task.size.num_layers, len(task.replicas)
     sizes = dict.fromkeys([size for size in LAYERS_PER_FRAGMENT if size < num_layers] + [num_layers])
     ways = ("gather",) if num_replicas <= 2 else ("gather", "reduce_scatter")
+    plans: list[Plan] = []
     for sync_every, overlap, wire, combine, size in product(SYNC_EVERY, OVERLAP_STEPS, WIRES, ways, sizes):
-        if overlap < sync_every:
+        if overlap < sync_every and 2 * sync_every <= task.num_steps:  # or some replicas never meet
             settings = MethodSettings(
                 method="streaming_overlapped",
                 sync_every=sync_every,
@@ -190,7 +222,8 @@ def _plans(task: Task) -> Iterator[Plan]:
             model = PhysicalModel(
                 settings=settings, size=task.size, replicas=task.replicas, wire=wire, combine=combine
             )
-            yield Plan(task=task, model=model)
+            plans.append(Plan(task=task, model=model))
+    return tuple(plans)
 
 
 def _least_bandwidth(plan: Plan) -> float | None:

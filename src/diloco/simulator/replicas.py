@@ -42,9 +42,9 @@ class Stragglers:
         """Refuse what is no distribution."""
         if not 0 <= self.stall_probability <= 1:
             raise ValueError(f"stall_probability must lie between 0 and 1, not {self.stall_probability}")
-        for name in ("variation", "stall_seconds"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, not {getattr(self, name)}")
+        for name, most in (("variation", 100.0), ("stall_seconds", 1e9)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}")
 
     def draw(self, step_seconds: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
         """Compute times around those on average."""

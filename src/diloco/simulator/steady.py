@@ -16,18 +16,26 @@ from numpy.typing import NDArray
 Times = NDArray[np.float64]
 
 
-def growth_rate(period: Callable[[Times], Times], start_SxB: Times) -> Times:
-    """λ for each bandwidth: to a part in 10¹¹ where the times settle, as they do within a few periods.
+def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_cycle: int) -> Times:
+    """λ for each bandwidth, to a part in 10¹¹.
 
-    They have settled when all have grown alike over one period, or over a cycle of some. A link that carries a
-    little more than it can falls behind a little more every period, until training has to wait for it: so as not
-    to take each of these periods, x now and then leaps to where many of them would lead.
+    The times have settled when all have grown alike over one period, or over a cycle of some. A link that carries
+    a little more than it can falls behind a little more every period, until training has to wait for it: so as
+    not to take each of these periods, x now and then leaps to where many of them would lead.
+
+    Args:
+        period: T.
+        start_SxB: any x.
+        longest_cycle: how many periods a cycle may have.
+
+    Returns:
+        (B,); where nothing settles, which was not seen yet, the average over the second half of many periods.
     """
     rate_B = np.full(start_SxB.shape[1], np.nan)
     history = [start_SxB]
-    for num_periods in range(1, _MAX_PERIODS + 1):
+    for num_periods in range(1, _LEAPS_AFTER[-1] + 10 * longest_cycle + 200):
         next_SxB = period(history[-1])
-        for cycle, earlier_SxB in enumerate(reversed(history[-_LONGEST_CYCLE:]), 1):
+        for cycle, earlier_SxB in enumerate(reversed(history[-longest_cycle:]), 1):
             grown_SxB = next_SxB - earlier_SxB
             settled_B = np.isnan(rate_B) & (np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0))
             rate_B[settled_B] = grown_SxB[0, settled_B] / cycle
@@ -37,13 +45,12 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times) -> Times:
             history = [_leap(next_SxB, next_SxB - history[-1])]
         else:
             history.append(next_SxB)
-    average_B = (history[-1] - history[0])[0] / (len(history) - 1)
+    half = len(history) // 2
+    average_B = (history[-1] - history[half])[0] / (len(history) - 1 - half)
     return np.where(np.isnan(rate_B), average_B, rate_B)
 
 
-_LONGEST_CYCLE = 12
 _LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
-_MAX_PERIODS = 200
 
 
 def _leap(x_SxB: Times, grown_SxB: Times) -> Times:

@@ -26,7 +26,8 @@ class Interval(NamedTuple):
 
 def paper_timeline(model: PaperModel, *, gbit_s: float, num_steps: int) -> list[Interval]:
     """The first steps in the paper's simulator: one replica and the network."""
-    run = PaperRun(model, np.array([gbit_s]))
+    _check(num_steps)
+    run = PaperRun(model, gbit_s)
     node = model.step_seconds / (3 * model.num_layers - 1)
     intervals: list[Interval] = []
     for step in range(1, num_steps + 1):
@@ -49,7 +50,8 @@ def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) ->
     """The first steps in the physical model: M replicas, each with its link."""
     if model.settings.method == "data_parallel":
         raise ValueError("data_parallel has a timeline in the paper's simulator alone: --preset paper")
-    run = _TracedRun(model, [gbit_s])
+    _check(num_steps)
+    run = _TracedRun(model, gbit_s)
     compute_M = np.array([replica.step_seconds for replica in model.replicas])
     num_layers = model.size.num_layers
     intervals: list[Interval] = []
@@ -65,6 +67,14 @@ def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) ->
     return intervals + run.intervals
 
 
+def _check(num_steps: int) -> None:
+    if not 1 <= num_steps <= _MOST_STEPS:
+        raise ValueError(f"num_steps must be from 1 to {_MOST_STEPS} in a timeline, not {num_steps}")
+
+
+_MOST_STEPS = 1000
+
+
 def _backward(lane: str, num_layers: int, now: float, node: float) -> Iterator[Interval]:
     for layer in reversed(range(num_layers)):
         for kind in ("backward_activations", "backward_parameters") if layer else ("backward_parameters",):
@@ -75,16 +85,18 @@ def _backward(lane: str, num_layers: int, now: float, node: float) -> Iterator[I
 class _TracedRun(Run):
     """One that remembers when each replica's link was busy, for the first bandwidth."""
 
-    def __init__(self, model: PhysicalModel, gbit_s: list[float]) -> None:
+    def __init__(self, model: PhysicalModel, gbit_s: float) -> None:
         super().__init__(model, gbit_s)
         self.intervals: list[Interval] = []
 
-    def transmit(self, fragment: int, bits: float, ready_BxM: Times) -> Times:
-        start_MxM = np.maximum(self.lane_free_BxMxM[0], ready_BxM[0][:, None])
-        arrived_BxM = super().transmit(fragment, bits, ready_BxM)
+    def transmit(self, fragment: int, queue: int, bits: float, ready_BxM: Times) -> Times:
+        start_MxM = np.maximum(self.free_QxBxMxM[queue, 0], ready_BxM[0][:, None])
+        arrived_BxM = super().transmit(fragment, queue, bits, ready_BxM)
+        if queue < 0:
+            return arrived_BxM
         fragments = self.model.settings.layers(self.model.size.num_layers)
         layers = tuple(fragments[fragment]) if fragment < len(fragments) else (self.model.size.num_layers,)
-        for replica, (starts_M, ends_M) in enumerate(zip(start_MxM, self.lane_free_BxMxM[0], strict=True)):
+        for replica, (starts_M, ends_M) in enumerate(zip(start_MxM, self.free_QxBxMxM[queue, 0], strict=True)):
             others = np.arange(len(starts_M)) != replica
             if others.any():
                 start, end = float(starts_M[others].min()), float(ends_M[others].max())

@@ -1,7 +1,5 @@
 """How many bits a parameter takes on the wire, told without loading the codecs; headers apart."""
 
-import math
-
 _UNSCALED = {"fp32": 32, "bf16": 16, "fp16": 16}
 # Bits of a code, bits of a scale, elements a block.
 _BLOCKS = {
@@ -39,14 +37,17 @@ def bits_per_param(wire: str) -> float:
 def _bits(name: str, options: dict[str, str]) -> float:
     if name in _BLOCKS:
         code, scale, block = _BLOCKS[name]
-        options.pop("stochastic", None)
-        bits = code + scale / int(options.pop("block", block))
+        block = int(options.pop("block", block))
+        known = 2 <= block <= 1 << 16 and block * code % 8 == 0
+        known &= options.pop("stochastic", "false") in ("true", "false")
+        bits = code + scale / block
     elif name in _SPARSE:
         density, values = float(options.pop("density", "0.05")), options.pop("values", "fp32")
+        known = 0 < density <= 1 and values not in _SPARSE
         bits = density * _bits(values, {}) + (_place_bits(density) if name == "topk" else 0)
     else:
-        bits = float(_UNSCALED[name])
-    if options or not 0 < bits < math.inf:
+        known, bits = True, float(_UNSCALED[name])
+    if options or not known:
         raise ValueError
     return bits
 

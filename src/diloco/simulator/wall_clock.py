@@ -80,6 +80,10 @@ class IdealizedRun:
             raise ValueError(
                 f"num_replicas={self.num_replicas} must be at least 0, and at most num_chips={self.num_chips}"
             )
+        if self.overlap_steps and not self.num_replicas:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps}, but num_replicas=0 is Data-Parallel, which overlaps nothing"
+            )
         if self.sync_every < 1 or not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(
                 f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}"
