@@ -1,1 +1,1 @@
-"""A network laboratory on one machine: replicas in namespaces of their own, joined by links as slow as they shall be."""
+"""A network laboratory on one machine: replicas in namespaces of their own, joined by slow links."""

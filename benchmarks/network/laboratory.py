@@ -86,7 +86,7 @@ class Laboratory:
         return f"10.77.0.{replica + 1}"
 
     def set_links(self, *, gbit_s: float, latency_seconds: float = 0.0, loss: float = 0.0) -> None:
-        """Give all links a bandwidth, each way; with an emulator also a latency, one way, and a share that is lost.
+        """Give all links a bandwidth, each way; with an emulator also a one-way latency and a loss.
 
         Raises:
             ValueError: for latency or loss without an emulator.
