@@ -11,6 +11,7 @@ interfaces (usage: RATE_MBIT DELAY_MS LOSS MTU QUEUE_KB NAMESPACE…), both can 
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 MTU = 1500
 _QUEUE_SECONDS = 0.05
@@ -42,8 +44,8 @@ class Laboratory:
         self._emulator = emulator
         self._binary: Path | None = None
         self._name = f"diloco-{os.getpid()}"
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._link: subprocess.Popen[bytes] | None = None
+        self._running: list[subprocess.Popen[Any]] = []
+        self._link: subprocess.Popen[Any] | None = None
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Laboratory":
@@ -115,10 +117,11 @@ class Laboratory:
         command: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        **options: object,
-    ) -> subprocess.Popen[bytes]:
-        """Run a command in a replica's namespace."""
-        whole = ["ip", "netns", "exec", self.namespace(replica), *command]
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """Run a command in a replica's namespace, where the host's name is the replica's address."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.address(replica)]
+        whole = ["ip", "netns", "exec", self.namespace(replica), *named, *command]
         process = subprocess.Popen(
             whole, env=os.environ | dict(environment or {}), start_new_session=True, **options
         )
@@ -126,9 +129,15 @@ class Laboratory:
         return process
 
     def bytes_sent(self, replica: int) -> int:
-        """On the replica's interface since it exists, headers included, told by the kernel."""
-        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
-        return int(_run(["ip", "netns", "exec", self.namespace(replica), "cat", path]))
+        """Over the replica's interface since the links were set, told by the kernel, headers included.
+
+        A veth pair takes packets of up to 64 kB, to be cut to its MTU, and its interface counts the headers of
+        each once: tbf counts them as often as a wire would carry them.
+        """
+        inside = ["ip", "netns", "exec", self.namespace(replica)]
+        if self._binary is not None:
+            return int(_run([*inside, "cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"]))
+        return json.loads(_run([*inside, "tc", "-s", "-j", "qdisc", "show", "dev", self.interface]))[0]["bytes"]
 
     def stop(self) -> None:
         """End every process that was started."""
@@ -156,8 +165,6 @@ class Laboratory:
             near, far = ["name", port, "netns", self._hub], ["name", self.interface, "netns", space]
             _ip("link", "add", *near, "mtu", str(MTU), "type", "veth", "peer", *far, "mtu", str(MTU))
             _ip("-n", self._hub, "link", "set", "dev", port, "master", "bridge0", "up")
-            # Packets as they would be on a wire, each with its headers, and none larger than the MTU.
-            _ip("-n", space, "link", "set", "dev", self.interface, "gso_max_segs", "1")
             _ip("-n", space, "link", "set", "dev", self.interface, "up")
             _ip("-n", space, "addr", "add", f"{self.address(replica)}/24", "dev", self.interface)
 

@@ -70,7 +70,7 @@ def _train(arguments: list[str]) -> None:
         if config.data.prepared is not None:
             print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
         print(f"run   {config.directory}", flush=True)
-        launch(_in_replica, config.num_replicas, _replica, config, command.resume is not None)
+        launch(_in_replica, config.num_replicas, config.num_shards, _replica, config, command.resume is not None)
 
 
 def _in_replica(part: Callable[..., None], *arguments: Any) -> None:
@@ -156,7 +156,8 @@ def _plan_measured(arguments: list[str]) -> None:
     if under_a_launcher():
         _measure_and_plan(config, asked.target, train, asked.json)
     else:
-        launch(_in_replica, config.num_replicas, _measure_and_plan, config, asked.target, train, asked.json)
+        measuring = (_measure_and_plan, config, asked.target, train, asked.json)
+        launch(_in_replica, config.num_replicas, config.num_shards, *measuring)
 
 
 def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:

@@ -19,12 +19,14 @@ from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
+from diloco.sharded import joined, local, shard_group, sharded_like, sum_over_shards
 from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
 
 
 @dataclass
 class _InFlight:
     sync: Sync
+    combine: Combine
     payloads: tuple[Tensor, ...]
     pending: Pending
     received: bool = False
@@ -36,6 +38,9 @@ class StreamingDiLoCo:
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
     last. The model is changed in nothing but the values of its parameters. Θ and the outer momentum are FP32
     beside parameters of any dtype.
+
+    A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, on a mesh of the
+    replica's own), and give each process an exchange with those that hold the same shard in the other replicas.
 
         Δ_{m,p} = Θ_p − θ_{m,p};   Δ_p = (1/M) Σ_m decode(encode(Δ_{m,p}))
         Θ_p ← OuterOpt(Θ_p, Δ_p);  θ_{m,p} ← α θ_{m,p} + (1 − α) Θ_p
@@ -113,7 +118,8 @@ class StreamingDiLoCo:
         self._combine: Combine = combine_by(combine, self.wire)
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
-        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        self._shard_group = shard_group(named)
+        sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._state = OuterState(
             (self._flat(fragment) for fragment in range(len(self.fragments))),
@@ -121,6 +127,7 @@ class StreamingDiLoCo:
             offload=offload,
         )
         longest = max(map(self._state.num_elements, range(len(self.fragments))))
+        self._fragment_bytes = self._count_bytes()
         self._scratch = empty(longest, torch.float32, next(model.parameters()).device)
         self._in_flight: list[_InFlight] = []
         self._sound = True
@@ -128,9 +135,9 @@ class StreamingDiLoCo:
         self.num_steps = 0
         """Inner steps taken."""
         self.bytes_sent = 0
-        """Payload bytes, each destination counted."""
+        """Payload bytes of all shards, each destination counted."""
         self.bytes_received = 0
-        """Payload bytes from the other replicas that were merged."""
+        """Payload bytes of all shards from the other replicas that were merged."""
         self.blocked_seconds = 0.0
         """How long training has waited for payloads."""
         agree(exchange, self._facts())
@@ -182,16 +189,24 @@ class StreamingDiLoCo:
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped as in the model: what to evaluate, e.g. with `functional_call`.
 
-        They are views, which the next outer step changes; with `offload` of host memory.
+        They are views, which the next outer step changes; with `offload` of host memory. Of a sharded model they
+        are sharded as its parameters are.
         """
         return self._by_name("outer")
 
     def outer_hash(self) -> str:
-        """SHA-256 over Θ in the order of the parameters' names: equal on all replicas after `finish()`."""
+        """SHA-256 over Θ, whole, in the order of the parameters' names: equal on all replicas after `finish()`.
+
+        Every process of a sharded replica must call it.
+        """
         return parameters_hash(self.outer_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of this replica that resumes, payloads in flight included; model and optimizer apart."""
+        """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
+
+        Plain values, and four dicts of FP32 tensors by parameter name, views of the engine's own where they can
+        be: `outer`, `velocity`, `error`, and `sent`, the decoded outer gradients of the fragments in flight.
+        """
         self._check_sound()
         return {
             **self._settings_of_state(),
@@ -203,13 +218,15 @@ class StreamingDiLoCo:
             "outer": self._by_name("outer"),
             "velocity": self._by_name("velocity"),
             "error": self._by_name("error"),
-            "in_flight": [{"sync": tuple(f.sync), "payloads": f.payloads} for f in self._in_flight],
+            "in_flight": [list(flight.sync) for flight in self._in_flight],
+            "sent": self._sent(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
 
         Build the engine on the initial parameters, which all replicas share, and load the model's own after that.
+        What was in flight is sent again in fp32, already rounded: so the state may be cut into other shards.
 
         Raises:
             DisagreementError: if the replicas load different steps.
@@ -228,10 +245,22 @@ class StreamingDiLoCo:
         self.blocked_seconds = state["blocked_seconds"]
         for kind in KINDS:
             for flat_N, parameters in zip(self._state.at_home(kind), self._parameters, strict=False):
-                flat_N.copy_(torch.cat([state[kind][name].reshape(-1) for name in parameters]))
+                flat_N.copy_(joined(state[kind][name] for name in parameters))
         self._in_flight = []
-        for flight in state["in_flight"]:
-            self._start(Sync(*flight["sync"]), flight["payloads"])
+        again = combine_by(self._combine.spec, codec("fp32"))
+        for sync in (Sync(*values) for values in state["in_flight"]):
+            sent_N = joined(state["sent"][name] for name in self._parameters[sync.fragment])
+            payloads = again.encode(sent_N, self._key(sync), self.exchange.num_replicas)
+            self._start(sync, again, payloads)
+
+    def _sent(self) -> dict[str, Tensor]:
+        """What the payloads in flight stand for, by parameter name."""
+        named: dict[str, Tensor] = {}
+        for flight in self._in_flight:
+            p, key = flight.sync.fragment, self._key(flight.sync)
+            sent_N = flight.combine.decode(flight.payloads, self._state.num_elements(p), key)
+            named |= self._named(p, sent_N)
+        return named
 
     def _settings_of_state(self) -> dict[str, Any]:
         """What gives the payloads in flight, and the error, their meaning."""
@@ -256,8 +285,8 @@ class StreamingDiLoCo:
             if error_N is not None:
                 self._state.use("error", sync.fragment).copy_(error_N)
                 self._state.keep("error", sync.fragment)
-            self._start(sync, payloads)
-            self.bytes_sent += self._payload_bytes(sync.fragment)
+            self._start(sync, self._combine, payloads)
+            self.bytes_sent += self._fragment_bytes[sync.fragment]
 
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What is sent of a fragment, and the error that this leaves."""
@@ -272,10 +301,10 @@ class StreamingDiLoCo:
         except NonFiniteError:
             raise self._explain_non_finite(delta_N, sync) from None
 
-    def _start(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
+    def _start(self, sync: Sync, combine: Combine, payloads: tuple[Tensor, ...]) -> None:
         num_elements = self._state.num_elements(sync.fragment)
-        pending = self._combine.start(self.exchange, payloads, num_elements, self._key(sync))
-        self._in_flight.append(_InFlight(sync, payloads, pending))
+        pending = combine.start(self.exchange, payloads, num_elements, self._key(sync))
+        self._in_flight.append(_InFlight(sync, combine, payloads, pending))
 
     def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were."""
@@ -283,12 +312,12 @@ class StreamingDiLoCo:
         assert len(flights) == len(syncs), "what is due was sent"
         received = [self._receive(flight) for flight in flights]
         totals = [
-            self._total(sync, payloads, first=not i)
-            for i, (sync, (payloads, _)) in enumerate(zip(syncs, received, strict=True))
+            self._total(flight, payloads, first=not i)
+            for i, (flight, (payloads, _)) in enumerate(zip(flights, received, strict=True))
         ]
         return tuple(
-            self._outer_step(sync, total_N, *found)
-            for sync, total_N, found in zip(syncs, totals, received, strict=True)
+            self._outer_step(flight, total_N, *found)
+            for flight, total_N, found in zip(flights, totals, received, strict=True)
         )
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
@@ -305,45 +334,47 @@ class StreamingDiLoCo:
         self.blocked_seconds += blocked_seconds
         return payloads, blocked_seconds
 
-    def _total(self, sync: Sync, payloads: dict[int, Tensor], *, first: bool) -> Tensor:
+    def _total(self, flight: _InFlight, payloads: dict[int, Tensor], *, first: bool) -> Tensor:
         """The sum of the outer gradients; of the first that is due, in the memory kept for that."""
-        total_N = self._scratch[: self._state.num_elements(sync.fragment)]
+        total_N = self._scratch[: self._state.num_elements(flight.sync.fragment)]
         if not first:
             total_N = torch.empty_like(total_N)
         try:
-            self._combine.total(payloads, total_N, self._key(sync))
+            flight.combine.total(payloads, total_N, self._key(flight.sync))
         except PayloadError as error:
-            raise self._explain_damage(error, sync) from error
+            raise self._explain_damage(error, flight.sync) from error
         return total_N
 
     def _explain_damage(self, error: PayloadError, sync: Sync) -> PayloadError:
         return PayloadError(f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}: {error}")
 
     def _outer_step(
-        self, sync: Sync, total_N: Tensor, payloads: dict[int, Tensor], blocked_seconds: float
+        self, flight: _InFlight, total_N: Tensor, payloads: dict[int, Tensor], blocked_seconds: float
     ) -> OuterStep:
-        p, num_replicas = sync.fragment, self.exchange.num_replicas
-        self.bytes_received += self._payload_bytes(p)
+        sync, combine = flight.sync, flight.combine
+        p, divisor = sync.fragment, combine.divisor(self.exchange.num_replicas)
+        self.bytes_received += self._fragment_bytes[p]
         outer_N, key = self._state.use("outer", p), self._key(sync)
         take_outer_step(
             outer_N,
             self._state.use("velocity", p),
             total_N,
-            divisor=self._combine.divisor(num_replicas),
+            divisor=divisor,
             outer=self.outer,
-            parameters=[parameter.detach() for parameter in self._parameters[p].values()],
+            parameters=[local(parameter) for parameter in self._parameters[p].values()],
             mixing=self.mixing,
         )
         self._state.keep("outer", p)
         self._state.keep("velocity", p)
-        average = partial(self._average, payloads, p, key)
-        decode = partial(self._combine.each, payloads, outer_N.numel(), key, outer_N.device)
-        return OuterStep(sync, blocked_seconds, average, decode, self._spans[p])
+        decode = partial(combine.each, payloads, outer_N.numel(), key, outer_N.device)
 
-    def _average(self, payloads: dict[int, Tensor], fragment: int, key: Key) -> Tensor:
-        total_N = torch.empty_like(self._scratch[: self._state.num_elements(fragment)])
-        self._combine.total(payloads, total_N, key)
-        return divide(total_N, self._combine.divisor(self.exchange.num_replicas))
+        def average() -> Tensor:
+            total_N = torch.empty_like(outer_N)
+            combine.total(payloads, total_N, key)
+            return divide(total_N, divisor)
+
+        add_up = partial(sum_over_shards, group=self._shard_group)
+        return OuterStep(sync, blocked_seconds, average, decode, self._spans[p], add_up)
 
     def _fetch_ahead(self) -> None:
         """Announce the fragment that is sent or merged next, and what of it will be used."""
@@ -362,38 +393,53 @@ class StreamingDiLoCo:
         self._in_flight = [flight for flight in self._in_flight if flight.sync.step > step]
 
     def _flat(self, fragment: int) -> Tensor:
-        """The replica's own parameters of a fragment, as one FP32 vector."""
-        parameters = [p.detach() for p in self._parameters[fragment].values()]
+        """This process's parameters of a fragment, as one FP32 vector."""
+        parameters = [local(p) for p in self._parameters[fragment].values()]
         flat_N = empty(sum(p.numel() for p in parameters), torch.float32, parameters[0].device)
-        return torch.cat([p.reshape(-1).float() for p in parameters], out=flat_N)
+        return joined(parameters, flat_N)
 
     def _outer_gradient(self, fragment: int) -> Tensor:
         """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector, good until the next one is made."""
-        outer_N, parameters = self._state.use("outer", fragment), self._parameters[fragment].values()
+        outer_N = self._state.use("outer", fragment)
+        parameters = [local(p) for p in self._parameters[fragment].values()]
         delta_N = self._scratch[: outer_N.numel()]
         sizes = [p.numel() for p in parameters]
         for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
-            torch.sub(part_N.view(p.shape), p.detach(), out=out_N.view(p.shape))
+            torch.sub(part_N.view(p.shape), p, out=out_N.view(p.shape))
         return delta_N
 
     def _key(self, sync: Sync) -> Key:
         return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)
 
-    def _payload_bytes(self, fragment: int) -> int:
-        """What a replica sends of a fragment, and receives."""
-        return self._combine.bytes_sent(self._state.num_elements(fragment), self.exchange.num_replicas)
+    def _count_bytes(self) -> list[int]:
+        """What a replica sends of each fragment, and receives, in all its shards."""
+        bytes_of = [
+            self._combine.bytes_sent(self._state.num_elements(p), self.exchange.num_replicas)
+            for p in range(len(self.fragments))
+        ]
+        device = self._state.at_home("outer")[0].device
+        return sum_over_shards(torch.tensor(bytes_of, device=device), self._shard_group).tolist()
 
     def _by_name(self, kind: Kind) -> dict[str, Tensor]:
         """Views of the fragments' flat vectors, by parameter name; none of a kind that is not kept."""
         named: dict[str, Tensor] = {}
-        for parameters, flat_N in zip(self._parameters, self._state.at_home(kind), strict=False):
-            parts = flat_N.split([p.numel() for p in parameters.values()])
-            named |= {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
+        for fragment, flat_N in enumerate(self._state.at_home(kind)):
+            named |= self._named(fragment, flat_N)
         return named
+
+    def _named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
+        """Views of a flat vector of a fragment, by parameter name, sharded as the parameters are."""
+        parameters = self._parameters[fragment]
+        shards = [local(p) for p in parameters.values()]
+        parts = flat_N.split([shard.numel() for shard in shards])
+        return {
+            name: sharded_like(part_N.view(shard.shape), p)
+            for (name, p), shard, part_N in zip(parameters.items(), shards, parts, strict=True)
+        }
 
     def _explain_non_finite(self, delta_N: Tensor, sync: Sync) -> NonFiniteError:
         parameters = self._parameters[sync.fragment]
-        parts = delta_N.split([p.numel() for p in parameters.values()])
+        parts = delta_N.split([local(p).numel() for p in parameters.values()])
         names = [name for name, part_N in zip(parameters, parts, strict=True) if not part_N.isfinite().all()]
         where = f"step {self.num_steps}: the outer gradient of {names[0] if names else 'some parameter'}"
         what = "is not finite" if names else "is finite, but not with what error feedback adds"
@@ -423,9 +469,11 @@ class StreamingDiLoCo:
         for index, parameters in enumerate(self._parameters):
             start = 0
             for name, parameter in parameters.items():
-                facts[f"shape, fragment and place of parameter {name}"] = [list(parameter.shape), index, start]
-                start += parameter.numel()
-        return facts | {"initial parameters (SHA-256)": self.outer_hash()}
+                shape = local(parameter).shape
+                facts[f"shape, fragment and place of parameter {name}"] = [list(shape), index, start]
+                start += shape.numel()
+        shards = {name: local(parameter) for name, parameter in self.outer_parameters().items()}
+        return facts | {"initial parameters (SHA-256)": parameters_hash(shards)}
 
 
 def check_settings(
@@ -467,7 +515,5 @@ def check_settings(
     if not (isinstance(seed, int) and 0 <= seed < 2**64):
         raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {seed}")
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            raise ValueError(f"parameter {name} is sharded: a replica must hold its parameters whole")
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")

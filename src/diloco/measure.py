@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -176,6 +177,7 @@ def measure_machines(config: "TrainConfig") -> Machines:
 
     with join(config) as world:
         gbit_s, latency_seconds = measure_link(world.exchange)
+        gbit_s = world.over_shards(gbit_s, dist.ReduceOp.SUM)
         found = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds])
     return Machines(*map(tuple, zip(*found, strict=True)))
 
@@ -215,7 +217,7 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
     from diloco.training.state import initial_state
 
     state = initial_state(config, world)
-    shape = config.global_batch // config.num_replicas, config.sequence_length + 1
+    shape = config.process_batch, config.sequence_length + 1
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
     taken: list[float] = []
     while len(taken) < 5 or (len(taken) < 50 and sum(taken) < 5):
@@ -257,7 +259,16 @@ def demo_gradient() -> Tensor:
         )
         config = prepare_run(asked, resume=None)
         cpu = torch.device("cpu")
-        world = World(LoopbackExchange(), cpu, is_first_on_machine=True, autocast=use_autocast(config, cpu))
+        alone = LoopbackExchange()
+        world = World(
+            exchange=alone,
+            everyone=alone,
+            mesh=None,
+            own_group=None,
+            device=cpu,
+            is_first_on_machine=True,
+            autocast=use_autocast(config, cpu),
+        )
         assert config.data.prepared is not None, "the config is resolved"
         batches = open_batches(config, world, open_split(config.data.prepared, "train"))
         state = initial_state(config, world)

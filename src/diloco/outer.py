@@ -7,10 +7,11 @@ Shapes: N elements of one fragment.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations_with_replacement
 from typing import TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from diloco.native import native
 from diloco.schedule import Sync
+from diloco.sharded import whole
 
 FlatFP32: TypeAlias = Float32[Tensor, "N"]
 """One fragment, flat; vectors in one call are equally long."""
@@ -136,6 +138,8 @@ class OuterStep:
     """Makes the replicas' decoded outer gradients again."""
     spans: Mapping[str, tuple[int, int]]
     """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+    sum_over_shards: Callable[[Tensor], Tensor]
+    """Adds up what every process of a sharded replica has found in its shard."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -151,20 +155,28 @@ class OuterStep:
         return self.make_deltas()
 
     def norm(self) -> float:
-        """‖Δ_p‖₂."""
-        return self.average.norm().item()
+        """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
+        return self.sum_over_shards(self.average.square().sum()).sqrt().item()
 
     def mean_cosine(self, block: str | None = None) -> float | None:
-        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair."""
-        start, end = self.spans[block] if block is not None else (0, None)
+        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
+
+        Over all shards: every process of a sharded replica must call it.
+        """
+        if len(self.deltas) < 2:
+            return None
+        start, end = self.spans.get(block, (0, 0)) if block is not None else (0, None)
         parts = [delta_N[start:end] for delta_N in self.deltas]
-        cosines = [torch.cosine_similarity(a_N, b_N, dim=0).item() for a_N, b_N in combinations(parts, 2)]
-        return sum(cosines) / len(cosines) if cosines else None
+        pairs = list(combinations_with_replacement(range(len(parts)), 2))
+        products = self.sum_over_shards(torch.stack([parts[a].dot(parts[b]) for a, b in pairs])).tolist()
+        dot = dict(zip(pairs, products, strict=True))
+        cosines = [dot[a, b] / max(math.sqrt(dot[a, a] * dot[b, b]), 1e-30) for a, b in pairs if a != b]
+        return sum(cosines) / len(cosines)
 
 
 def parameters_hash(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the parameters' FP32 bits, in the order of their names."""
+    """SHA-256 of the whole parameters' FP32 bits, in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(parameters):
-        digest.update(parameters[name].detach().float().cpu().contiguous().numpy().data)
+        digest.update(whole(parameters[name]).detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()

@@ -4,111 +4,130 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diloco.training.checkpoints import CheckpointError, Checkpoints
 
-STATE = {
-    "step": 3,
-    "tensors": [torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16)],
-    "flag": None,
-    "pair": (1, 2),
-}
+FACTS = {"step": 3, "flag": None, "pair": [1, 2.5], "name": {"deeper": "Θ"}}
+TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "empty": {}}
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=2)
-    checkpoints.save(3, STATE)
+@pytest.fixture
+def group(monkeypatch):
+    """Of a replica of one process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def checkpoints(tmp_path, group):
+    return Checkpoints(tmp_path, 0, group, keep=2)
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, FACTS, TENSORS)
     checkpoints.wait()
-    loaded = checkpoints.load(3)
-    assert loaded["step"] == 3 and loaded["flag"] is None and loaded["pair"] == (1, 2)
-    for saved, found in zip(STATE["tensors"], loaded["tensors"], strict=True):
-        assert saved.dtype == found.dtype and torch.equal(saved, found)
 
 
-def test_the_state_is_copied_before_save_returns(tmp_path):
-    tensor = torch.zeros(1_000_000)
-    checkpoints = Checkpoints(tmp_path, 0, keep=1)
-    checkpoints.save(1, {"tensor": tensor})
+def test_what_is_loaded_is_what_was_saved(checkpoints):
+    save(checkpoints, 3)
+    assert checkpoints.facts(3) == FACTS
+    found = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS["model"].items()}, "empty": {}}
+    checkpoints.load(3, found)
+    for name, tensor in TENSORS["model"].items():
+        assert tensor.dtype == found["model"][name].dtype and torch.equal(tensor, found["model"][name])
+
+
+def test_the_state_is_copied_before_save_returns(checkpoints):
+    tensor, found = torch.zeros(1_000_000), {"tensor": torch.ones(1_000_000)}
+    checkpoints.save(1, {}, {"tensor": tensor})
     tensor += 1
     checkpoints.wait()
-    assert not checkpoints.load(1)["tensor"].any()
+    checkpoints.load(1, found)
+    assert not found["tensor"].any()
 
 
-def test_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=2)
-    for step in (10, 20, 30):
-        checkpoints.save(step, STATE)
+def test_a_view_is_saved_alone(checkpoints, tmp_path):
+    save_one = {"part": torch.zeros(1_000_000)[:10]}
+    checkpoints.save(1, {}, save_one)
     checkpoints.wait()
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 100_000
+
+
+def test_the_newest_are_kept(checkpoints, tmp_path):
+    save(checkpoints, 10, 20, 30)
     assert checkpoints.steps() == [20, 30]
     assert sorted(path.name for path in (tmp_path / "replica-0").iterdir()) == [
-        "step-00000020.pt",
-        "step-00000020.pt.sha256",
-        "step-00000030.pt",
-        "step-00000030.pt.sha256",
+        "step-00000020",
+        "step-00000020.sha256",
+        "step-00000030",
+        "step-00000030.sha256",
     ]
 
 
-def test_what_lies_beyond_the_step_of_a_resume_is_dropped(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=3)
-    for step in (10, 20, 30):
-        checkpoints.save(step, STATE)
-    checkpoints.wait()
+def test_what_lies_beyond_the_step_of_a_resume_and_what_is_unfinished_are_dropped(checkpoints, tmp_path):
+    save(checkpoints, 10, 20)
+    (tmp_path / "replica-0" / "step-00000030.sha256").write_text("")
+    (tmp_path / "replica-0" / "step-00000030").mkdir()
+    (tmp_path / "replica-0" / "step-00000005").mkdir()
     checkpoints.drop_after(10)
-    assert checkpoints.steps() == [10] and len(list((tmp_path / "replica-0").iterdir())) == 2
+    assert checkpoints.steps() == [10]
+    assert sorted(path.name for path in (tmp_path / "replica-0").iterdir()) == [
+        "step-00000010",
+        "step-00000010.sha256",
+    ]
 
 
-def test_the_checksum_is_that_of_the_file(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=1)
-    checkpoints.save(1, STATE)
-    checkpoints.wait()
-    digest, name = (tmp_path / "replica-0" / "step-00000001.pt.sha256").read_text().split()
-    assert digest == hashlib.sha256((tmp_path / "replica-0" / name).read_bytes()).hexdigest()
+def test_the_checksums_are_those_of_all_files(checkpoints, tmp_path):
+    save(checkpoints, 1)
+    folder = tmp_path / "replica-0"
+    lines = [line.split() for line in (folder / "step-00000001.sha256").read_text().splitlines()]
+    assert {name for _, name in lines} == {
+        f"step-00000001/{path.name}" for path in (folder / "step-00000001").iterdir()
+    }
+    for digest, name in lines:
+        assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b[:100] + b"\xff" + b[101:]])
-def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path, 0, keep=2)
-    checkpoints.save(1, STATE)
-    checkpoints.save(2, STATE)
-    checkpoints.wait()
-    path = tmp_path / "replica-0" / "step-00000002.pt"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"step-00000002.pt is damaged.*to resume from step 1"):
-        checkpoints.load(2)
-    assert checkpoints.load(1)["step"] == 3
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.json"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b[:20] + bytes([b[20] ^ 1]) + b[21:], None])
+def test_a_damaged_checkpoint_is_refused_with_the_way_out(checkpoints, tmp_path, name, damage):
+    save(checkpoints, 1, 2)
+    path = tmp_path / "replica-0" / "step-00000002" / name
+    path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged.*to resume from step 1"):
+        checkpoints.facts(2)
+    assert checkpoints.facts(1)["step"] == 3
 
 
-def test_a_checkpoint_without_checksum_was_never_finished(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=2)
-    checkpoints.save(1, STATE)
-    checkpoints.wait()
-    (tmp_path / "replica-0" / "step-00000001.pt.sha256").unlink()
+def test_a_checkpoint_without_checksums_was_never_finished(checkpoints, tmp_path):
+    save(checkpoints, 1)
+    (tmp_path / "replica-0" / "step-00000001.sha256").unlink()
     assert checkpoints.steps() == []
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    checkpoints = Checkpoints(tmp_path, 0, keep=1)
-    checkpoints.save(1, {"object": print})
-    checkpoints.wait()
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
-        checkpoints.load(1)
-
-
 _FULL_DISK = """
-import resource, sys, torch
+import os, resource, sys, torch
+import torch.distributed as dist
 from pathlib import Path
 from diloco.training.checkpoints import Checkpoints, CheckpointWriteError
 
-checkpoints = Checkpoints(Path(sys.argv[1]), 0, keep=1)
-checkpoints.save(1, {"tensor": torch.zeros(10)})
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpoints = Checkpoints(Path(sys.argv[1]), 0, dist.group.WORLD, keep=1)
+checkpoints.save(1, {}, {"tensor": torch.zeros(10)})
 checkpoints.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-checkpoints.save(2, {"tensor": torch.zeros(1_000_000)})
+checkpoints.save(2, {}, {"tensor": torch.zeros(1_000_000)})
 try:
     checkpoints.wait()
 except CheckpointWriteError as error:
     print(error)
 print(checkpoints.steps(), sorted(path.name for path in Path(sys.argv[1], "replica-0").iterdir()))
+dist.destroy_process_group()
 """
 
 
@@ -119,4 +138,4 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_saved(tmp_path):
     )
     told, left = process.stdout.splitlines()
     assert told.startswith("could not write a checkpoint to") and "make room, then resume" in told
-    assert left == "[1] ['step-00000001.pt', 'step-00000001.pt.sha256']"
+    assert left == "[1] ['step-00000001', 'step-00000001.sha256']"

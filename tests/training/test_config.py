@@ -74,7 +74,7 @@ def test_an_unknown_field_is_an_error():
         ({"num_replicas": 3}, "global_batch=8 must be a multiple of num_replicas=3"),
         ({"num_tokens": 1000}, "num_tokens=1000 is no whole number of steps .*take 512 or 1024"),
         ({"num_tokens": 100}, "take 512 or more"),
-        ({"micro_batch": 3}, "micro_batch=3 must divide a replica's share of the batch, 4"),
+        ({"micro_batch": 3}, "micro_batch=3 must divide a process's share of the batch, 4"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
         ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from diloco.cli import main
 from diloco.models.decoder import Decoder
@@ -220,10 +222,13 @@ def children(pid: int) -> Iterator[int]:
 
 
 def final_state(run: Path, replica: int) -> dict:
-    newest = max((run / "checkpoints" / f"replica-{replica}").glob("*.pt"))
-    state = torch.load(newest, weights_only=True)
-    del state["seconds"], state["sync"]["blocked_seconds"]
-    return state
+    newest = max((run / "checkpoints" / f"replica-{replica}").glob("step-*/"))
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(newest, file.name)
+        tensors = torch.load(file.name, weights_only=True)
+    facts = json.loads((newest / "facts.json").read_text())
+    del facts["seconds"], facts["blocked_seconds"], facts["sync"]["blocked_seconds"]
+    return facts | {"tensors": tensors}
 
 
 def assert_equal(one, other) -> None:
@@ -240,6 +245,28 @@ def assert_equal(one, other) -> None:
         assert one.dtype == other.dtype and torch.equal(one, other)
     else:
         assert one == other
+
+
+def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
+    """From step 80 on, with fragments in flight; blocks of the wire then begin anew in each shard."""
+    resharded = folder / "runs" / "resharded"
+    shutil.copytree(streaming, resharded)
+    (resharded / "summary.json").unlink()
+    for path in (resharded / "checkpoints").glob("*/step-*.sha256"):
+        if int(path.name[5:13]) > 80:
+            path.unlink()
+    process = run(folder, "--resume", str(resharded), "--shards-per-replica", "2")
+    assert process.returncode == 0 and not process.stderr, process.stderr
+    found, expected = summary(resharded), summary(streaming)
+    assert found["shards_per_replica"] == 2 and expected["shards_per_replica"] == 1
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=0.005)
+    assert found["outer_hash"] != expected["outer_hash"]
+    assert found["bytes_sent_per_replica"] > expected["bytes_sent_per_replica"]
+    for replica in (0, 1):
+        assert [line["step"] for line in lines(resharded, replica)] == list(range(1, 121))
+        mine, theirs = ([line["loss"] for line in lines(run, replica)] for run in (resharded, streaming))
+        assert mine[:80] == theirs[:80]
+        assert mine[80:] == pytest.approx(theirs[80:], rel=0.02)
 
 
 def test_data_parallel_is_one_replica_with_the_whole_batch(folder):
@@ -373,7 +400,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_everywhere_starts_over(fol
     """One replica had saved the first step, the other was still writing it: the initial state is in common."""
     whole = trained(folder, "early")
     for replica, kept in ((0, 20), (1, 0)):
-        for path in (whole / "checkpoints" / f"replica-{replica}").glob("*.pt*"):
+        for path in (whole / "checkpoints" / f"replica-{replica}").glob("*.sha256"):
             if int(path.name[5:13]) != kept:
                 path.unlink()
     again = run(folder, "--resume", str(whole))
@@ -384,8 +411,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_everywhere_starts_over(fol
 def test_a_resume_without_a_step_in_common_is_refused(folder, streaming):
     lost = folder / "runs" / "lost"
     shutil.copytree(streaming, lost)
-    for path in (lost / "checkpoints" / "replica-1").iterdir():
-        path.unlink()
+    shutil.rmtree(lost / "checkpoints" / "replica-1")
     process = run(folder, "--resume", str(lost))
     assert process.returncode == 2
     assert re.search(r"no step is held by every replica \(they hold \[80, 100, 120\], \[\]\)", process.stderr)
@@ -416,7 +442,7 @@ def test_a_resume_on_other_text_is_refused(folder, streaming):
 
 
 def test_a_damaged_checkpoint_ends_the_resume_with_the_way_out(folder, streaming):
-    newest = max((streaming / "checkpoints" / "replica-1").glob("*.pt"))
+    newest = max((streaming / "checkpoints" / "replica-1").glob("*/*.distcp"))
     content = newest.read_bytes()
     newest.write_bytes(content[:-100])
     try:
@@ -424,5 +450,5 @@ def test_a_damaged_checkpoint_ends_the_resume_with_the_way_out(folder, streaming
     finally:
         newest.write_bytes(content)
     assert process.returncode == 2
-    assert re.search(r"step-00000120.pt is damaged .* to resume from step 100", process.stderr)
+    assert re.search(r"step-00000120/__0_0.distcp is damaged .* to resume from step 100", process.stderr)
     assert process.stderr.count("\n") == 1

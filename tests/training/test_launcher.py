@@ -16,13 +16,19 @@ from diloco.training.launcher import _explain
 )
 def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence):
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {1: failure}))
+    error = _explain(ChildFailedError("entrypoint", {1: failure}), num_shards=1)
     with pytest.raises(type(error), match=sentence):
         raise error
+
+
+def test_a_shard_that_ends_without_a_word_is_named():
+    failure = ProcessFailure(local_rank=5, pid=1, exitcode=1, error_file="<N/A>")
+    error = _explain(ChildFailedError("entrypoint", {5: failure}), num_shards=2)
+    assert str(error) == "replica 2, shard 1, ended with exit code 1"
 
 
 def test_a_replica_that_says_why_is_quoted(tmp_path):
     (tmp_path / "error.json").write_text('{"message": "the disk is full", "timestamp": "1"}')
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    error = _explain(ChildFailedError("entrypoint", {0: failure}))
+    error = _explain(ChildFailedError("entrypoint", {0: failure}), num_shards=1)
     assert (str(error), error.exit_code) == ("the disk is full", 2)

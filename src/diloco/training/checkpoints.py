@@ -1,18 +1,22 @@
-"""One replica's checkpoints: written atomically in the background, the newest kept, a checksum checked on load.
+"""One replica's checkpoints: written in the background, the newest kept, checksums checked on load.
 
-`step-00000100.pt` holds the state, `step-00000100.pt.sha256` its checksum as `sha256sum -c` reads it; the latter
-is written last, so that a checkpoint without it was never finished.
+`step-00000100/` is a checkpoint of torch.distributed.checkpoint, which can be read on any number of shards, with
+`facts.json` beside its tensors. `step-00000100.sha256` has the checksums of its files as `sha256sum -c` reads
+them; it is written last, so that a checkpoint without it was never finished.
 """
 
 import hashlib
+import json
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
-from diloco.data.atomic import sync, write_atomically
+from diloco.data.atomic import write_atomically
+from diloco.sharded import copied_to_cpu
 
 
 class CheckpointError(ValueError):
@@ -24,27 +28,35 @@ class CheckpointWriteError(OSError):
 
 
 class Checkpoints:
-    """The checkpoints of one replica.
+    """The checkpoints of one replica, on a disk that all its processes see.
 
     Args:
         directory: of the run's checkpoints; the replica's own, within it, is made when it is first needed.
         replica: whose they are.
+        group: the replica's processes, on gloo, used for nothing else.
         keep: how many of the newest stay.
     """
 
-    def __init__(self, directory: Path, replica: int, *, keep: int) -> None:
-        self._directory, self._keep = directory / f"replica-{replica}", keep
+    def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup, *, keep: int) -> None:
+        self._directory, self._group, self._keep = _directory(directory, replica), group, keep
+        self._shard, self._num_shards = dist.get_rank(group), dist.get_world_size(group)
         self._writer: threading.Thread | None = None
-        self._failure: OSError | RuntimeError | None = None
+        self._failure: BaseException | None = None
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state of tensors, containers and plain values now, and write it in the background.
+    def save(self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Copy the tensors now, and write them in the background; every process of the replica must call it.
+
+        Args:
+            step: of the run.
+            facts: JSON values; those of shard 0 are kept.
+            tensors: nested by name; DTensors where the replica is sharded.
 
         Raises:
             CheckpointWriteError: if the one before could not be written.
         """
         self.wait()
-        self._writer = threading.Thread(target=self._write, args=(step, _copied(state)), name="checkpoint")
+        staged = (step, dict(facts), _copied(tensors))
+        self._writer = threading.Thread(target=self._write, args=staged, name="checkpoint")
         self._writer.start()
 
     def wait(self) -> None:
@@ -65,84 +77,125 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps whose checkpoints are finished, oldest first."""
-        finished = self._directory.glob("step-*.pt.sha256")
-        return sorted(int(path.name.removeprefix("step-").removesuffix(".pt.sha256")) for path in finished)
+        return _finished(self._directory)
 
-    def load(self, step: int) -> dict[str, Any]:
-        """The state of a step, on the CPU.
+    def facts(self, step: int) -> dict[str, Any]:
+        """The facts of a step, after its files were checked; every process of the replica must call it.
 
         Raises:
-            CheckpointError: if the file is missing, cut short or altered.
+            CheckpointError: if a file is missing, cut short or altered.
         """
-        path = self._path(step)
-        try:
-            expected = _checksum_path(path).read_text().split()[0]
-            damaged = _sha256(path) != expected
-        except (OSError, IndexError) as error:
-            raise CheckpointError(f"checkpoint {path} can't be read: {error}") from error
-        if damaged:
+        checksums = _checksums(self._path(step))
+        mine = list(checksums.items())[self._shard :: self._num_shards]
+        wrong = [name for name, expected in mine if _sha256(self._directory / name) != expected]
+        everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
+        dist.all_gather_object(everyones, wrong, group=self._group)
+        if damaged := sorted(name for names in everyones for name in names):
             earlier = [s for s in self.steps() if s < step]
             otherwise = f"to resume from step {earlier[-1]}" if earlier else "and start again"
             raise CheckpointError(
-                f"checkpoint {path} is damaged (its SHA-256 is not the one it was saved with): "
-                f"delete it and {_checksum_path(path).name} {otherwise}"
+                f"checkpoint {self._directory / damaged[0]} is damaged (its SHA-256 is not the one it was saved "
+                f"with): delete {_checksum_path(self._path(step)).name} {otherwise}"
             )
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return json.loads((self._path(step) / _FACTS).read_text())
 
-    def _write(self, step: int, state: Mapping[str, Any]) -> None:
-        path = self._path(step)
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            _checksum_path(path).unlink(missing_ok=True)
-            unfinished = path.with_suffix(".tmp")
-            try:
-                torch.save(state, unfinished)
-                checksum = _sha256(unfinished)
-                sync(unfinished)
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
-            write_atomically(_checksum_path(path), [f"{checksum}  {path.name}\n".encode()])
-            for old in self.steps()[: -self._keep]:
-                self._remove(old)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            self._failure = error
+    def load(self, step: int, tensors: dict[str, Any]) -> None:
+        """Read the tensors of a step in place; every process of the replica must call it.
+
+        Args:
+            step: whose `facts` were read before.
+            tensors: named as those that were saved, with their shapes, and sharded as they shall be from now on.
+        """
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(tensors, checkpoint_id=self._path(step), process_group=self._group)
 
     def drop_after(self, step: int) -> None:
-        """Remove what lies beyond a step that the run goes on from."""
-        for later in [s for s in self.steps() if s > step]:
-            self._remove(later)
+        """Remove what lies beyond a step that the run goes on from, and what was never finished."""
+        if self._shard == 0:
+            kept = {self._path(s) for s in self.steps() if s <= step}
+            for path in set(self._directory.glob("step-*/")) - kept:
+                _remove(path)
 
-    def _remove(self, step: int) -> None:
-        _checksum_path(self._path(step)).unlink()
-        self._path(step).unlink()
+    def _write(self, step: int, facts: dict[str, Any], tensors: dict[str, Any]) -> None:
+        # Here, in the background, since they take more than a second to import.
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        path = self._path(step)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            save(tensors, checkpoint_id=path, process_group=self._group)
+            if self._shard == 0:
+                write_atomically(path / _FACTS, [json.dumps(facts).encode()])
+                files = sorted(file for file in path.iterdir() if file.is_file())
+                lines = [f"{_sha256(file)}  {path.name}/{file.name}\n".encode() for file in files]
+                write_atomically(_checksum_path(path), lines)
+                for old in self.steps()[: -self._keep]:
+                    _remove(self._path(old))
+        except (OSError, RuntimeError, CheckpointException) as error:
+            self._failure = error
+            if self._shard == 0:
+                _remove(path)
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step:08d}.pt"
+        return self._directory / f"step-{step:08d}"
+
+
+_FACTS = "facts.json"
+
+
+def _copied(tensors: Any) -> Any:
+    """The tensors on the CPU, so that training may go on changing them."""
+    if isinstance(tensors, Mapping):
+        return {name: _copied(value) for name, value in tensors.items()}
+    return copied_to_cpu(tensors)
+
+
+def finished_steps(directory: Path, replica: int) -> list[int]:
+    """The steps of a replica's finished checkpoints, oldest first."""
+    return _finished(_directory(directory, replica))
+
+
+def _directory(directory: Path, replica: int) -> Path:
+    return directory / f"replica-{replica}"
+
+
+def _finished(directory: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.sha256"))
 
 
 def _checksum_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def _copied(value: Any) -> Any:
-    """The value with every tensor copied to the CPU, so that training may go on changing it."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+def _checksums(path: Path) -> dict[str, str]:
+    """By file, as named beside the checkpoint."""
+    try:
+        lines = [line.split("  ", 1) for line in _checksum_path(path).read_text().splitlines()]
+        return {name: checksum for checksum, name in lines}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the checksums of checkpoint {path} can't be read: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    _checksum_path(path).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The checksum of a file, or nothing if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What the system said: torch hides it behind its own words."""
+    for failure, _ in getattr(error, "failures", {}).values():  # of CheckpointException, by process
+        error = failure
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

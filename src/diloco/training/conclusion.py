@@ -15,9 +15,10 @@ from diloco.data.tokenizers import load_tokenizer
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange import share
 from diloco.models.decoder import generate
+from diloco.sharded import whole
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.state import TrainState, outer_forward
+from diloco.training.state import TrainState, outer_in_place
 from diloco.training.world import World
 
 
@@ -35,10 +36,15 @@ def evaluate(
     state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
 ) -> HeldOutLoss:
     """Held-out loss of the outer parameters on this replica's share of the text, or together on all of it."""
-    windows = held_out_windows(held_out, config)[world.replica :: world.num_replicas]
-    losses = sequence_losses(outer_forward(state), _batches(held_out, windows, config), world.device)
+    windows = held_out_windows(held_out, config)
+    rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
+    mine = windows[rank::num_ranks]
+    # The processes of a replica must take as many passes: a share that is shorter repeats a window.
+    padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
+    with outer_in_place(state) as model:
+        losses = sequence_losses(model, _batches(held_out, padded, config), world.device)[: len(mine)]
     if together:
-        losses = [loss for share_of_one in share(world.exchange, losses) for loss in share_of_one]
+        losses = [loss for share_of_one in share(world.everyone, losses) for loss in share_of_one]
     return held_out_loss(
         losses,
         sequence_length=config.sequence_length,
@@ -47,18 +53,18 @@ def evaluate(
 
 
 def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
-    """The windows to evaluate on, spread evenly over the held-out text; at least one a replica.
+    """The windows to evaluate on, spread evenly over the held-out text; at least one a process.
 
     Raises:
         ValueError: if the text is too short for that.
     """
     available = held_out.num_windows(config.sequence_length)
-    if available < config.num_replicas:
+    if available < config.num_processes:
         raise ValueError(
             f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
-            f"{config.num_replicas} replicas: hold out more, or choose shorter sequences"
+            f"{config.num_processes} processes: hold out more, or choose shorter sequences"
         )
-    wanted = min(available, max(config.num_replicas, config.evaluation.num_tokens // config.sequence_length))
+    wanted = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
     return [k * available // wanted for k in range(wanted)]
 
 
@@ -68,15 +74,23 @@ def _batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> 
         yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
 
 
-def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOutLoss) -> Outcome:
-    """Export and sum up; the other replicas are done."""
-    outer = {name: value.contiguous().cpu() for name, value in state.sync.outer_parameters().items()}
+def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOutLoss) -> Outcome | None:
+    """Export and sum up, on shard 0; all processes of the replica must call it, the other replicas are done."""
+    outer: dict[str, Tensor] = {}
+    for name, parameter in state.sync.outer_parameters().items():
+        gathered = whole(parameter).contiguous().cpu()
+        if world.shard == 0:
+            outer[name] = gathered
+    outer_hash, sample = state.sync.outer_hash(), _sample(state, config)
+    if world.shard > 0:
+        return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / "outer.safetensors", [exported])
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     summary = {
         "method": config.method,
         "num_replicas": config.num_replicas,
+        "shards_per_replica": config.num_shards,
         "num_params": num_params,
         "num_tokens": config.num_tokens,
         "num_steps": config.num_steps,
@@ -85,28 +99,28 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
         "eval_bits_per_byte": found.bits_per_byte,
         "eval_tokens": found.num_tokens,
         "wall_seconds": state.seconds,
-        "compute_utilization": 1 - state.sync.blocked_seconds / state.seconds,
+        "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, config.num_replicas)
         * config.num_steps,
-        "outer_hash": state.sync.outer_hash(),
+        "outer_hash": outer_hash,
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32",
     }
     write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
-    return Outcome(summary, _sample(state, outer, config))
+    return Outcome(summary, sample)
 
 
-def _sample(state: TrainState, outer: dict[str, Tensor], config: TrainConfig, num_tokens: int = 200) -> str:
+def _sample(state: TrainState, config: TrainConfig, num_tokens: int = 200) -> str:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    state.model.load_state_dict(outer)
-    written = generate(
-        state.model,
-        [tokenizer.bos_id],
-        num_tokens,
-        seed=config.seed,
-        context=config.sequence_length,
-        vocab_size=tokenizer.vocab_size,
-    )
+    with outer_in_place(state) as model:
+        written = generate(
+            model,
+            [tokenizer.bos_id],
+            num_tokens,
+            seed=config.seed,
+            context=config.sequence_length,
+            vocab_size=tokenizer.vocab_size,
+        )
     return tokenizer.decode(written)

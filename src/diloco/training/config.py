@@ -128,14 +128,17 @@ class TrainConfig:
     """Streaming DiLoCo, DiLoCo, or the baseline that exchanges gradients at every step."""
     num_replicas: int = 2
     """M, how many replicas train: local processes, or under torchrun the processes of its world."""
+    shards_per_replica: int | None = None
+    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row; None is 1, on a resume as
+    before."""
     seed: int = 0
     """Decides the initial parameters and the order of the data."""
     num_tokens: int
     """Token budget of the whole run, over all replicas; a multiple of global_batch · sequence_length."""
     global_batch: int
-    """Sequences a step over all replicas; a multiple of num_replicas."""
+    """Sequences a step over all replicas; a multiple of num_replicas · shards_per_replica."""
     micro_batch: int | None = None
-    """Sequences a forward pass of one replica, gradients accumulated; None is its whole share of the batch."""
+    """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
     sequence_length: int
     """Tokens a sequence."""
     model: DecoderConfig
@@ -157,21 +160,28 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the schedule, codec and fragments check their own."""
-        for name in ("num_replicas", "num_tokens", "global_batch", "sequence_length"):
+        for name in ("num_replicas", "num_shards", "num_tokens", "global_batch", "sequence_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
         if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"timeout_seconds must be above 0 and finite, not {self.timeout_seconds}")
-        if self.global_batch % self.num_replicas:
+        if self.method == "data_parallel" and self.num_shards > 1:
             raise ValueError(
-                f"global_batch={self.global_batch} must be a multiple of num_replicas={self.num_replicas}: "
-                "each replica takes an equal share"
+                f"shards_per_replica={self.shards_per_replica} with method=data_parallel: its replicas are whole; "
+                "raise num_replicas instead"
             )
-        share = self.global_batch // self.num_replicas
-        if self.micro_batch is not None and (self.micro_batch < 1 or share % self.micro_batch):
-            raise ValueError(f"micro_batch={self.micro_batch} must divide a replica's share of the batch, {share}")
+        if self.global_batch % self.num_processes:
+            of = f"num_replicas={self.num_replicas}"
+            of += f" · shards_per_replica={self.num_shards}" if self.num_shards > 1 else ""
+            raise ValueError(
+                f"global_batch={self.global_batch} must be a multiple of {of}: each process takes an equal share"
+            )
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.process_batch % self.micro_batch):
+            raise ValueError(
+                f"micro_batch={self.micro_batch} must divide a process's share of the batch, {self.process_batch}"
+            )
         per_step = self.tokens_per_step
         if rest := self.num_tokens % per_step:
             below = self.num_tokens - rest
@@ -188,6 +198,21 @@ class TrainConfig:
         return self.global_batch * self.sequence_length
 
     @property
+    def num_shards(self) -> int:
+        """S."""
+        return 1 if self.shards_per_replica is None else self.shards_per_replica
+
+    @property
+    def num_processes(self) -> int:
+        """M·S."""
+        return self.num_replicas * self.num_shards
+
+    @property
+    def process_batch(self) -> int:
+        """Sequences a step of one process."""
+        return self.global_batch // self.num_processes
+
+    @property
     def num_steps(self) -> int:
         """T."""
         return self.num_tokens // self.tokens_per_step
@@ -196,6 +221,11 @@ class TrainConfig:
     def directory(self) -> Path:
         """Where this run's files are."""
         return self.runs / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.directory / "checkpoints"
 
     def _check_checkpoints(self) -> None:
         every, keep = self.checkpoint.every_steps, self.checkpoint.keep
@@ -252,7 +282,8 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             config.checkpoint,
             keep=max(3, config.checkpoints_needed) if config.checkpoint.keep is None else config.checkpoint.keep,
         ),
-        micro_batch=config.micro_batch or config.global_batch // config.num_replicas,
+        shards_per_replica=config.num_shards,
+        micro_batch=config.micro_batch or config.process_batch,
         optimizer=replace(
             optimizer,
             weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,

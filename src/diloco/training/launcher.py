@@ -39,8 +39,8 @@ def under_a_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) -> None:
-    """Run `entrypoint(*arguments)` in `num_replicas` local processes, and wait for all of them.
+def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, *arguments: Any) -> None:
+    """Run `entrypoint(*arguments)` in `num_replicas` · `num_shards` local processes, and wait for all of them.
 
     When one fails the others are ended.
 
@@ -54,11 +54,11 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // num_replicas))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // (num_replicas * num_shards)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_replicas,
+        nproc_per_node=num_replicas * num_shards,
         run_id=str(os.getpid()),
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -70,7 +70,7 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, *arguments: Any) 
     try:
         elastic_launch(config, _run)(entrypoint, arguments)
     except ChildFailedError as error:
-        raise _explain(error) from None
+        raise _explain(error, num_shards) from None
     except SignalException as error:
         raise ReplicaFailedError(f"stopped by {error.sigval.name}", exit_code=128 + error.sigval) from None
 
@@ -96,11 +96,12 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 _SECONDS_FOR_THE_OTHER = 3.0
 
 
-def _explain(error: ChildFailedError) -> ReplicaFailedError:
-    replica, failure = error.get_first_failure()
+def _explain(error: ChildFailedError, num_shards: int) -> ReplicaFailedError:
+    rank, failure = error.get_first_failure()
     if Path(failure.error_file).is_file():
         return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
-    return ReplicaFailedError(f"replica {replica} {_ending(failure)}", exit_code=1)
+    shard = f", shard {rank % num_shards}," if num_shards > 1 else ""
+    return ReplicaFailedError(f"replica {rank // num_shards}{shard} {_ending(failure)}", exit_code=1)
 
 
 def _ending(failure: ProcessFailure) -> str:

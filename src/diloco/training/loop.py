@@ -1,4 +1,4 @@
-"""The training loop of one replica."""
+"""The training loop of one replica, or of one of its shards."""
 
 import math
 import time
@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.exchange import agree, share
 from diloco.models.decoder import next_token_loss
-from diloco.training.checkpoints import Checkpoints
+from diloco.sharded import whole
+from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.conclusion import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.config import TrainConfig, shared_facts
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
@@ -32,7 +34,7 @@ def train(
     on_start: Callable[[int], None] | None = None,
     on_step: Callable[[StepMetrics], None] | None = None,
 ) -> Outcome | None:
-    """Train one replica in the world that the environment describes (RANK, WORLD_SIZE, …).
+    """Train as one process of the world that the environment describes (RANK, WORLD_SIZE, …).
 
     Args:
         config: resolved, and the same on all replicas.
@@ -41,7 +43,7 @@ def train(
         on_step: told of each step on this replica.
 
     Returns:
-        The outcome on replica 0, None on the others.
+        The outcome in the first process, None in the others.
 
     Raises:
         TrainingError: if the loss is no longer finite.
@@ -54,11 +56,11 @@ def train(
             claim_together(config, world)
         batches = open_batches(config, world, corpus)
         state = initial_state(config, world)
-        checkpoints = _checkpoints(config, world.replica)
+        checkpoints = _checkpoints(config, world)
         if resume:
             _check_digest(corpus, config)
             _resume(state, checkpoints, config, world)
-        log = MetricsLog(config.directory, world.replica, after_step=state.step)
+        log = MetricsLog(config.directory, world.replica, after_step=state.step) if world.shard == 0 else None
         if on_start is not None:
             on_start(state.step)
 
@@ -68,24 +70,27 @@ def train(
             started = time.perf_counter()
             if config.evaluation.every_steps and step % config.evaluation.every_steps == 0:
                 found = evaluate(state, config, world, held_out, together=False)
-                metrics = replace(metrics, eval_loss=found.loss)
+                mean = world.over_shards(found.loss, dist.ReduceOp.SUM) / world.num_shards
+                metrics = replace(metrics, eval_loss=mean)
                 started = time.perf_counter()
-            log.write(metrics)
+            if log is not None:
+                log.write(metrics)
             if on_step is not None:
                 on_step(metrics)
             every = config.checkpoint.every_steps
             if every and (step % every == 0 or step == config.num_steps):
-                checkpoints.save(step, state.state_dict())
+                state.save(checkpoints)
 
         checkpoints.wait()
-        log.close()
+        if log is not None:
+            log.close()
         found = evaluate(state, config, world, held_out, together=True)
         return conclude(state, config, world, found) if world.replica == 0 else None
 
 
-def _checkpoints(config: TrainConfig, replica: int) -> Checkpoints:
-    assert config.checkpoint.keep is not None, "the config is resolved"
-    return Checkpoints(config.directory / "checkpoints", replica, keep=config.checkpoint.keep)
+def _checkpoints(config: TrainConfig, world: World) -> Checkpoints:
+    assert config.checkpoint.keep is not None and world.own_group is not None, "the run has been joined"
+    return Checkpoints(config.checkpoints, world.replica, world.own_group, keep=config.checkpoint.keep)
 
 
 def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World, started: float) -> StepMetrics:
@@ -105,8 +110,10 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
     if step == config.num_steps:
         outer_steps += state.sync.finish()
     described = tuple(describe(o, log_layer_cosine=config.log_layer_cosine) for o in outer_steps)
+    blocked_seconds = world.over_shards(state.sync.blocked_seconds - before[0], dist.ReduceOp.MAX)
     seconds = time.perf_counter() - started
     state.step, state.seconds = step, state.seconds + seconds
+    state.blocked_seconds += blocked_seconds
     return StepMetrics(
         step=step,
         tokens=step * config.tokens_per_step,
@@ -114,7 +121,7 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
         learning_rate=rate,
         grad_norm=grad_norm,
         step_seconds=seconds,
-        blocked_seconds=state.sync.blocked_seconds - before[0],
+        blocked_seconds=blocked_seconds,
         bytes_sent=state.sync.bytes_sent - before[1],
         bytes_received=state.sync.bytes_received - before[2],
         outer_steps=described,
@@ -124,7 +131,7 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
 def inner_step(
     state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
 ) -> tuple[float, float]:
-    """Accumulate the gradients of a batch; the loss in nats a token, and the gradient norm before clipping."""
+    """Accumulate a batch's gradients; the replica's loss, nats a token, and its gradient norm before clipping."""
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     assert config.micro_batch is not None, "the config is resolved"
@@ -138,7 +145,8 @@ def inner_step(
             (objective / len(micro_batches)).backward()
         losses.append(loss.detach())
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    return torch.stack(losses).mean().item(), grad_norm.item()
+    loss = torch.stack(losses).mean().item()
+    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, whole(grad_norm).item()
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -156,7 +164,7 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     """Both splits, once every replica has been found to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
-    agree(world.exchange, shared_facts(config) | {"digest of the data": corpus.digest})
+    agree(world.everyone, shared_facts(config) | {"digest of the data": corpus.digest})
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     return corpus, held_out
 
@@ -170,6 +178,8 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batc
         sequence_length=config.sequence_length,
         replica=world.replica,
         num_replicas=world.num_replicas,
+        rank=world.shard,
+        num_ranks=world.num_shards,
     )
 
 
@@ -185,8 +195,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
     """Load the newest step that every replica holds; the initial state is one, until it could have been pruned."""
     held = share(world.exchange, checkpoints.steps())
     for replica in range(world.num_replicas):
-        here = _checkpoints(config, replica).steps()
-        if not set(here) <= set(held[replica]):
+        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica]):
             raise ValueError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
                 "start each machine with the --node-rank it had"
@@ -199,7 +208,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
         )
     step = max(common, default=0)
     if step:
-        state.load_state_dict(checkpoints.load(step))
+        state.load(checkpoints, step)
     checkpoints.drop_after(step)
 
 

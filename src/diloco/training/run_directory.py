@@ -17,6 +17,7 @@ DATA_FILE = "data.json"
 _MAY_CHANGE_ON_RESUME = {
     "timeout_seconds",
     "device",
+    "shards_per_replica",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "data.prepared",
@@ -55,12 +56,12 @@ def claim_together(config: TrainConfig, world: World) -> None:
     Raises:
         ValueError: if it already holds another run.
     """
-    if world.replica == 0:
+    if world.everyone.replica == 0:
         claim(config)
-    share(world.exchange, "replica 0 has claimed its directory")
+    share(world.everyone, "replica 0 has claimed its directory")
     if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
         claim(config)
-    share(world.exchange, "every machine has")
+    share(world.everyone, "every machine has")
     if shared_facts(read_config(config.directory)) != shared_facts(config):
         check_unclaimed(config.directory)  # this machine's disk has an older run of that name
 
@@ -109,6 +110,10 @@ def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> T
             )
     runtime = {name: value for name, value in changed.items() if name in ("timeout_seconds", "device")}
     checkpoint = {n: getattr(asked.checkpoint, n) for n in ("every_steps", "keep") if f"checkpoint.{n}" in changed}
+    if (num_shards := changed.get("shards_per_replica", saved.num_shards)) != saved.num_shards:
+        assert saved.micro_batch is not None, "the config is resolved"
+        process_batch = saved.global_batch // (saved.num_replicas * max(1, num_shards))
+        runtime |= {"shards_per_replica": num_shards, "micro_batch": min(saved.micro_batch, process_batch)}
     return replace(
         saved,
         checkpoint=replace(saved.checkpoint, **checkpoint),

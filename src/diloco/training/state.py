@@ -1,7 +1,7 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
 from diloco.outer import Nesterov
 from diloco.schedule import Schedule
+from diloco.sharded import local
+from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel
 from diloco.training.world import World
@@ -24,7 +26,7 @@ class TrainState:
     """One replica's model, inner optimizer, and what keeps it together with the others."""
 
     model: Decoder
-    """θ_m."""
+    """θ_m, or this process's shards of it."""
     forward: nn.Module
     """The model as training calls it: itself, compiled, or wrapped for Data-Parallel."""
     optimizer: torch.optim.Optimizer
@@ -37,23 +39,48 @@ class TrainState:
     """Inner steps taken."""
     seconds: float = 0.0
     """Spent on them, in every part of a run that was interrupted."""
+    blocked_seconds: float = 0.0
+    """The part of them in which a process of this replica waited for other replicas."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, containers and plain values, to be copied before training goes on."""
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "sync": self.sync.state_dict(),
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Copy everything now, and write it in the background."""
+        facts, tensors = self._contents()
+        checkpoints.save(self.step, facts, tensors)
+
+    def load(self, checkpoints: Checkpoints, step: int) -> None:
+        """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
+        facts, (_, tensors) = checkpoints.facts(step), self._contents()
+        if isinstance(self.sync, StreamingDiLoCo):
+            in_flight = [self.sync.fragments[fragment] for fragment, *_ in facts["sync"]["in_flight"]]
+            names = [name for fragment in in_flight for name in fragment.parameters]
+            tensors["sync"]["sent"] = {name: torch.zeros_like(tensors["sync"]["outer"][name]) for name in names}
+        checkpoints.load(step, tensors)
+        self.step, self.seconds, self.blocked_seconds = (facts[name] for name in _COUNTERS)
+        self.model.load_state_dict(tensors["model"])
+        moments = dict(enumerate(tensors["optimizer"].values()))
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
+        self.sync.load_state_dict(facts["sync"] | tensors["sync"])
+
+    def _contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Plain values, and tensors by name."""
+        sync = self.sync.state_dict()
+        tensors = {name: value for name, value in sync.items() if isinstance(value, dict)}
+        facts = {name: getattr(self, name) for name in _COUNTERS}
+        facts["sync"] = {name: value for name, value in sync.items() if name not in tensors}
+        optimizer = {
+            name: self.optimizer.state[parameter] or _no_moments(parameter)
+            for name, parameter in self.model.named_parameters()
         }
+        return facts, {"model": self.model.state_dict(), "optimizer": optimizer, "sync": tensors}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave; every replica must load the same step."""
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.sync.load_state_dict(state["sync"])
+
+def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's state before its first step."""
+    zeros = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros(()), **zeros}
+
+
+_COUNTERS = ("step", "seconds", "blocked_seconds")
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
@@ -64,6 +91,13 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         DisagreementError: if the replicas were started with different ones.
     """
     model = Decoder(config.model, seed=config.seed).to(world.device)
+    if world.mesh is not None:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        for module in (*model.blocks, model):
+            # What is gathered for a pass is given up after it, so that the engine and the optimizer, which change
+            # the shards, never leave it stale.
+            fully_shard(module, mesh=world.mesh, reshard_after_forward=True)
     inner = config.optimizer
     assert inner.weight_decay is not None, "the config is resolved"
     optimizer = torch.optim.AdamW(
@@ -129,8 +163,20 @@ def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
     return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
 
 
-def outer_forward(state: TrainState) -> Callable[[Tensor], Tensor]:
-    """The model with the outer parameters in the place of its own, in FP32."""
-    device = next(state.model.parameters()).device
-    parameters = {name: outer.to(device) for name, outer in state.sync.outer_parameters().items()}
-    return lambda tokens_BxT: torch.func.functional_call(state.model, parameters, (tokens_BxT,))
+@contextmanager
+def outer_in_place(state: TrainState) -> Iterator[Decoder]:
+    """The model with the outer parameters in the place of its own, which take theirs until the end."""
+    _swap(state)
+    try:
+        yield state.model
+    finally:
+        _swap(state)
+
+
+def _swap(state: TrainState) -> None:
+    outer_parameters = state.sync.outer_parameters()
+    for name, parameter in state.model.named_parameters():
+        theta, outer = local(parameter), local(outer_parameters[name])
+        kept = theta.clone()
+        theta.copy_(outer)
+        outer.copy_(kept)

@@ -1,4 +1,4 @@
-"""Joining the other replicas: the process group, this replica's device, its threads."""
+"""Joining the other processes: which replica and shard this one is, its groups, its device."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.exchange import Exchange
 from diloco.exchange.loopback import LoopbackExchange
@@ -17,12 +18,18 @@ from diloco.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class World:
-    """Where this replica stands among the others."""
+    """Where this process stands among the others: its rank is replica · num_shards + shard."""
 
     exchange: Exchange
-    """The way to the other replicas."""
+    """The way to the same shard of the other replicas."""
+    everyone: Exchange
+    """The way to all processes, in the order of their ranks; the same thing where a replica is one process."""
+    mesh: DeviceMesh | None
+    """Over which this replica is sharded; None where it is one process."""
+    own_group: dist.ProcessGroup | None
+    """This replica's processes on gloo, for its checkpoints; None where there are no process groups."""
     device: torch.device
-    """What this replica computes on."""
+    """What this process computes on."""
     is_first_on_machine: bool
     """Whether this process writes what the processes of one machine share."""
     autocast: bool
@@ -38,14 +45,32 @@ class World:
         """M."""
         return self.exchange.num_replicas
 
+    @property
+    def num_shards(self) -> int:
+        """S, processes in a replica."""
+        return self.everyone.num_replicas // self.num_replicas
+
+    @property
+    def shard(self) -> int:
+        """This process within its replica, from 0."""
+        return self.everyone.replica % self.num_shards
+
+    def over_shards(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
+        """A number of every process of the replica, combined; each of them must call it."""
+        if self.mesh is None:
+            return value
+        combined = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(combined, operation, group=self.mesh.get_group())
+        return combined.item()
+
 
 @contextmanager
 def join(config: TrainConfig) -> Iterator[World]:
     """The world that torchrun or our own launcher describes in the environment.
 
     Raises:
-        ValueError: if its size is not num_replicas, or the device is missing.
-        TimeoutError: if the other replicas don't turn up in time, or can't be reached.
+        ValueError: if its size is not num_replicas · shards_per_replica, or the device is missing.
+        TimeoutError: if the others don't turn up in time, or can't be reached.
     """
     try:
         world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -53,35 +78,62 @@ def join(config: TrainConfig) -> Iterator[World]:
         raise ValueError(
             f"RANK is set in the environment, but {missing} is not: unset it, or use torchrun"
         ) from None
-    if world_size != config.num_replicas:
+    if world_size != config.num_processes:
         raise ValueError(
-            f"the launcher started {world_size} processes, but num_replicas={config.num_replicas}: "
-            f"pass --num-replicas {world_size}"
+            f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
+            f"shards_per_replica={config.num_shards} needs {config.num_processes}: "
+            f"pass --num-replicas and --shards-per-replica whose product is {world_size}"
         )
     device = _device(config, local_rank)
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        exchange = _exchange(config, timeout)
+        world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
         raise TimeoutError(
-            f"the {world_size} replicas could not join at {os.environ.get('MASTER_ADDR')}: start them within "
+            f"the {world_size} processes could not join at {os.environ.get('MASTER_ADDR')}: start them within "
             f"{config.timeout_seconds:g} s of each other, check the address, and name the network interface "
             f"between them in GLOO_SOCKET_IFNAME ({str(error).splitlines()[0]})"
         ) from error
     try:
-        yield World(exchange, device, local_rank == 0, use_autocast(config, device))
+        yield world
     finally:
         dist.destroy_process_group()
 
 
-def _exchange(config: TrainConfig, timeout: timedelta) -> Exchange:
-    """Payloads travel through the CPU on gloo, which sends while the device computes."""
-    if config.num_replicas == 1:
-        return LoopbackExchange()
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "every replica is a member"
-    return ProcessGroupExchange(group, timeout_seconds=config.timeout_seconds)
+def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, is_first_on_machine: bool) -> World:
+    """The groups of a process; payloads travel through the CPU on gloo, which sends while the device computes."""
+    num_replicas, num_shards = config.num_replicas, config.num_shards
+
+    def group(ranks: list[list[int]]) -> dist.ProcessGroup:
+        """This process's, of several that all processes make together."""
+        mine = None
+        for members in ranks:
+            made = dist.new_group(members, backend="gloo", timeout=timeout)
+            mine = made if dist.get_rank() in members else mine
+        assert isinstance(mine, dist.ProcessGroup), "every process is a member of one"
+        return mine
+
+    def exchange(ranks: list[list[int]]) -> Exchange:
+        if len(ranks[0]) == 1:
+            return LoopbackExchange()
+        return ProcessGroupExchange(group(ranks), timeout_seconds=config.timeout_seconds)
+
+    ranks = [[replica * num_shards + shard for shard in range(num_shards)] for replica in range(num_replicas)]
+    others = exchange([list(same_shard) for same_shard in zip(*ranks, strict=True)])
+    mesh = None
+    if num_shards > 1:
+        names = ("replica", "shard")
+        mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=names)["shard"]
+    return World(
+        exchange=others,
+        everyone=others if num_shards == 1 else exchange([list(range(config.num_processes))]),
+        mesh=mesh,
+        own_group=group(ranks),
+        device=device,
+        is_first_on_machine=is_first_on_machine,
+        autocast=use_autocast(config, device),
+    )
 
 
 def use_autocast(config: TrainConfig, device: torch.device) -> bool:

@@ -1,0 +1,353 @@
+"""Every method on real sockets through real bandwidth limits, beside what the simulator predicts; needs root.
+
+    python benchmarks/links.py --train TRAIN.jsonl --held-out HELD_OUT.jsonl --output DIR
+
+Two replicas, each in a network namespace of its own, train the laptop recipe's model on the same tokens with the
+same inner optimizer: Data-Parallel is DistributedDataParallel in FP32, with three bucket sizes, and with its bf16
+hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file). `alone` exchanges nothing:
+compute utilization is the time that it takes, divided by the method's. Methods take turns, `--repeats` times, and
+what is printed are medians. Rows are written to DIR/links.csv as they come, and a run that was interrupted goes on
+from there; DIR/links.svg is the figure.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from network.laboratory import Laboratory
+
+from diloco.simulator.methods import MethodSettings
+from diloco.simulator.model_size import ModelSize
+from diloco.simulator.physical import PhysicalModel
+from diloco.simulator.replicas import Replica
+from diloco.training.config import TrainConfig, to_json
+from diloco.training.recipes import laptop
+from diloco.training.start import prepare_run
+
+NUM_REPLICAS = 2
+BUCKETS_MB = ("1", "4", "25")
+PEER = "torchft_diloco"
+ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
+
+
+def main() -> None:
+    arguments = _arguments()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    config = _config(arguments)
+    rows = _read(arguments.output / "links.csv")
+    with (
+        Laboratory(NUM_REPLICAS, emulator=arguments.emulator) as laboratory,
+        _replicas(laboratory, config) as both,
+    ):
+        for repeat in range(arguments.repeats):
+            for mbit_s in arguments.bandwidths:
+                done = {row["method"] for row in rows if (row["repeat"], row["mbit_s"]) == (repeat, mbit_s)}
+                if left := [method for method in _variants(arguments.methods) if method not in done]:
+                    laboratory.set_links(
+                        gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
+                    )
+                    for row in measure(both, config, left, arguments, mbit_s):
+                        rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
+                        _write(rows, arguments.output / "links.csv")
+    found = points(rows, config)
+    report(found)
+    draw(found, arguments.output / "links.svg")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--bandwidths", type=_list_of(float), default=[10.0, 30.0, 100.0, 300.0, 1000.0], help="Mbit/s"
+    )
+    methods = ["data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
+    parser.add_argument("--methods", type=_list_of(str), default=methods)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="about how long a run of Data-Parallel may take"
+    )
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--global-batch", type=int, default=8)
+    parser.add_argument("--emulator", type=Path, help="C source of a link emulator, for latency and loss")
+    parser.add_argument("--latency-ms", type=float, default=0.0)
+    parser.add_argument("--loss", type=float, default=0.0)
+    return parser.parse_args()
+
+
+def _list_of(kind: type) -> object:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def _variants(methods: Sequence[str]) -> list[str]:
+    """As a replica knows them; `alone` comes first, and again last, since the machine may slow down meanwhile."""
+    variants = ["alone"]
+    for method in methods:
+        if method == "data_parallel":
+            variants += [f"data_parallel:{size}" for size in BUCKETS_MB]
+        else:
+            variants.append("data_parallel_bf16:25,bf16" if method == "data_parallel_bf16" else method)
+    return [*variants, "alone again"]
+
+
+def _config(arguments: argparse.Namespace) -> TrainConfig:
+    recipe = laptop()
+    asked = replace(
+        recipe,
+        name="links",
+        recipe="laptop",
+        num_replicas=NUM_REPLICAS,
+        global_batch=arguments.global_batch,
+        num_tokens=arguments.steps * arguments.global_batch * recipe.sequence_length,
+        optimizer=replace(recipe.optimizer, learning_rate=arguments.learning_rate),
+        evaluation=replace(recipe.evaluation, num_tokens=1_000_000),
+        runs=arguments.output / "runs",
+        timeout_seconds=3600.0,
+        data=replace(
+            recipe.data,
+            train=(str(arguments.train),),
+            held_out=(str(arguments.held_out),),
+            cache=arguments.output / "data",
+        ),
+    )
+    return prepare_run(asked, resume=None)
+
+
+@contextmanager
+def _replicas(laboratory: Laboratory, config: TrainConfig) -> "Iterator[list[subprocess.Popen[str]]]":
+    """The replicas' processes, and torchft's lighthouse beside the first."""
+    with ExitStack() as stack:
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "config.json"
+        file.write_text(json.dumps(to_json(config)))
+        laboratory.set_links(gbit_s=1.0)
+        first = laboratory.address(0)
+        lighthouse = Path(sys.executable).with_name("torchft_lighthouse")
+        if lighthouse.exists():
+            told = ["--bind", f"{first}:29511", "--min_replicas", str(NUM_REPLICAS), "--join_timeout_ms", "600000"]
+            laboratory.start(
+                0,
+                [str(lighthouse), *told, "--heartbeat_timeout_ms", "3600000"],
+                environment={"RUST_LOG": "error"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        yield [
+            laboratory.start(
+                replica,
+                [sys.executable, str(Path(__file__).with_name("links_replica.py")), str(file)],
+                environment={
+                    "RANK": str(replica),
+                    "WORLD_SIZE": str(NUM_REPLICAS),
+                    "LOCAL_RANK": "0",
+                    "MASTER_ADDR": first,
+                    "MASTER_PORT": "29512",
+                    "GLOO_SOCKET_IFNAME": laboratory.interface,
+                    "OMP_NUM_THREADS": "1",
+                    "REPLICA_ADDRESS": laboratory.address(replica),
+                    "LIGHTHOUSE": f"http://{first}:29511",
+                    "RUST_LOG": "error",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for replica in range(NUM_REPLICAS)
+        ]
+
+
+def ask(replicas: "list[subprocess.Popen[str]]", question: dict) -> list[dict]:
+    """What each replica answers."""
+    for process in replicas:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+    answers = []
+    for process in replicas:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).startswith("{"):
+            if not line:
+                raise RuntimeError(f"a replica ended with exit code {process.wait()}")
+        answers.append(json.loads(line))
+    return answers
+
+
+def measure(
+    replicas: "list[subprocess.Popen[str]]",
+    config: TrainConfig,
+    methods: Sequence[str],
+    arguments: argparse.Namespace,
+    mbit_s: float,
+) -> Iterator[dict]:
+    """A row for each method, at one bandwidth."""
+    links = ask(replicas, {"measure": "link"})
+    link = {name: statistics.mean(answer[name] for answer in links) for name in links[0]}
+    for method in methods:
+        num_steps = config.num_steps
+        if method.startswith("data_parallel"):
+            # All its steps are alike: where they take long, a few will do.
+            step_seconds = 32e-9 * num_params(config) / link["link_gbit_s"]
+            num_steps = max(8, min(num_steps, round(arguments.seconds / step_seconds)))
+        evaluated = num_steps == config.num_steps and mbit_s == max(arguments.bandwidths)
+        question = {"method": method.removesuffix(" again"), "num_steps": num_steps, "evaluate": evaluated}
+        answers = ask(replicas, question)
+        hashes = {answer.pop("outer_hash") for answer in answers}
+        if len(hashes) > 1 and not method.startswith("alone"):
+            raise RuntimeError(f"after {method} the replicas have different outer parameters")
+        means = {name: statistics.mean(answer[name] for answer in answers) for name in answers[0]}
+        yield {"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]}
+        print(f"{mbit_s:g} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
+
+
+def num_params(config: TrainConfig) -> int:
+    """Of the model, but for the norms' gains."""
+    return 12 * config.model.num_layers * config.model.width**2 + config.model.vocab_size * config.model.width
+
+
+def predicted(row: dict, alone_seconds: float, config: TrainConfig) -> float | None:
+    """Compute utilization as the physical model has it, from the measured step and link; None where it can't."""
+    name, _, option = row["method"].partition(":")
+    settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
+    if name == PEER:  # which has one fragment in flight at the most
+        num_fragments = 1 - -config.model.num_layers // config.diloco.layers_per_fragment
+        option = str(config.diloco.sync_every // num_fragments - 1)
+        settings["method"] = "streaming_overlapped"
+    elif name == "data_parallel_bf16":
+        settings["method"] = "data_parallel"
+    elif name not in (*ENGINE, "data_parallel"):
+        return None
+    if option and not name.startswith("data_parallel"):
+        settings["overlap_steps"] = int(option)
+    model = PhysicalModel(
+        settings=MethodSettings(sync_every=config.diloco.sync_every, **settings),
+        size=ModelSize(
+            num_params=num_params(config),
+            num_layers=config.model.num_layers,
+            width=config.model.width,
+            vocab_size=config.model.vocab_size,
+        ),
+        replicas=[Replica(step_seconds=alone_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
+        wire="bf16" if name == "data_parallel_bf16" else None,
+    )
+    return float(model.compute_utilization([row["link_gbit_s"]], num_steps=int(row["num_steps"]))[0])
+
+
+def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
+    """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
+    repeats: dict[tuple, list[dict]] = defaultdict(list)
+    for row in rows:
+        beside = [r for r in rows if (r["repeat"], r["mbit_s"]) == (row["repeat"], row["mbit_s"])]
+        alone = [r["wall_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
+        if not row["method"].startswith("alone") and len(alone) == 2:
+            seconds = row["wall_seconds"] / row["num_steps"]
+            found = {"utilization": statistics.mean(alone) / seconds, "seconds_per_step": seconds}
+            found["predicted"] = predicted(row, statistics.mean(alone), config)
+            repeats[row["mbit_s"], row["method"]].append(row | found)
+    made = [_median(several) for several in repeats.values()]
+    best: dict[tuple, dict] = {}
+    for point in made:
+        name = (
+            point["method"].partition(":")[0] if point["method"].startswith("data_parallel") else point["method"]
+        )
+        key = point["mbit_s"], name
+        if key not in best or point["seconds_per_step"] < best[key]["seconds_per_step"]:
+            best[key] = point | {"method": name, "variant": point["method"]}
+    return sorted(best.values(), key=lambda point: (point["mbit_s"], -point["seconds_per_step"]))
+
+
+def _median(rows: list[dict]) -> dict:
+    point = {
+        name: statistics.median(row[name] for row in rows)
+        for name, value in rows[0].items()
+        if isinstance(value, float) and all(row[name] not in ("", None) for row in rows)
+    }
+    utilizations = [row["utilization"] for row in rows]
+    spread = {"lowest": min(utilizations), "highest": max(utilizations), "repeats": len(rows)}
+    return point | {"method": rows[0]["method"], "mbit_s": rows[0]["mbit_s"], **spread}
+
+
+def report(found: list[dict]) -> None:
+    """A line for each point."""
+    print(
+        f"{'Mbit/s':>7} {'method':27} {'s a step':>9} {'utilization':>12} {'lowest, highest':>16} "
+        f"{'predicted':>10} {'blocked ms':>11} {'sent MB':>8} {'held-out':>9}"
+    )
+    for point in found:
+        spread = f"{point['lowest']:.1%}, {point['highest']:.1%}"
+        outer_steps = point["num_outer_steps"]
+        blocked = f"{1e3 * point['sync_seconds'] / outer_steps:11.1f}" if outer_steps else " " * 11
+        predicted = f"{point['predicted']:10.1%}" if "predicted" in point else " " * 10
+        loss = f"{point['eval_loss']:9.4f}" if "eval_loss" in point else ""
+        print(
+            f"{point['mbit_s']:7g} {point['method']:27} {point['seconds_per_step']:9.4f} "
+            f"{point['utilization']:12.1%} {spread:>16} {predicted} {blocked} "
+            f"{point['interface_bytes'] / 1e6:8.2f} {loss}"
+        )
+
+
+def draw(found: list[dict], path: Path) -> None:
+    """Measured utilization over bandwidth, and the prediction as a line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for index, method in enumerate(dict.fromkeys(point["method"] for point in found)):
+        here = [point for point in found if point["method"] == method]
+        x = [point["mbit_s"] for point in here]
+        shade = pyplot.get_cmap("viridis")(index / 8)
+        errors = [[abs(p["utilization"] - p[end]) for p in here] for end in ("lowest", "highest")]
+        axes.errorbar(
+            x,
+            [p["utilization"] for p in here],
+            yerr=errors,
+            fmt="osv^D<>Xp"[index % 9],
+            color=shade,
+            label=method,
+            capsize=3,
+        )
+        if all("predicted" in point for point in here):
+            axes.plot(x, [point["predicted"] for point in here], color=shade, linewidth=1)
+    axes.set(xscale="log", xlabel="bandwidth of each link (Mbit/s)", ylabel="compute utilization", ylim=(0, 1.08))
+    axes.legend(fontsize=7, title="measured; lines: predicted", title_fontsize=7)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _read(path: Path) -> list[dict]:
+    """The rows of an earlier call; numbers as numbers."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _write(rows: list[dict], path: Path) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

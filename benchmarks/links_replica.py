@@ -1,0 +1,228 @@
+"""One replica of `links.py`, in a namespace of its own: it does what it reads, a JSON line each.
+
+    {"measure": "link"}                               what the link carries
+    {"method": "streaming", "num_steps": 90, …}       train so many steps from the same initial parameters
+
+It answers each with a JSON line on standard output.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.data.shards import open_split
+from diloco.exchange import share
+from diloco.measure import measure_link
+from diloco.outer import parameters_hash
+from diloco.training.conclusion import evaluate
+from diloco.training.config import DilocoConfig, TrainConfig, from_json
+from diloco.training.loop import inner_step, learning_rate, open_batches
+from diloco.training.state import TrainState, initial_state
+from diloco.training.world import World, join
+
+ENGINE = {
+    "diloco": {"overlap_steps": 0, "fragments": "whole", "mixing": 0.0, "wire": "fp32"},
+    "streaming": {"overlap_steps": 0, "fragments": "strided", "mixing": 0.0, "wire": "fp32"},
+    "streaming_overlapped": {"overlap_steps": 1, "fragments": "strided", "mixing": 0.5, "wire": "fp32"},
+    "streaming_overlapped_fp4": {"overlap_steps": 1, "fragments": "strided", "mixing": 0.5, "wire": "e3m0"},
+}
+"""What the engine is told for each method; a method may end in `:τ`."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config = from_json(TrainConfig, json.loads(Path(sys.argv[1]).read_text()))
+    with join(config) as world:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if "measure" in asked:
+                gbit_s, latency_seconds = measure_link(world.exchange)
+                answer = {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
+            else:
+                answer = train(config, world, asked)
+            print(json.dumps(answer), flush=True)
+
+
+class Alone:
+    """Nothing is exchanged: what the inner steps take while all replicas compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.forward, self.blocked_seconds, self.bytes_sent = model, model, 0.0, 0
+
+    def passes(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self) -> tuple[()]:
+        return ()
+
+    def finish(self) -> tuple[()]:
+        return ()
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def outer_hash(self) -> str:
+        return parameters_hash(self.outer_parameters())
+
+
+class DDP(Alone):
+    """torch's DistributedDataParallel, as its documentation would have it."""
+
+    def __init__(self, model: nn.Module, options: str) -> None:
+        super().__init__(model)
+        bucket_mb, *hook = options.split(",")
+        self.forward = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=float(bucket_mb)
+        )
+        if hook:
+            self.forward.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+
+
+class Torchft(Alone):
+    """torchft's streaming DiLoCo; the same fragments as the engine's, at most one of them in flight."""
+
+    def __init__(self, state: TrainState, settings: DilocoConfig, world: World) -> None:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.local_sgd import DiLoCo
+
+        super().__init__(state.model)
+        model, hour = state.model, timedelta(hours=1)
+        num_blocks = len(model.blocks) // settings.layers_per_fragment
+        parts = [nn.ModuleList(model.blocks[b::num_blocks]) for b in range(num_blocks)]
+        self.parts = [*parts, nn.ModuleList([model.embedding, model.norm])]
+        address = os.environ["REPLICA_ADDRESS"]
+        self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self.group = ProcessGroupGloo(timeout=hour)
+        self.manager = Manager(
+            pg=self.group,
+            load_state_dict=lambda _: None,
+            state_dict=dict,
+            min_replica_size=world.num_replicas,
+            use_async_quorum=False,
+            timeout=hour,
+            quorum_timeout=hour,
+            connect_timeout=timedelta(seconds=60),
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=self.store.port,
+            lighthouse_addr=os.environ["LIGHTHOUSE"],
+            replica_id=f"replica{world.replica}-{time.time_ns()}",
+            hostname=address,
+            heartbeat_interval=timedelta(seconds=1),
+            init_sync=False,
+            max_retries=0,
+        )
+        lr, momentum = settings.outer_learning_rate, settings.outer_momentum
+        self.diloco = DiLoCo(
+            self.manager,
+            self.parts,
+            state.optimizer,
+            [torch.optim.SGD(part.parameters(), lr=lr, momentum=momentum, nesterov=True) for part in self.parts],
+            sync_every=settings.sync_every,
+            use_bucketization=True,
+            should_quantize=False,
+            fragment_sync_delay=settings.sync_every // len(self.parts) - 1,
+            fragment_update_alpha=0.5,
+        )
+        self.manager.start_quorum()  # the others are there, and the connections made, before the clock starts
+        self.diloco.__enter__()
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """What torchft calls its original parameters: the outer ones."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found: dict[str, Tensor] = {}
+        for part, fragment in zip(self.parts, self.diloco._fragments, strict=True):
+            for name, parameter in part.named_parameters():
+                found[names[id(parameter)]] = fragment.original_parameters[name]
+        return found
+
+    def close(self) -> None:
+        self.diloco.__exit__(None, None, None)
+        self.manager.shutdown(wait=False)
+        self.group.shutdown()
+
+
+def train(config: TrainConfig, world: World, asked: dict) -> dict:
+    """A run of so many steps, what it took, and what it came to."""
+    assert config.data.prepared is not None, "the config is resolved"
+    state = _begin(asked["method"], config, world)
+    batches = open_batches(config, world, open_split(config.data.prepared, "train"))
+    if not isinstance(state.sync, Torchft):  # the first passes allocate, and DDP builds its buckets
+        for _ in range(2):
+            inner_step(state, batches.batch(1), config, world, 0.0)
+            state.optimizer.zero_grad()
+    step_seconds, sync_seconds, num_outer_steps = [], [], 0
+    share(world.exchange, "ready")
+    sent, start = _bytes_on_interface(), time.perf_counter()
+    last = start
+    for step in range(1, asked["num_steps"] + 1):
+        inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+        state.step, before = step, time.perf_counter()
+        state.optimizer.step()
+        num_outer_steps += len(state.sync.step())
+        now = time.perf_counter()
+        sync_seconds.append(now - before)
+        state.optimizer.zero_grad()
+        step_seconds.append(now - last)
+        last = now
+    num_outer_steps += len(state.sync.finish())
+    wall_seconds = time.perf_counter() - start
+    share(world.exchange, "done")
+    answer = {
+        "wall_seconds": wall_seconds,
+        "step_seconds": statistics.median(step_seconds),
+        "sync_seconds": sum(sync_seconds) - len(sync_seconds) * statistics.median(sync_seconds),
+        "blocked_seconds": state.sync.blocked_seconds,
+        "num_outer_steps": num_outer_steps,
+        "interface_bytes": _bytes_on_interface() - sent,
+        "payload_bytes": state.sync.bytes_sent,
+        "outer_hash": state.sync.outer_hash(),
+    }
+    if asked.get("evaluate"):
+        held_out = open_split(config.data.prepared, "held_out")
+        answer["eval_loss"] = evaluate(state, config, world, held_out, together=True).loss
+    if isinstance(state.sync, Torchft):
+        state.sync.close()
+    return answer
+
+
+def _begin(method: str, config: TrainConfig, world: World) -> TrainState:
+    name, _, option = method.partition(":")
+    told = ENGINE.get(name, ENGINE["diloco"])
+    if option and name in ENGINE:
+        told = told | {"overlap_steps": int(option)}
+    state = initial_state(replace(config, method="streaming", diloco=replace(config.diloco, **told)), world)
+    if name in ENGINE:
+        return state
+    if name == "alone":
+        sync = Alone(state.model)
+    elif name == "torchft_diloco":
+        sync = Torchft(state, config.diloco, world)
+    else:
+        sync = DDP(state.model, option)
+    state.sync, state.forward, state.passes = sync, sync.forward, sync.passes
+    return state
+
+
+def _bytes_on_interface() -> int:
+    """What the kernel counted of what left this namespace."""
+    command = ["tc", "-s", "-j", "qdisc", "show", "dev", os.environ["GLOO_SOCKET_IFNAME"]]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)[0]["bytes"]
+
+
+if __name__ == "__main__":
+    main()

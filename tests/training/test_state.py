@@ -1,0 +1,130 @@
+"""A replica's state, saved on some number of shards and taken up on another."""
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.processes import run_replicas
+
+from diloco.outer import parameters_hash
+from diloco.sharded import whole
+from diloco.training.checkpoints import Checkpoints
+from diloco.training.config import DilocoConfig, TrainConfig, resolve
+from diloco.training.loop import inner_step
+from diloco.training.recipes import tiny
+from diloco.training.state import TrainState, initial_state, outer_in_place
+from diloco.training.world import World, world_of
+
+M = 2
+SAVED, LAST = 15, 25
+
+
+def config_of(S: int, wire: str, combine: str) -> TrainConfig:
+    diloco = DilocoConfig(sync_every=10, layers_per_fragment=2, overlap_steps=(2, 7), wire=wire, combine=combine)
+    config = replace(tiny(), shards_per_replica=S, diloco=diloco, precision="fp32", num_tokens=LAST * 8 * 64)
+    return resolve(config, vocab_size=257, prepared=Path())
+
+
+def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
+    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    return world, initial_state(config, world), Checkpoints(folder, world.replica, world.own_group, keep=1)
+
+
+def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:
+    losses = []
+    for step in range(state.step + 1, last + 1):
+        tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
+        tokens = np.sort(tokens)  # something to learn
+        share = np.split(tokens, config.num_processes)[world.everyone.replica]
+        losses.append(inner_step(state, share, config, world, 1e-3)[0])
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.sync.step()
+        state.step = step
+    return losses
+
+
+def contents(state: TrainState) -> tuple[str, list]:
+    """A hash of every tensor of the replica, whole, and what is in flight."""
+    sync = state.sync.state_dict()
+    tensors = {
+        f"{kind} {name}": value
+        for kind in ("outer", "velocity", "error", "sent")
+        for name, value in sync[kind].items()
+    }
+    for name, parameter in state.model.named_parameters():
+        tensors[f"model {name}"] = parameter
+        tensors |= {f"{kind} {name}": value for kind, value in state.optimizer.state[parameter].items()}
+    return parameters_hash({name: whole(tensor).reshape(-1) for name, tensor in tensors.items()}), sync[
+        "in_flight"
+    ]
+
+
+def save(S: int, wire: str, combine: str, folder: Path) -> tuple:
+    config = config_of(S, wire, combine)
+    world, state, checkpoints = begin(config, folder)
+    advance(state, config, world, SAVED)
+    state.save(checkpoints)
+    found = contents(state)
+    losses = advance(state, config, world, LAST)
+    checkpoints.wait()
+    state.sync.finish()
+    return found, losses, state.sync.outer_hash()
+
+
+def resume(S: int, wire: str, combine: str, folder: Path) -> tuple:
+    config = config_of(S, wire, combine)
+    world, state, checkpoints = begin(config, folder)
+    state.load(checkpoints, SAVED)
+    found = contents(state)
+    losses = advance(state, config, world, LAST)
+    state.sync.finish()
+    return found, losses, state.sync.outer_hash()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wire", "combine"),
+    [
+        (1, 2, "fp32", "gather"),
+        (2, 1, "fp32", "gather"),
+        (2, 1, "e3m0", "reduce_scatter:bf16"),
+        (2, 2, "e3m0", "gather"),
+        (1, 1, "int4", "reduce_scatter:bf16"),
+    ],
+)
+def test_a_state_is_taken_up_on_any_number_of_shards(tmp_path, before, after, wire, combine):
+    saved = run_replicas(save, M * before, before, wire, combine, tmp_path)
+    resumed = run_replicas(resume, M * after, after, wire, combine, tmp_path)
+    assert saved[0][0] != saved[-1][0], "replicas that have drifted apart are not mixed"
+    assert saved[-1][0][1] == [[0, 1, 10], [1, 1, 13]], "fragments are in flight"
+    for rank, (found, losses, outer_hash) in enumerate(resumed):
+        expected, expected_losses, expected_hash = saved[rank // after * before]
+        assert found == expected
+        assert outer_hash == resumed[0][2]
+        if before == after:
+            assert (losses, outer_hash) == (expected_losses, expected_hash)
+        else:
+            tolerance = 1e-5 if wire == "fp32" else 0.02
+            assert losses == pytest.approx(expected_losses, abs=tolerance)
+
+
+def swap() -> tuple[bool, bool]:
+    config = config_of(2, "fp32", "gather")
+    _, state, _ = begin(config, Path())
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        for name, outer in state.sync.outer_parameters().items():
+            outer.mul_(2 if name.startswith("embedding") else 1)
+        own = [state.model(tokens)]
+        with outer_in_place(state) as model:
+            outer = [model(tokens)]
+        own.append(state.model(tokens))
+    return torch.equal(*own), torch.equal(outer[0], own[0])
+
+
+def test_the_outer_parameters_take_the_place_of_the_replicas_own_for_a_while():
+    for restored, unchanged in run_replicas(swap, M * 2):
+        assert restored and not unchanged
