@@ -55,7 +55,8 @@ def main() -> None:
                     laboratory.set_links(
                         gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
                     )
-                    for row in measure(both, config, left, arguments, mbit_s):
+                    evaluated = repeat == 0 and mbit_s == max(arguments.bandwidths)
+                    for row in measure(both, config, left, arguments.seconds, evaluated=evaluated):
                         rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
                         _write(rows, arguments.output / "links.csv")
     found = points(rows, config)
@@ -74,9 +75,10 @@ def _arguments() -> argparse.Namespace:
     methods = ["data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
     parser.add_argument("--methods", type=_list_of(str), default=methods)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--connections", type=int, default=1, help="between two replicas")
     parser.add_argument(
-        "--seconds", type=float, default=45.0, help="about how long a run of Data-Parallel may take"
+        "--seconds", type=float, default=15.0, help="about how long a run of Data-Parallel may take"
     )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--global-batch", type=int, default=8)
@@ -111,6 +113,8 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         global_batch=arguments.global_batch,
         num_tokens=arguments.steps * arguments.global_batch * recipe.sequence_length,
         optimizer=replace(recipe.optimizer, learning_rate=arguments.learning_rate),
+        diloco=replace(recipe.diloco, first_sync="early"),
+        num_connections=arguments.connections,
         evaluation=replace(recipe.evaluation, num_tokens=1_000_000),
         runs=arguments.output / "runs",
         timeout_seconds=3600.0,
@@ -186,8 +190,9 @@ def measure(
     replicas: "list[subprocess.Popen[str]]",
     config: TrainConfig,
     methods: Sequence[str],
-    arguments: argparse.Namespace,
-    mbit_s: float,
+    most_seconds: float,
+    *,
+    evaluated: bool,
 ) -> Iterator[dict]:
     """A row for each method, at one bandwidth."""
     links = ask(replicas, {"measure": "link"})
@@ -197,16 +202,17 @@ def measure(
         if method.startswith("data_parallel"):
             # All its steps are alike: where they take long, a few will do.
             step_seconds = 32e-9 * num_params(config) / link["link_gbit_s"]
-            num_steps = max(8, min(num_steps, round(arguments.seconds / step_seconds)))
-        evaluated = num_steps == config.num_steps and mbit_s == max(arguments.bandwidths)
-        question = {"method": method.removesuffix(" again"), "num_steps": num_steps, "evaluate": evaluated}
+            num_steps = max(4, min(num_steps, round(most_seconds / step_seconds)))
+        question = {"method": method.removesuffix(" again"), "num_steps": num_steps}
+        question["evaluate"] = evaluated and num_steps == config.num_steps
         answers = ask(replicas, question)
         hashes = {answer.pop("outer_hash") for answer in answers}
         if len(hashes) > 1 and not method.startswith("alone"):
             raise RuntimeError(f"after {method} the replicas have different outer parameters")
         means = {name: statistics.mean(answer[name] for answer in answers) for name in answers[0]}
         yield {"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]}
-        print(f"{mbit_s:g} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
+        link_mbit_s = 1000 * link["link_gbit_s"]
+        print(f"{link_mbit_s:.1f} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
 
 
 def num_params(config: TrainConfig) -> int:
@@ -229,7 +235,7 @@ def predicted(row: dict, alone_seconds: float, config: TrainConfig) -> float | N
     if option and not name.startswith("data_parallel"):
         settings["overlap_steps"] = int(option)
     model = PhysicalModel(
-        settings=MethodSettings(sync_every=config.diloco.sync_every, **settings),
+        settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
             num_params=num_params(config),
             num_layers=config.model.num_layers,
@@ -269,7 +275,7 @@ def _median(rows: list[dict]) -> dict:
     point = {
         name: statistics.median(row[name] for row in rows)
         for name, value in rows[0].items()
-        if isinstance(value, float) and all(row[name] not in ("", None) for row in rows)
+        if isinstance(value, float | int) and all(row[name] not in ("", None) for row in rows)
     }
     utilizations = [row["utilization"] for row in rows]
     spread = {"lowest": min(utilizations), "highest": max(utilizations), "repeats": len(rows)}

@@ -88,7 +88,12 @@ class DDP(Alone):
             model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=float(bucket_mb)
         )
         if hook:
-            self.forward.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+            # By another name, since torch refuses the hook's own on gloo, which can add up in bf16 all the same.
+            self.forward.register_comm_hook(dist.group.WORLD, _compress_to_bf16)
+
+
+def _compress_to_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return bf16_compress_hook(group, bucket)
 
 
 class Torchft(Alone):

@@ -2,6 +2,7 @@ import os
 import random
 import time
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def assert_delivered(exchange: ProcessGroupExchange, key: tuple[int, int, int], 
         assert torch.equal(payload, content(key, replica, exchange.replica)), (key, replica)
 
 
-def exchange_out_of_order():
-    exchange = ProcessGroupExchange(timeout_seconds=20)
+def exchange_out_of_order(num_connections: int):
+    exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
     shuffle = random.Random(exchange.replica)
     starts, waits = (shuffle.sample(KEYS, len(KEYS)) for _ in range(2))
     pending = {key: exchange.start(payloads(exchange, key), *key) for key in starts}
@@ -44,9 +45,31 @@ def exchange_out_of_order():
         assert_delivered(exchange, key, pending[key].wait())
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replicas):
-    run_replicas(exchange_out_of_order, num_replicas)
+@pytest.mark.parametrize(("num_replicas", "num_connections"), [(2, 1), (3, 1), (2, 4), (3, 2)])
+def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replicas, num_connections):
+    run_replicas(exchange_out_of_order, num_replicas, num_connections)
+
+
+def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
+    """How many there are between two replicas, and what is cut into how large chunks."""
+    before = _tcp_connections()
+    exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
+    share(exchange, "all have connected")
+    large, small = ([chunk.numel() for _, chunk in exchange._chunks(torch.zeros(n))] for n in (300_001, 65_537))
+    return _tcp_connections() - before, large, small
+
+
+def _tcp_connections() -> int:
+    """Established ones of this process, told by the kernel."""
+    mine = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and f"socket:[{row[9]}]" in mine for row in rows)
+
+
+def test_a_large_payload_goes_out_over_several_connections():
+    (_, whole, _), (several, chunks, small) = (run_replicas(connections_of, 2, n)[0] for n in (1, 3))
+    assert (whole, chunks, small) == ([300_001], [100_001, 100_000, 100_000], [65_537])
+    assert several >= 2, "besides the first, which was there before"
 
 
 def exchange_within(ranks: list[int]):

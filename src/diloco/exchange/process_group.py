@@ -20,18 +20,27 @@ class ProcessGroupExchange:
     """Each process of `group` is one replica and sends to every other directly.
 
     On gloo every receive is posted before any send, since a receiver's notice that it is ready would otherwise
-    queue behind the payload it announces; gloo then moves the bytes on threads of its own. On nccl the messages
-    of an exchange go out as one group call and the receiver matches them by order.
+    queue behind the payload it announces; gloo then moves the bytes on threads of its own, and between two
+    replicas one message after the other, in the order in which they were started. On nccl the messages of an
+    exchange go out as one group call and the receiver matches them by order.
 
     Args:
         group: the replicas in the order of their ranks, and used for nothing else; None is the default group.
         timeout_seconds: how long `Pending.wait` waits at the most, for a replica that is slower or gone.
+        num_connections: TCP connections between two replicas, the same on all. A large payload goes out in as
+            many chunks, for links that one connection does not fill: long ones that lose packets.
 
     Raises:
-        ValueError: if torch.distributed is not initialised.
+        ValueError: if torch.distributed is not initialised, or several connections are asked of nccl.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_seconds: float = 600.0,
+        num_connections: int = 1,
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError(
                 "ProcessGroupExchange needs torch.distributed.init_process_group first; "
@@ -40,11 +49,18 @@ class ProcessGroupExchange:
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds must be above 0, not {timeout_seconds}")
         self._group = group if group is not None else dist.group.WORLD
+        assert self._group is not None, "torch.distributed is initialised"
         self.replica: int = dist.get_rank(self._group)
         self.num_replicas: int = dist.get_world_size(self._group)
         self._timeout_seconds = timeout_seconds
         self._is_gloo = "gloo" in dist.get_backend_config(self._group)
         self._device = torch.device("cpu" if self._is_gloo else "cuda")
+        if num_connections < 1 or (num_connections > 1 and not self._is_gloo):
+            raise ValueError(
+                f"num_connections={num_connections} must be at least 1, and 1 with nccl, which has channels of "
+                "its own: give ProcessGroupExchange a group that has gloo"
+            )
+        self._groups = [self._group, *(_another(self._group, timeout_seconds) for _ in range(1, num_connections))]
 
     def start(
         self,
@@ -72,10 +88,17 @@ class ProcessGroupExchange:
     def _post_to_gloo(self, pending: "_PendingMessages", tag: int) -> None:
         for replica, buffer in pending.incoming.items():
             with pending.blaming(replica):
-                pending.add(replica, dist.irecv(buffer, group=self._group, group_src=replica, tag=tag))
+                for group, chunk in self._chunks(buffer):
+                    pending.add(replica, dist.irecv(chunk, group=group, group_src=replica, tag=tag))
         for replica, payload in pending.outgoing.items():
             with pending.blaming(replica):
-                pending.add(replica, dist.isend(payload, group=self._group, group_dst=replica, tag=tag))
+                for group, chunk in self._chunks(payload):
+                    pending.add(replica, dist.isend(chunk, group=group, group_dst=replica, tag=tag))
+
+    def _chunks(self, payload: Tensor) -> Iterator[tuple[dist.ProcessGroup, Tensor]]:
+        """What travels on each connection; a payload that is not large, on the first alone."""
+        num_chunks = min(len(self._groups), max(1, payload.numel() // _CHUNK_BYTES))
+        return zip(self._groups, payload.tensor_split(num_chunks), strict=False)
 
     def _post_to_nccl(self, pending: "_PendingMessages") -> None:
         messages = [(dist.irecv, replica, buffer) for replica, buffer in pending.incoming.items()]
@@ -87,6 +110,22 @@ class ProcessGroupExchange:
         for work in dist.batch_isend_irecv(operations):
             for replica in pending.outgoing:
                 pending.add(replica, work, poll=True)
+
+
+# A chunk is worth a connection of its own from this size on.
+_CHUNK_BYTES = 1 << 16
+
+
+def _another(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    """A group of the same replicas, with connections of its own."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=timeout_seconds),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this process is a member"
+    return made
 
 
 class _PendingMessages:

@@ -27,6 +27,8 @@ class MethodSettings:
     """Which layers of the model a fragment takes, of the streaming methods."""
     overlap_steps: int | tuple[int, ...] | None = None
     """τ, one number or one a replica; None is 1 for the overlapped methods, and 0 is all that the others have."""
+    first_sync: Literal["full_period", "early"] = "full_period"
+    """As in `Schedule`; it matters to runs that are short."""
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -78,4 +80,5 @@ class MethodSettings:
             sync_every=1 if self.method == "data_parallel" else self.sync_every,
             num_fragments=num_fragments,
             overlap_steps=self.overlap_steps if self.overlap_steps is not None else int(self.overlaps),
+            first_sync=self.first_sync,
         )

@@ -147,6 +147,8 @@ class TrainConfig:
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    num_connections: int = 1
+    """TCP connections between two replicas; several fill a long link that loses packets."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -160,7 +162,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the schedule, codec and fragments check their own."""
-        for name in ("num_replicas", "num_shards", "num_tokens", "global_batch", "sequence_length"):
+        counts = ("num_replicas", "num_shards", "num_tokens", "global_batch", "sequence_length", "num_connections")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:

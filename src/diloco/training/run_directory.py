@@ -17,11 +17,15 @@ DATA_FILE = "data.json"
 _MAY_CHANGE_ON_RESUME = {
     "timeout_seconds",
     "device",
+    "num_connections",
     "shards_per_replica",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "data.prepared",
 }
+
+
+_RUNTIME = ("timeout_seconds", "device", "num_connections")
 
 
 def check_unclaimed(directory: Path) -> None:
@@ -108,7 +112,7 @@ def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> T
                 f"{directory} was started with {name}={found}, and now {value} is asked for: "
                 "a resume continues the same run; leave it out, or start a new run"
             )
-    runtime = {name: value for name, value in changed.items() if name in ("timeout_seconds", "device")}
+    runtime = {name: value for name, value in changed.items() if name in _RUNTIME}
     checkpoint = {n: getattr(asked.checkpoint, n) for n in ("every_steps", "keep") if f"checkpoint.{n}" in changed}
     if (num_shards := changed.get("shards_per_replica", saved.num_shards)) != saved.num_shards:
         assert saved.micro_batch is not None, "the config is resolved"

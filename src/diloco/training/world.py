@@ -117,7 +117,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     def exchange(ranks: list[list[int]]) -> Exchange:
         if len(ranks[0]) == 1:
             return LoopbackExchange()
-        return ProcessGroupExchange(group(ranks), timeout_seconds=config.timeout_seconds)
+        seconds, num_connections = config.timeout_seconds, config.num_connections
+        return ProcessGroupExchange(group(ranks), timeout_seconds=seconds, num_connections=num_connections)
 
     ranks = [[replica * num_shards + shard for shard in range(num_shards)] for replica in range(num_replicas)]
     others = exchange([list(same_shard) for same_shard in zip(*ranks, strict=True)])
