@@ -13,13 +13,15 @@ from there; DIR/links.svg is the figure.
 import argparse
 import csv
 import json
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +58,7 @@ def main() -> None:
                         gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
                     )
                     evaluated = repeat == 0 and mbit_s == max(arguments.bandwidths)
-                    for row in measure(both, config, left, arguments.seconds, evaluated=evaluated):
+                    for row in measure(laboratory, both, config, left, arguments.seconds, evaluated=evaluated):
                         rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
                         _write(rows, arguments.output / "links.csv")
     found = points(rows, config)
@@ -136,16 +138,6 @@ def _replicas(laboratory: Laboratory, config: TrainConfig) -> "Iterator[list[sub
         file.write_text(json.dumps(to_json(config)))
         laboratory.set_links(gbit_s=1.0)
         first = laboratory.address(0)
-        lighthouse = Path(sys.executable).with_name("torchft_lighthouse")
-        if lighthouse.exists():
-            told = ["--bind", f"{first}:29511", "--min_replicas", str(NUM_REPLICAS), "--join_timeout_ms", "600000"]
-            laboratory.start(
-                0,
-                [str(lighthouse), *told, "--heartbeat_timeout_ms", "3600000"],
-                environment={"RUST_LOG": "error"},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
         yield [
             laboratory.start(
                 replica,
@@ -159,7 +151,6 @@ def _replicas(laboratory: Laboratory, config: TrainConfig) -> "Iterator[list[sub
                     "GLOO_SOCKET_IFNAME": laboratory.interface,
                     "OMP_NUM_THREADS": "1",
                     "REPLICA_ADDRESS": laboratory.address(replica),
-                    "LIGHTHOUSE": f"http://{first}:29511",
                     "RUST_LOG": "error",
                 },
                 stdin=subprocess.PIPE,
@@ -168,6 +159,34 @@ def _replicas(laboratory: Laboratory, config: TrainConfig) -> "Iterator[list[sub
             )
             for replica in range(NUM_REPLICAS)
         ]
+
+
+@contextmanager
+def _lighthouse(laboratory: Laboratory) -> Iterator[str]:
+    """The address of torchft's; a new one for each run, since one waits for the managers of the run before."""
+    told = [
+        "--min_replicas",
+        str(NUM_REPLICAS),
+        "--join_timeout_ms",
+        "600000",
+        "--heartbeat_timeout_ms",
+        "3600000",
+    ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"{laboratory.address(0)}:{free.getsockname()[1]}"
+    process = laboratory.start(
+        0,
+        [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", address, *told],
+        environment={"RUST_LOG": "error"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    time.sleep(1.0)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.kill()
 
 
 def ask(replicas: "list[subprocess.Popen[str]]", question: dict) -> list[dict]:
@@ -187,6 +206,7 @@ def ask(replicas: "list[subprocess.Popen[str]]", question: dict) -> list[dict]:
 
 
 def measure(
+    laboratory: Laboratory,
     replicas: "list[subprocess.Popen[str]]",
     config: TrainConfig,
     methods: Sequence[str],
@@ -205,7 +225,8 @@ def measure(
             num_steps = max(4, min(num_steps, round(most_seconds / step_seconds)))
         question = {"method": method.removesuffix(" again"), "num_steps": num_steps}
         question["evaluate"] = evaluated and num_steps == config.num_steps
-        answers = ask(replicas, question)
+        with _lighthouse(laboratory) if method == PEER else nullcontext("") as question["lighthouse"]:
+            answers = ask(replicas, question)
         hashes = {answer.pop("outer_hash") for answer in answers}
         if len(hashes) > 1 and not method.startswith("alone"):
             raise RuntimeError(f"after {method} the replicas have different outer parameters")

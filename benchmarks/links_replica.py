@@ -99,7 +99,7 @@ def _compress_to_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torc
 class Torchft(Alone):
     """torchft's streaming DiLoCo; the same fragments as the engine's, at most one of them in flight."""
 
-    def __init__(self, state: TrainState, settings: DilocoConfig, world: World) -> None:
+    def __init__(self, state: TrainState, settings: DilocoConfig, world: World, lighthouse: str) -> None:
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -124,8 +124,8 @@ class Torchft(Alone):
             world_size=1,
             store_addr=address,
             store_port=self.store.port,
-            lighthouse_addr=os.environ["LIGHTHOUSE"],
-            replica_id=f"replica{world.replica}-{time.time_ns()}",
+            lighthouse_addr=lighthouse,
+            replica_id=f"replica{world.replica}",
             hostname=address,
             heartbeat_interval=timedelta(seconds=1),
             init_sync=False,
@@ -164,7 +164,7 @@ class Torchft(Alone):
 def train(config: TrainConfig, world: World, asked: dict) -> dict:
     """A run of so many steps, what it took, and what it came to."""
     assert config.data.prepared is not None, "the config is resolved"
-    state = _begin(asked["method"], config, world)
+    state = _begin(asked, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))
     if not isinstance(state.sync, Torchft):  # the first passes allocate, and DDP builds its buckets
         for _ in range(2):
@@ -205,8 +205,8 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
     return answer
 
 
-def _begin(method: str, config: TrainConfig, world: World) -> TrainState:
-    name, _, option = method.partition(":")
+def _begin(asked: dict, config: TrainConfig, world: World) -> TrainState:
+    name, _, option = asked["method"].partition(":")
     told = ENGINE.get(name, ENGINE["diloco"])
     if option and name in ENGINE:
         told = told | {"overlap_steps": int(option)}
@@ -216,7 +216,7 @@ def _begin(method: str, config: TrainConfig, world: World) -> TrainState:
     if name == "alone":
         sync = Alone(state.model)
     elif name == "torchft_diloco":
-        sync = Torchft(state, config.diloco, world)
+        sync = Torchft(state, config.diloco, world, asked["lighthouse"])
     else:
         sync = DDP(state.model, option)
     state.sync, state.forward, state.passes = sync, sync.forward, sync.passes

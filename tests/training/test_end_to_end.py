@@ -213,7 +213,8 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
     while not path.exists() or path.read_text().count("\n") < step:
         assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
         time.sleep(0.02)
-    return max(pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    servers = (pid for pid in children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return max(children(next(servers)))
 
 
 def children(pid: int) -> Iterator[int]:
