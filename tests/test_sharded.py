@@ -9,11 +9,12 @@ from tests.processes import run_replicas
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 
 import diloco
 from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
 from diloco.outer import parameters_hash
-from diloco.sharded import local, whole
+from diloco.sharded import gathered, local
 
 M = 2
 NUM_STEPS, BATCH, LENGTH, VOCAB = 50, 6, 32, 65  # 65 rows are cut into 33 and 32
@@ -76,7 +77,14 @@ def loss_of(model: nn.Module, window: torch.Tensor, mesh: DeviceMesh) -> tuple[t
     return loss, mean.item() / mesh.shape[1]
 
 
-def train(S: int, kind: str, wire: str, combine: str = "gather", error_feedback: float | None = None) -> tuple:
+def train(
+    S: int,
+    kind: str,
+    wire: str,
+    combine: str = "gather",
+    error_feedback: float | None = None,
+    offload: bool = False,
+) -> tuple:
     """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells."""
     mesh = processes(S)
     model = MODELS[kind](mesh)
@@ -88,6 +96,7 @@ def train(S: int, kind: str, wire: str, combine: str = "gather", error_feedback:
         wire=wire,
         combine=combine,
         error_feedback=error_feedback,
+        offload=offload,
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -137,6 +146,11 @@ def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):
 def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(wire, combine, error_feedback):
     found = run_replicas(train, M * 2, 2, "decoder", wire, combine, error_feedback)
     assert len({outer_hash for _, _, outer_hash, _, _ in found}) == 1
+
+
+def test_offload_changes_no_bit(in_e3m0):
+    offloaded = run_replicas(train, M * 2, 2, "decoder", "e3m0", "gather", None, True)
+    assert [outer_hash for _, _, outer_hash, _, _ in offloaded] == [in_e3m0[2][0][2]] * 4
 
 
 def test_bytes_are_those_of_all_shards(in_e3m0):
@@ -202,7 +216,7 @@ def start_with_odd_shards() -> list[str]:
     """What is said of models that are sharded otherwise."""
     mesh = processes(2)
     told = []
-    for build in (_half_sharded, _over_all):
+    for build in (_half_sharded, _over_all, _replicated):
         model = build(mesh)
         try:
             diloco.StreamingDiLoCo(
@@ -214,6 +228,10 @@ def start_with_odd_shards() -> list[str]:
         except ValueError as error:
             told.append(str(error))
     return told
+
+
+def _replicated(mesh: DeviceMesh) -> nn.Module:
+    return distribute_module(OneRow(), mesh["shard"])
 
 
 def _half_sharded(mesh: DeviceMesh) -> nn.Module:
@@ -229,17 +247,37 @@ def _over_all(mesh: DeviceMesh) -> nn.Module:
 
 
 def test_a_model_that_is_not_sharded_over_its_replica_is_refused():
-    for half, over_all in run_replicas(start_with_odd_shards, M * 2):
+    for half, over_all, replicated in run_replicas(start_with_odd_shards, M * 2):
         assert "layers.1.weight is on one process" in half and "mesh=mesh['shard']" in half
         assert "of 2 dimensions" in over_all and "mesh=mesh['shard']" in over_all
+        assert "not cut into shards" in replicated
+
+
+def train_beside_frozen_parameters() -> str:
+    """The embedding is frozen and whole, as FSDP leaves what it is told to ignore."""
+    mesh = processes(2)
+    model = OneRow()
+    model.embedding = nn.Embedding(3, 5).requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"], ignored_params={model.embedding.weight})
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.strided(model, layers_per_fragment=1),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=2, overlap_steps=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+    )
+    return engine.outer_hash()
+
+
+def test_frozen_parameters_may_be_whole():
+    assert len(set(run_replicas(train_beside_frozen_parameters, M * 2))) == 1
 
 
 def gather(S: int) -> tuple[str, float]:
     """A hash over the whole, from whole tensors and from shards."""
     model = decoder(processes(S))
     named = dict(model.named_parameters())
-    norm = math.sqrt(sum(whole(p).square().sum().item() for p in named.values()))
-    return parameters_hash(named), norm
+    norm = math.sqrt(sum(gathered(p).square().sum().item() for p in named.values()))
+    return parameters_hash(named, gathered), norm
 
 
 def test_the_hash_does_not_depend_on_the_shards():

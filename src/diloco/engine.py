@@ -19,7 +19,7 @@ from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
-from diloco.sharded import joined, local, shard_group, sharded_like, sum_over_shards
+from diloco.sharded import gathered, joined, local, shard_group, sharded_like, sum_over_shards
 from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
 
 
@@ -118,7 +118,7 @@ class StreamingDiLoCo:
         self._combine: Combine = combine_by(combine, self.wire)
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
-        self._shard_group = shard_group(named)
+        self._shard_group = shard_group({name: p for part in self._parameters for name, p in part.items()})
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._state = OuterState(
@@ -149,7 +149,7 @@ class StreamingDiLoCo:
             The outer steps that were taken; none on most steps.
 
         Raises:
-            NonFiniteError: if an outer gradient is not finite, before anything of this step is sent.
+            NonFiniteError: if an outer gradient is not finite, before this process sends anything of this step.
             ExchangeError: if payloads don't arrive in time, before anything of this step is merged.
             PayloadError: if one that arrived is damaged, before anything of this step is merged.
             ValueError: after any of these: go on from the last state that was saved, in a new engine.
@@ -199,7 +199,7 @@ class StreamingDiLoCo:
 
         Every process of a sharded replica must call it.
         """
-        return parameters_hash(self.outer_parameters())
+        return parameters_hash(self.outer_parameters(), gathered)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
@@ -417,7 +417,7 @@ class StreamingDiLoCo:
             self._combine.bytes_sent(self._state.num_elements(p), self.exchange.num_replicas)
             for p in range(len(self.fragments))
         ]
-        device = self._state.at_home("outer")[0].device
+        device = local(next(iter(self._parameters[0].values()))).device
         return sum_over_shards(torch.tensor(bytes_of, device=device), self._shard_group).tolist()
 
     def _by_name(self, kind: Kind) -> dict[str, Tensor]:

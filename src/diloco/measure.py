@@ -176,25 +176,28 @@ def measure_machines(config: "TrainConfig") -> Machines:
     from diloco.training.world import join
 
     with join(config) as world:
-        gbit_s, latency_seconds = measure_link(world.exchange)
+        gbit_s, latency_seconds = measure_link(world.exchange, beside=world.everyone)
         gbit_s = world.over_shards(gbit_s, dist.ReduceOp.SUM)
         found = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds])
     return Machines(*map(tuple, zip(*found, strict=True)))
 
 
-def measure_link(exchange: Exchange, *, seconds: float = 0.5) -> tuple[float, float]:
+def measure_link(
+    exchange: Exchange, *, seconds: float = 0.5, beside: Exchange | None = None
+) -> tuple[float, float]:
     """Bandwidth, in Gbit/s, and latency, in seconds, as this replica sees them; each replica must call it.
 
     Args:
         exchange: the way to the others.
         seconds: payloads grow until an exchange takes so long, or they have 64 MiB.
+        beside: the way to all that measure at the same time, where they share links; left out, `exchange`.
     """
-    rounds = count(1)
+    rounds, together = count(1), beside or exchange
 
     def exchange_seconds(num_bytes: int, times: int) -> float:
         payload = torch.zeros(num_bytes, dtype=torch.uint8)
         others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
-        share(exchange, None)  # all begin together
+        share(together, None)  # all begin at once
         start = time.perf_counter()
         for _ in range(times):
             exchange.start(others, _MEASURED, next(rounds)).wait()
@@ -204,7 +207,7 @@ def measure_link(exchange: Exchange, *, seconds: float = 0.5) -> tuple[float, fl
     while True:
         taken = min(exchange_seconds(num_bytes, 1) for _ in range(3))
         # All must come to the same end, or some would wait for others that have finished.
-        if num_bytes >= 1 << 26 or max(share(exchange, taken)) >= seconds:
+        if num_bytes >= 1 << 26 or max(share(together, taken)) >= seconds:
             return 8e-9 * num_bytes * (exchange.num_replicas - 1) / max(taken - latency, 1e-9), latency
         num_bytes *= 4
 
@@ -220,7 +223,8 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
     shape = config.process_batch, config.sequence_length + 1
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
     taken: list[float] = []
-    while len(taken) < 5 or (len(taken) < 50 and sum(taken) < 5):
+    # All must come to the same end: the next step may need every process.
+    while len(taken) < 5 or (len(taken) < 50 and max(share(world.everyone, sum(taken))) < 5):
         start = time.perf_counter()
         inner_step(state, batch, config, world, 0.0)
         state.optimizer.step()

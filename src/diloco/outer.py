@@ -20,7 +20,6 @@ from torch import Tensor
 
 from diloco.native import native
 from diloco.schedule import Sync
-from diloco.sharded import whole
 
 FlatFP32: TypeAlias = Float32[Tensor, "N"]
 """One fragment, flat; vectors in one call are equally long."""
@@ -174,9 +173,9 @@ class OuterStep:
         return sum(cosines) / len(cosines)
 
 
-def parameters_hash(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the whole parameters' FP32 bits, in the order of their names."""
+def parameters_hash(parameters: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = Tensor.detach) -> str:
+    """SHA-256 of the parameters' FP32 bits, in the order of their names; of what `gather` makes of each."""
     digest = hashlib.sha256()
     for name in sorted(parameters):
-        digest.update(whole(parameters[name]).detach().float().cpu().contiguous().numpy().data)
+        digest.update(gather(parameters[name]).detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()

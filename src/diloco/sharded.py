@@ -5,6 +5,7 @@ process has plain tensors, for which every function here is the identity.
 """
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -21,32 +22,28 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """All shards together; every process of the replica must call it."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    on_device = local(tensor).to(tensor.device_mesh.device_type)
+    return sharded_like(on_device, tensor).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def sharded_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A shard of any memory, as a tensor that is sharded as the parameter is."""
-    if not is_sharded(parameter):
+def sharded_like(part: Tensor, like: Tensor) -> Tensor:
+    """A shard in any memory, and of any dtype, as a tensor that is sharded as another is."""
+    if not is_sharded(like):
         return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # Not by DTensor.from_local, which takes the part to the mesh's device.
+    spec = copy(like._spec)
+    assert spec.tensor_meta is not None, "the tensor exists"
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(like)(part, spec, requires_grad=False)
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """A copy of this process's shard on the CPU, sharded as the tensor is."""
-    copy = local(tensor).to("cpu", copy=True)
-    # `from_local` would take it back to the mesh's device.
-    return type(tensor)(copy, tensor._spec, requires_grad=False) if is_sharded(tensor) else copy
+    return sharded_like(local(tensor).to("cpu", copy=True), tensor)
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -58,7 +55,7 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
     """The processes that hold a replica's shards; None if it is one process.
 
     Raises:
-        ValueError: if the parameters are not all sharded over the same processes, along one dimension.
+        ValueError: if the parameters are not all cut into shards over the same processes, along one dimension.
     """
     meshes = {
         name: parameter.device_mesh if is_sharded(parameter) else None for name, parameter in parameters.items()
@@ -77,6 +74,12 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
             f"parameter {first_name} is on {mesh}, of {mesh.ndim} dimensions: shard a replica along one and leave "
             "the replicas to the engine, fully_shard(model, mesh=mesh['shard'])"
         )
+    for name, parameter in parameters.items():
+        if is_sharded(parameter) and not all(placement.is_shard() for placement in parameter.placements):
+            raise ValueError(
+                f"parameter {name} is {parameter.placements} on {mesh}, which is not cut into shards: "
+                "use fully_shard(model, mesh=mesh['shard'])"
+            )
     return mesh.get_group()
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.training.checkpoints import CheckpointError, Checkpoints
+from diloco.training import checkpoints as checkpoints_module
+from diloco.training.checkpoints import CheckpointError, Checkpoints, CheckpointWriteError
 
 FACTS = {"step": 3, "flag": None, "pair": [1, 2.5], "name": {"deeper": "Θ"}}
 TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "empty": {}}
@@ -107,6 +108,28 @@ def test_a_checkpoint_without_checksums_was_never_finished(checkpoints, tmp_path
     save(checkpoints, 1)
     (tmp_path / "replica-0" / "step-00000001.sha256").unlink()
     assert checkpoints.steps() == []
+
+
+def test_what_is_being_written_is_finished_when_the_run_fails(checkpoints):
+    with pytest.raises(ZeroDivisionError), checkpoints:
+        checkpoints.save(7, FACTS, {"tensor": torch.zeros(3_000_000)})
+        raise ZeroDivisionError
+    assert checkpoints.steps() == [7] and checkpoints.facts(7) == FACTS
+
+
+def test_files_that_another_process_wrote_elsewhere_are_missed(checkpoints, tmp_path, monkeypatch):
+    """As if the second process of a replica had a disk of its own."""
+    real = checkpoints_module._check_disk
+
+    def elsewhere(path, metadata):
+        (path / "__0_0.distcp").unlink()
+        real(path, metadata)
+
+    monkeypatch.setattr(checkpoints_module, "_check_disk", elsewhere)
+    checkpoints.save(1, FACTS, TENSORS)
+    with pytest.raises(CheckpointWriteError, match="a replica needs one disk"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [] and not list((tmp_path / "replica-0").iterdir())
 
 
 _FULL_DISK = """

@@ -79,6 +79,11 @@ def test_an_unknown_field_is_an_error():
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
         ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
+        ({"shards_per_replica": 0}, "num_shards must be at least 1, not 0"),
+        ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
+        ({"method": "data_parallel", "shards_per_replica": 2}, "shards_per_replica=2 with method=data_parallel"),
+        ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
+        ({"num_connections": 0}, "num_connections must be at least 1"),
         ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "11 steps apart, so keep at least 5"),
     ],
 )
@@ -153,6 +158,18 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     asked = replace(tiny(), timeout_seconds=5.0, checkpoint=replace(tiny().checkpoint, keep=9))
     found = resume_config(run.directory, asked, tiny())
     assert (found.timeout_seconds, found.checkpoint.keep) == (5.0, 9)
+
+
+@pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
+def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
+    """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
+    (tmp_path / "index.json").write_text("{}")
+    asked = replace(
+        tiny(), name="r", runs=tmp_path, global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2
+    )
+    claim(resolve(asked, vocab_size=257, prepared=tmp_path))
+    found = resume_config(asked.directory, replace(tiny(), shards_per_replica=num_shards), tiny())
+    assert (found.num_shards, found.micro_batch) == (num_shards, micro_batch)
 
 
 def test_a_resume_that_would_be_another_run_is_refused(run):

@@ -213,8 +213,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
     while not path.exists() or path.read_text().count("\n") < step:
         assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
         time.sleep(0.02)
-    servers = (pid for pid in children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return max(children(next(servers)))
+    return max(pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def children(pid: int) -> Iterator[int]:
@@ -249,13 +248,26 @@ def assert_equal(one, other) -> None:
 
 
 def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
-    """From step 80 on, with fragments in flight; blocks of the wire then begin anew in each shard."""
+    """From step 80 on, with fragments in flight, and again after a shard was killed.
+
+    Blocks of the wire then begin anew in each shard.
+    """
     resharded = folder / "runs" / "resharded"
     shutil.copytree(streaming, resharded)
     (resharded / "summary.json").unlink()
     for path in (resharded / "checkpoints").glob("*/step-*.sha256"):
         if int(path.name[5:13]) > 80:
             path.unlink()
+    with subprocess.Popen(
+        command("--resume", str(resharded), "--shards-per-replica", "2"),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        os.kill(wait_for_step(process, resharded, step=85), signal.SIGKILL)
+        told = process.communicate(timeout=60)[1]
+    assert re.fullmatch(r"diloco: replica \d, shard \d, was killed by SIGKILL .*\n", told)
     process = run(folder, "--resume", str(resharded), "--shards-per-replica", "2")
     assert process.returncode == 0 and not process.stderr, process.stderr
     found, expected = summary(resharded), summary(streaming)

@@ -10,7 +10,7 @@ import torch
 from tests.processes import run_replicas
 
 from diloco.outer import parameters_hash
-from diloco.sharded import whole
+from diloco.sharded import gathered
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import DilocoConfig, TrainConfig, resolve
 from diloco.training.loop import inner_step
@@ -58,7 +58,7 @@ def contents(state: TrainState) -> tuple[str, list]:
     for name, parameter in state.model.named_parameters():
         tensors[f"model {name}"] = parameter
         tensors |= {f"{kind} {name}": value for kind, value in state.optimizer.state[parameter].items()}
-    return parameters_hash({name: whole(tensor).reshape(-1) for name, tensor in tensors.items()}), sync[
+    return parameters_hash({name: gathered(tensor).reshape(-1) for name, tensor in tensors.items()}), sync[
         "in_flight"
     ]
 
@@ -109,6 +109,24 @@ def test_a_state_is_taken_up_on_any_number_of_shards(tmp_path, before, after, wi
         else:
             tolerance = 1e-5 if wire == "fp32" else 0.02
             assert losses == pytest.approx(expected_losses, abs=tolerance)
+
+
+def train_alone(S: int) -> tuple[list[float], str]:
+    config = resolve(
+        replace(config_of(S, "fp32", "gather"), num_replicas=1, micro_batch=None), vocab_size=257, prepared=Path()
+    )
+    config = replace(config, diloco=replace(config.diloco, overlap_steps=2))
+    world, state, _ = begin(config, Path())
+    losses = advance(state, config, world, LAST)
+    state.sync.finish()
+    return losses, state.sync.outer_hash()
+
+
+def test_a_replica_alone_may_be_sharded():
+    (expected, _), *_ = run_replicas(train_alone, 1, 1)
+    for losses, outer_hash in (found := run_replicas(train_alone, 2, 2)):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert outer_hash == found[0][1]
 
 
 def swap() -> tuple[bool, bool]:

@@ -72,12 +72,13 @@ class Exchange(Protocol):
 ABOUT_THE_RUN = -1
 
 
-def agree(exchange: Exchange, facts: Mapping[str, object]) -> None:
+def agree(exchange: Exchange, facts: Mapping[str, object], *, member: str = "replica") -> None:
     """Compare what every replica believes about the run; each replica must call it.
 
     Args:
         exchange: the way to the others.
         facts: a name and a JSON value each.
+        member: what the exchange calls a replica, if that is something else.
 
     Raises:
         DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
@@ -92,7 +93,7 @@ def agree(exchange: Exchange, facts: Mapping[str, object]) -> None:
         for replica, theirs in enumerate(believed):
             if (name in theirs, theirs.get(name)) != (name in believed[0], believed[0].get(name)):
                 raise DisagreementError(
-                    f"the replicas disagree on {name}: replica 0 has {values[0]}, replica {replica} has "
+                    f"the replicas disagree on {name}: {member} 0 has {values[0]}, {member} {replica} has "
                     f"{values[replica]}; start them with the same settings"
                 )
 

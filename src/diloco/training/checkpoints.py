@@ -9,14 +9,16 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from diloco.data.atomic import write_atomically
 from diloco.sharded import copied_to_cpu
+
+_Item = TypeVar("_Item")
 
 
 class CheckpointError(ValueError):
@@ -42,6 +44,14 @@ class Checkpoints:
         self._shard, self._num_shards = dist.get_rank(group), dist.get_world_size(group)
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let what is being written come to its end, however the run came to its own."""
+        if self._writer is not None:
+            self._writer.join()
 
     def save(self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Copy the tensors now, and write them in the background; every process of the replica must call it.
@@ -86,11 +96,9 @@ class Checkpoints:
             CheckpointError: if a file is missing, cut short or altered.
         """
         checksums = _checksums(self._path(step))
-        mine = list(checksums.items())[self._shard :: self._num_shards]
-        wrong = [name for name, expected in mine if _sha256(self._directory / name) != expected]
-        everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
-        dist.all_gather_object(everyones, wrong, group=self._group)
-        if damaged := sorted(name for names in everyones for name in names):
+        names = list(checksums)
+        found = self._by_shards(lambda name: _sha256(self._directory / name), names)
+        if damaged := [name for name, now in zip(names, found, strict=True) if now != checksums[name]]:
             earlier = [s for s in self.steps() if s < step]
             otherwise = f"to resume from step {earlier[-1]}" if earlier else "and start again"
             raise CheckpointError(
@@ -125,24 +133,42 @@ class Checkpoints:
         path = self._path(step)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            save(tensors, checkpoint_id=path, process_group=self._group)
             if self._shard == 0:
                 write_atomically(path / _FACTS, [json.dumps(facts).encode()])
-                files = sorted(file for file in path.iterdir() if file.is_file())
-                lines = [f"{_sha256(file)}  {path.name}/{file.name}\n".encode() for file in files]
-                write_atomically(_checksum_path(path), lines)
+            metadata = save(tensors, checkpoint_id=path, process_group=self._group)
+            _check_disk(path, metadata)
+            lines = self._by_shards(
+                lambda file: f"{_sha256(file)}  {path.name}/{file.name}\n",
+                sorted(file for file in path.iterdir() if file.is_file()),
+            )
+            if self._shard == 0:
+                write_atomically(_checksum_path(path), [line.encode() for line in lines])
                 for old in self.steps()[: -self._keep]:
                     _remove(self._path(old))
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # raised again where training waits
             self._failure = error
             if self._shard == 0:
                 _remove(path)
+
+    def _by_shards(self, function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
+        """What a function makes of each item; the processes of the replica share the work."""
+        mine = [function(item) for item in items[self._shard :: self._num_shards]]
+        everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
+        dist.all_gather_object(everyones, mine, group=self._group)
+        return [everyones[index % self._num_shards][index // self._num_shards] for index in range(len(items))]
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
 
 
 _FACTS = "facts.json"
+
+
+def _check_disk(path: Path, metadata: Any) -> None:
+    """Refuse what was written where this process can't see it."""
+    files = {information.relative_path for information in metadata.storage_data.values()} if metadata else set()
+    if missing := sorted(name for name in files if not (path / name).exists()):
+        raise OSError(f"{missing[0]} is not there, which another process has written: a replica needs one disk")
 
 
 def _copied(tensors: Any) -> Any:
@@ -162,7 +188,8 @@ def _directory(directory: Path, replica: int) -> Path:
 
 
 def _finished(directory: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step-")) for path in directory.glob("step-*.sha256"))
+    steps = (path.stem.removeprefix("step-") for path in directory.glob("step-*.sha256"))
+    return sorted(int(step) for step in steps if step.isdigit())
 
 
 def _checksum_path(path: Path) -> Path:

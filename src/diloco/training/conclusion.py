@@ -14,8 +14,9 @@ from diloco.data.shards import TokenShards
 from diloco.data.tokenizers import load_tokenizer
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange import share
-from diloco.models.decoder import generate
-from diloco.sharded import whole
+from diloco.models.decoder import Decoder, generate
+from diloco.outer import parameters_hash
+from diloco.sharded import gathered
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.state import TrainState, outer_in_place
@@ -35,7 +36,7 @@ class Outcome:
 def evaluate(
     state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
 ) -> HeldOutLoss:
-    """Held-out loss of the outer parameters on this replica's share of the text, or together on all of it."""
+    """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
     windows = held_out_windows(held_out, config)
     rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
     mine = windows[rank::num_ranks]
@@ -78,10 +79,9 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
     """Export and sum up, on shard 0; all processes of the replica must call it, the other replicas are done."""
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
-        gathered = whole(parameter).contiguous().cpu()
+        value = gathered(parameter).contiguous().cpu()
         if world.shard == 0:
-            outer[name] = gathered
-    outer_hash, sample = state.sync.outer_hash(), _sample(state, config)
+            outer[name] = value
     if world.shard > 0:
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
@@ -103,24 +103,25 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, config.num_replicas)
         * config.num_steps,
-        "outer_hash": outer_hash,
+        "outer_hash": parameters_hash(outer),
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32",
     }
     write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
-    return Outcome(summary, sample)
+    model = state.model if world.mesh is None else Decoder(config.model, seed=config.seed).to(world.device)
+    model.load_state_dict(outer)
+    return Outcome(summary, _sample(model, config))
 
 
-def _sample(state: TrainState, config: TrainConfig, num_tokens: int = 200) -> str:
+def _sample(model: Decoder, config: TrainConfig, num_tokens: int = 200) -> str:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    with outer_in_place(state) as model:
-        written = generate(
-            model,
-            [tokenizer.bos_id],
-            num_tokens,
-            seed=config.seed,
-            context=config.sequence_length,
-            vocab_size=tokenizer.vocab_size,
-        )
+    written = generate(
+        model,
+        [tokenizer.bos_id],
+        num_tokens,
+        seed=config.seed,
+        context=config.sequence_length,
+        vocab_size=tokenizer.vocab_size,
+    )
     return tokenizer.decode(written)

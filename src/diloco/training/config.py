@@ -127,10 +127,10 @@ class TrainConfig:
     method: Method = "streaming"
     """Streaming DiLoCo, DiLoCo, or the baseline that exchanges gradients at every step."""
     num_replicas: int = 2
-    """M, how many replicas train: local processes, or under torchrun the processes of its world."""
+    """M, how many replicas train; they are local processes, or under torchrun those of its world."""
     shards_per_replica: int | None = None
-    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row; None is 1, on a resume as
-    before."""
+    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row; None is 1, on a resume what
+    the run was started with."""
     seed: int = 0
     """Decides the initial parameters and the order of the data."""
     num_tokens: int
@@ -170,6 +170,11 @@ class TrainConfig:
             raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
         if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"timeout_seconds must be above 0 and finite, not {self.timeout_seconds}")
+        if self.method == "data_parallel" and self.num_connections > 1:
+            raise ValueError(
+                f"num_connections={self.num_connections} means nothing to data_parallel, which leaves gradients "
+                "to DistributedDataParallel: leave it out"
+            )
         if self.method == "data_parallel" and self.num_shards > 1:
             raise ValueError(
                 f"shards_per_replica={self.shards_per_replica} with method=data_parallel: its replicas are whole; "

@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.exchange import ExchangeError
 from diloco.outer import OuterStep, parameters_hash
 
 
@@ -58,22 +57,9 @@ class DataParallel:
 
     @contextmanager
     def passes(self, is_last: bool) -> Iterator[None]:
-        """Around a forward and a backward pass; gradients are exchanged in the last of a step.
-
-        Raises:
-            ExchangeError: if another replica is gone.
-        """
-        try:
-            with nullcontext() if is_last else self.forward.no_sync():
-                yield
-        except RuntimeError as error:
-            # gloo's errors have no class of their own, but name its source.
-            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
-                raise
-            reason = str(error).splitlines()[0]
-            raise ExchangeError(
-                f"step {self.num_steps + 1}: gradients could not be exchanged: {reason}"
-            ) from error
+        """Around a forward and a backward pass; gradients are exchanged in the last of a step."""
+        with nullcontext() if is_last else self.forward.no_sync():
+            yield
         if is_last:
             self.blocked_seconds += self._now() - self._last_bucket_at
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -56,8 +55,6 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // (num_replicas * num_shards)))
-    # The processes are forks of one that has imported everything, and no device has been touched there.
-    multiprocessing.set_forkserver_preload(["diloco.training.loop", "torch._dynamo"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,7 +63,6 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        start_method="forkserver",
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),

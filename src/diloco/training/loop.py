@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
-from diloco.exchange import agree, share
+from diloco.exchange import ExchangeError, agree, share
 from diloco.models.decoder import next_token_loss
-from diloco.sharded import whole
+from diloco.sharded import gathered
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.conclusion import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.config import TrainConfig, shared_facts
@@ -50,13 +51,15 @@ def train(
         ValueError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
     """
-    with join(config) as world:
+    with ExitStack() as stack:
+        world = stack.enter_context(join(config))
         corpus, held_out = _open_corpus(config, world)
         if not resume:
             claim_together(config, world)
         batches = open_batches(config, world, corpus)
         state = initial_state(config, world)
-        checkpoints = _checkpoints(config, world)
+        checkpoints = stack.enter_context(_checkpoints(config, world))
+        stack.enter_context(_lost_processes_named(state))
         if resume:
             _check_digest(corpus, config)
             _resume(state, checkpoints, config, world)
@@ -70,8 +73,11 @@ def train(
             started = time.perf_counter()
             if config.evaluation.every_steps and step % config.evaluation.every_steps == 0:
                 found = evaluate(state, config, world, held_out, together=False)
-                mean = world.over_shards(found.loss, dist.ReduceOp.SUM) / world.num_shards
-                metrics = replace(metrics, eval_loss=mean)
+                total, count = (
+                    world.over_shards(value, dist.ReduceOp.SUM)
+                    for value in (found.loss * found.num_tokens, found.num_tokens)
+                )
+                metrics = replace(metrics, eval_loss=total / count)
                 started = time.perf_counter()
             if log is not None:
                 log.write(metrics)
@@ -86,6 +92,20 @@ def train(
             log.close()
         found = evaluate(state, config, world, held_out, together=True)
         return conclude(state, config, world, found) if world.replica == 0 else None
+
+
+@contextmanager
+def _lost_processes_named(state: TrainState) -> Iterator[None]:
+    """Say so where a collective fails, of Data-Parallel or inside a replica, because another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo's errors have no class of their own, but name its source.
+        lost = "gloo" in str(error) or isinstance(error, dist.DistError)
+        if isinstance(error, ExchangeError) or not lost:
+            raise
+        reason = str(error).splitlines()[0]
+        raise ExchangeError(f"step {state.step + 1}: another process of the run is gone: {reason}") from error
 
 
 def _checkpoints(config: TrainConfig, world: World) -> Checkpoints:
@@ -146,7 +166,7 @@ def inner_step(
         losses.append(loss.detach())
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
     loss = torch.stack(losses).mean().item()
-    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, whole(grad_norm).item()
+    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, gathered(grad_norm).item()
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -164,7 +184,8 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     """Both splits, once every replica has been found to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
-    agree(world.everyone, shared_facts(config) | {"digest of the data": corpus.digest})
+    member = "replica" if world.num_shards == 1 else "process"
+    agree(world.everyone, shared_facts(config) | {"digest of the data": corpus.digest}, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     return corpus, held_out
 
@@ -193,9 +214,9 @@ def _check_digest(corpus: TokenShards, config: TrainConfig) -> None:
 
 def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, world: World) -> None:
     """Load the newest step that every replica holds; the initial state is one, until it could have been pruned."""
-    held = share(world.exchange, checkpoints.steps())
+    held = share(world.everyone, checkpoints.steps())
     for replica in range(world.num_replicas):
-        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica]):
+        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_shards]):
             raise ValueError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
                 "start each machine with the --node-rank it had"
@@ -203,7 +224,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
     common = set.intersection(*map(set, held))
     if not common and any(steps and steps[0] > config.checkpoint.every_steps for steps in held):
         raise ValueError(
-            f"no step is held by every replica (they hold {', '.join(map(str, held))}): "
+            f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
             "bring the checkpoints that are missing back, or start a new run"
         )
     step = max(common, default=0)

@@ -1,6 +1,7 @@
 """A run's own directory: claimed by a new run, taken up again by a resume."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> T
     if (num_shards := changed.get("shards_per_replica", saved.num_shards)) != saved.num_shards:
         assert saved.micro_batch is not None, "the config is resolved"
         process_batch = saved.global_batch // (saved.num_replicas * max(1, num_shards))
-        runtime |= {"shards_per_replica": num_shards, "micro_batch": min(saved.micro_batch, process_batch)}
+        runtime |= {"shards_per_replica": num_shards, "micro_batch": math.gcd(saved.micro_batch, process_batch)}
     return replace(
         saved,
         checkpoint=replace(saved.checkpoint, **checkpoint),

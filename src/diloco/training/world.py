@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.exchange import Exchange
+from diloco.exchange import DisagreementError, Exchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.training.config import TrainConfig
@@ -88,6 +88,7 @@ def join(config: TrainConfig) -> Iterator[World]:
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        _agree_on_groups(config, world_size)
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
         raise TimeoutError(
@@ -101,34 +102,46 @@ def join(config: TrainConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
+    """Compare what decides which groups there are, before any is made."""
+    mine = (config.num_replicas, config.num_shards, config.num_connections)
+    everyones: list[tuple[int, int, int]] = [mine] * world_size
+    dist.all_gather_object(everyones, mine)
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise DisagreementError(
+                "the processes disagree on (num_replicas, shards_per_replica, num_connections): process 0 has "
+                f"{everyones[0]}, process {rank} has {theirs}; start them with the same settings"
+            )
+
+
 def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, is_first_on_machine: bool) -> World:
     """The groups of a process; payloads travel through the CPU on gloo, which sends while the device computes."""
     num_replicas, num_shards = config.num_replicas, config.num_shards
 
-    def group(ranks: list[list[int]]) -> dist.ProcessGroup:
+    def group(ranks: list[list[int]], backend: str | None = "gloo") -> dist.ProcessGroup:
         """This process's, of several that all processes make together."""
         mine = None
         for members in ranks:
-            made = dist.new_group(members, backend="gloo", timeout=timeout)
+            made = dist.new_group(members, backend=backend, timeout=timeout)
             mine = made if dist.get_rank() in members else mine
         assert isinstance(mine, dist.ProcessGroup), "every process is a member of one"
         return mine
 
-    def exchange(ranks: list[list[int]]) -> Exchange:
+    def exchange(ranks: list[list[int]], num_connections: int) -> Exchange:
         if len(ranks[0]) == 1:
             return LoopbackExchange()
-        seconds, num_connections = config.timeout_seconds, config.num_connections
+        seconds = config.timeout_seconds
         return ProcessGroupExchange(group(ranks), timeout_seconds=seconds, num_connections=num_connections)
 
     ranks = [[replica * num_shards + shard for shard in range(num_shards)] for replica in range(num_replicas)]
-    others = exchange([list(same_shard) for same_shard in zip(*ranks, strict=True)])
+    others = exchange([list(same_shard) for same_shard in zip(*ranks, strict=True)], config.num_connections)
     mesh = None
     if num_shards > 1:
-        names = ("replica", "shard")
-        mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=names)["shard"]
+        mesh = DeviceMesh.from_group(group(ranks, backend=None), device.type, mesh_dim_names=("shard",))
     return World(
         exchange=others,
-        everyone=others if num_shards == 1 else exchange([list(range(config.num_processes))]),
+        everyone=others if num_shards == 1 else exchange([list(range(config.num_processes))], 1),
         mesh=mesh,
         own_group=group(ranks),
         device=device,
@@ -153,8 +166,11 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch finds no GPU here: pass --device cpu")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if config.method == "data_parallel" and num_local > num_gpus:
-        raise ValueError(f"data_parallel needs a GPU a replica: {num_local} replicas here, and {num_gpus} GPUs")
+    if (config.method == "data_parallel" or config.num_shards > 1) and num_local > num_gpus:
+        raise ValueError(
+            f"data_parallel, and a sharded replica, need a GPU a process: {num_local} processes here, and "
+            f"{num_gpus} GPUs"
+        )
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)
     return device
