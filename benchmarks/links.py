@@ -4,10 +4,13 @@
 
 Two replicas, each in a network namespace of its own, train the laptop recipe's model on the same tokens with the
 same inner optimizer: Data-Parallel is DistributedDataParallel in FP32, with three bucket sizes, and with its bf16
-hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file). `alone` exchanges nothing:
-compute utilization is the time that it takes, divided by the method's. Methods take turns, `--repeats` times, and
-what is printed are medians. Rows are written to DIR/links.csv as they come, and a run that was interrupted goes on
-from there; DIR/links.svg is the figure.
+hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file).
+
+Compute utilization is compute time over all time. What a step's optimizer and sync take beyond their median in the
+run is waiting, and so is the end of the run; of Data-Parallel, which waits in every step, compute is what `alone`
+takes, which exchanges nothing. Methods take turns, `--repeats` times, and what is printed are medians. Rows are
+written to DIR/links.csv as they come, and a run that was interrupted goes on from there; DIR/links.svg is the
+figure.
 """
 
 import argparse
@@ -241,7 +244,7 @@ def num_params(config: TrainConfig) -> int:
     return 12 * config.model.num_layers * config.model.width**2 + config.model.vocab_size * config.model.width
 
 
-def predicted(row: dict, alone_seconds: float, config: TrainConfig) -> float | None:
+def predicted(row: dict, compute_seconds: float, config: TrainConfig) -> float | None:
     """Compute utilization as the physical model has it, from the measured step and link; None where it can't."""
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
@@ -263,7 +266,7 @@ def predicted(row: dict, alone_seconds: float, config: TrainConfig) -> float | N
             width=config.model.width,
             vocab_size=config.model.vocab_size,
         ),
-        replicas=[Replica(step_seconds=alone_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
+        replicas=[Replica(step_seconds=compute_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
         wire="bf16" if name == "data_parallel_bf16" else None,
     )
     return float(model.compute_utilization([row["link_gbit_s"]], num_steps=int(row["num_steps"]))[0])
@@ -274,12 +277,16 @@ def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
     repeats: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
         beside = [r for r in rows if (r["repeat"], r["mbit_s"]) == (row["repeat"], row["mbit_s"])]
-        alone = [r["wall_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
-        if not row["method"].startswith("alone") and len(alone) == 2:
-            seconds = row["wall_seconds"] / row["num_steps"]
-            found = {"utilization": statistics.mean(alone) / seconds, "seconds_per_step": seconds}
-            found["predicted"] = predicted(row, statistics.mean(alone), config)
-            repeats[row["mbit_s"], row["method"]].append(row | found)
+        alone = [r["compute_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
+        if row["method"].startswith("alone") or len(alone) < 2:
+            continue
+        compute_seconds = row["compute_seconds"] / row["num_steps"]
+        if row["method"].startswith("data_parallel"):
+            compute_seconds = statistics.mean(alone)
+        seconds = row["wall_seconds"] / row["num_steps"]
+        found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
+        found["predicted"] = predicted(row, compute_seconds, config)
+        repeats[row["mbit_s"], row["method"]].append(row | found)
     made = [_median(several) for several in repeats.values()]
     best: dict[tuple, dict] = {}
     for point in made:

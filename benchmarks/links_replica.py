@@ -187,10 +187,12 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
     num_outer_steps += len(state.sync.finish())
     wall_seconds = time.perf_counter() - start
     share(world.exchange, "done")
+    sync_in_excess = sum(sync_seconds) - len(sync_seconds) * statistics.median(sync_seconds)
     answer = {
         "wall_seconds": wall_seconds,
         "step_seconds": statistics.median(step_seconds),
-        "sync_seconds": sum(sync_seconds) - len(sync_seconds) * statistics.median(sync_seconds),
+        "compute_seconds": sum(step_seconds) - sync_in_excess,
+        "sync_seconds": sync_in_excess + wall_seconds - sum(step_seconds),
         "blocked_seconds": state.sync.blocked_seconds,
         "num_outer_steps": num_outer_steps,
         "interface_bytes": _bytes_on_interface() - sent,
