@@ -22,26 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+from links_points import ENGINE, NUM_REPLICAS, PEER, draw, num_params, points, report, report_payloads
 from network.laboratory import Laboratory
 
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.recipes import laptop
 from diloco.training.start import prepare_run
 
-NUM_REPLICAS = 2
 BUCKETS_MB = ("1", "4", "25")
-PEER = "torchft_diloco"
-ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
+PAYLOAD_BYTES = 32_000_000
+_ROUNDS = count(100_000)
 
 
 def main() -> None:
@@ -64,6 +60,7 @@ def main() -> None:
                     for row in measure(laboratory, both, config, left, arguments.seconds, evaluated=evaluated):
                         rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
                         _write(rows, arguments.output / "links.csv")
+    report_payloads(rows)
     found = points(rows, config)
     report(found)
     draw(found, arguments.output / "links.svg")
@@ -77,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bandwidths", type=_list_of(float), default=[10.0, 30.0, 100.0, 300.0, 1000.0], help="Mbit/s"
     )
-    methods = ["data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
+    methods = ["payload", "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
     parser.add_argument("--methods", type=_list_of(str), default=methods)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
@@ -218,9 +215,12 @@ def measure(
     evaluated: bool,
 ) -> Iterator[dict]:
     """A row for each method, at one bandwidth."""
-    links = ask(replicas, {"measure": "link"})
-    link = {name: statistics.mean(answer[name] for answer in links) for name in links[0]}
+    link = _means(ask(replicas, {"measure": "link"}))
     for method in methods:
+        if method == "payload":
+            question = {"measure": "payload", "num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
+            yield {"method": method, **link, **_means(ask(replicas, question))}
+            continue
         num_steps = config.num_steps
         if method.startswith("data_parallel"):
             # All its steps are alike: where they take long, a few will do.
@@ -233,131 +233,15 @@ def measure(
         hashes = {answer.pop("outer_hash") for answer in answers}
         if len(hashes) > 1 and not method.startswith("alone"):
             raise RuntimeError(f"after {method} the replicas have different outer parameters")
-        means = {name: statistics.mean(answer[name] for answer in answers) for name in answers[0]}
+        means = _means(answers)
         yield {"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]}
         link_mbit_s = 1000 * link["link_gbit_s"]
         print(f"{link_mbit_s:.1f} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
 
 
-def num_params(config: TrainConfig) -> int:
-    """Of the model, but for the norms' gains."""
-    return 12 * config.model.num_layers * config.model.width**2 + config.model.vocab_size * config.model.width
-
-
-def predicted(row: dict, compute_seconds: float, config: TrainConfig) -> float | None:
-    """Compute utilization as the physical model has it, from the measured step and link; None where it can't."""
-    name, _, option = row["method"].partition(":")
-    settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    if name == PEER:  # which has one fragment in flight at the most
-        num_fragments = 1 - -config.model.num_layers // config.diloco.layers_per_fragment
-        option = str(config.diloco.sync_every // num_fragments - 1)
-        settings["method"] = "streaming_overlapped"
-    elif name == "data_parallel_bf16":
-        settings["method"] = "data_parallel"
-    elif name not in (*ENGINE, "data_parallel"):
-        return None
-    if option and not name.startswith("data_parallel"):
-        settings["overlap_steps"] = int(option)
-    model = PhysicalModel(
-        settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
-        size=ModelSize(
-            num_params=num_params(config),
-            num_layers=config.model.num_layers,
-            width=config.model.width,
-            vocab_size=config.model.vocab_size,
-        ),
-        replicas=[Replica(step_seconds=compute_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
-        wire="bf16" if name == "data_parallel_bf16" else None,
-    )
-    return float(model.compute_utilization([row["link_gbit_s"]], num_steps=int(row["num_steps"]))[0])
-
-
-def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
-    """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
-    repeats: dict[tuple, list[dict]] = defaultdict(list)
-    for row in rows:
-        beside = [r for r in rows if (r["repeat"], r["mbit_s"]) == (row["repeat"], row["mbit_s"])]
-        alone = [r["compute_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
-        if row["method"].startswith("alone") or len(alone) < 2:
-            continue
-        compute_seconds = row["compute_seconds"] / row["num_steps"]
-        if row["method"].startswith("data_parallel"):
-            compute_seconds = statistics.mean(alone)
-        seconds = row["wall_seconds"] / row["num_steps"]
-        found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
-        found["predicted"] = predicted(row, compute_seconds, config)
-        repeats[row["mbit_s"], row["method"]].append(row | found)
-    made = [_median(several) for several in repeats.values()]
-    best: dict[tuple, dict] = {}
-    for point in made:
-        name = (
-            point["method"].partition(":")[0] if point["method"].startswith("data_parallel") else point["method"]
-        )
-        key = point["mbit_s"], name
-        if key not in best or point["seconds_per_step"] < best[key]["seconds_per_step"]:
-            best[key] = point | {"method": name, "variant": point["method"]}
-    return sorted(best.values(), key=lambda point: (point["mbit_s"], -point["seconds_per_step"]))
-
-
-def _median(rows: list[dict]) -> dict:
-    point = {
-        name: statistics.median(row[name] for row in rows)
-        for name, value in rows[0].items()
-        if isinstance(value, float | int) and all(row[name] not in ("", None) for row in rows)
-    }
-    utilizations = [row["utilization"] for row in rows]
-    spread = {"lowest": min(utilizations), "highest": max(utilizations), "repeats": len(rows)}
-    return point | {"method": rows[0]["method"], "mbit_s": rows[0]["mbit_s"], **spread}
-
-
-def report(found: list[dict]) -> None:
-    """A line for each point."""
-    print(
-        f"{'Mbit/s':>7} {'method':27} {'s a step':>9} {'utilization':>12} {'lowest, highest':>16} "
-        f"{'predicted':>10} {'blocked ms':>11} {'sent MB':>8} {'held-out':>9}"
-    )
-    for point in found:
-        spread = f"{point['lowest']:.1%}, {point['highest']:.1%}"
-        outer_steps = point["num_outer_steps"]
-        blocked = f"{1e3 * point['sync_seconds'] / outer_steps:11.1f}" if outer_steps else " " * 11
-        predicted = f"{point['predicted']:10.1%}" if "predicted" in point else " " * 10
-        loss = f"{point['eval_loss']:9.4f}" if "eval_loss" in point else ""
-        print(
-            f"{point['mbit_s']:7g} {point['method']:27} {point['seconds_per_step']:9.4f} "
-            f"{point['utilization']:12.1%} {spread:>16} {predicted} {blocked} "
-            f"{point['interface_bytes'] / 1e6:8.2f} {loss}"
-        )
-
-
-def draw(found: list[dict], path: Path) -> None:
-    """Measured utilization over bandwidth, and the prediction as a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for index, method in enumerate(dict.fromkeys(point["method"] for point in found)):
-        here = [point for point in found if point["method"] == method]
-        x = [point["mbit_s"] for point in here]
-        shade = pyplot.get_cmap("viridis")(index / 8)
-        errors = [[abs(p["utilization"] - p[end]) for p in here] for end in ("lowest", "highest")]
-        axes.errorbar(
-            x,
-            [p["utilization"] for p in here],
-            yerr=errors,
-            fmt="osv^D<>Xp"[index % 9],
-            color=shade,
-            label=method,
-            capsize=3,
-        )
-        if all("predicted" in point for point in here):
-            axes.plot(x, [point["predicted"] for point in here], color=shade, linewidth=1)
-    axes.set(xscale="log", xlabel="bandwidth of each link (Mbit/s)", ylabel="compute utilization", ylim=(0, 1.08))
-    axes.legend(fontsize=7, title="measured; lines: predicted", title_fontsize=7)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
+def _means(answers: Sequence[dict]) -> dict:
+    """Over the replicas."""
+    return {name: statistics.mean(answer[name] for answer in answers) for name in answers[0]}
 
 
 def _read(path: Path) -> list[dict]:

@@ -48,12 +48,30 @@ def main() -> None:
     with join(config) as world:
         for line in sys.stdin:
             asked = json.loads(line)
-            if "measure" in asked:
+            if asked.get("measure") == "link":
                 gbit_s, latency_seconds = measure_link(world.exchange)
                 answer = {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
+            elif asked.get("measure") == "payload":
+                answer = exchange_payload(world, asked["num_bytes"], asked["round"])
             else:
                 answer = train(config, world, asked)
             print(json.dumps(answer), flush=True)
+
+
+def exchange_payload(world: World, num_bytes: int, round: int) -> dict:
+    """One payload each way, at once."""
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    others = {replica: payload for replica in range(world.num_replicas) if replica != world.replica}
+    share(world.exchange, "ready")
+    sent, start = _bytes_on_interface(), time.perf_counter()
+    world.exchange.start(others, 0, round).wait()
+    wall_seconds = time.perf_counter() - start
+    time.sleep(0.5)  # the other's last acknowledgements are on their way
+    return {
+        "wall_seconds": wall_seconds,
+        "interface_bytes": _bytes_on_interface() - sent,
+        "payload_bytes": num_bytes * len(others),
+    }
 
 
 class Alone:
