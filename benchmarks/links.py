@@ -46,7 +46,9 @@ def main() -> None:
     config = _config(arguments)
     rows = _read(arguments.output / "links.csv")
     with (
-        Laboratory(NUM_REPLICAS, emulator=arguments.emulator) as laboratory,
+        Laboratory(
+            NUM_REPLICAS, emulator=arguments.emulator, congestion_control=arguments.congestion_control
+        ) as laboratory,
         _replicas(laboratory, config) as both,
     ):
         for repeat in range(arguments.repeats):
@@ -61,9 +63,9 @@ def main() -> None:
                         rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
                         _write(rows, arguments.output / "links.csv")
     report_payloads(rows)
-    found = points(rows, config)
-    report(found)
-    draw(found, arguments.output / "links.svg")
+    if found := points(rows, config):
+        report(found)
+        draw(found, arguments.output / "links.svg")
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,7 +87,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--emulator", type=Path, help="C source of a link emulator, for latency and loss")
-    parser.add_argument("--latency-ms", type=float, default=0.0)
+    parser.add_argument("--congestion-control", help="TCP's, such as cubic; left out, the kernel's default")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, with an emulator")
     parser.add_argument("--loss", type=float, default=0.0)
     return parser.parse_args()
 
@@ -96,6 +99,8 @@ def _list_of(kind: type) -> object:
 
 def _variants(methods: Sequence[str]) -> list[str]:
     """As a replica knows them; `alone` comes first, and again last, since the machine may slow down meanwhile."""
+    if list(methods) == ["payload"]:
+        return ["payload"]
     variants = ["alone"]
     for method in methods:
         if method == "data_parallel":

@@ -32,16 +32,19 @@ class Laboratory:
     Args:
         num_replicas: how many namespaces there are.
         emulator: source of a C program that joins them, for latency and loss.
+        congestion_control: TCP's, by the kernel's name for it; None is the kernel's default.
 
     Raises:
         PermissionError: without root.
     """
 
-    def __init__(self, num_replicas: int, *, emulator: Path | None = None) -> None:
+    def __init__(
+        self, num_replicas: int, *, emulator: Path | None = None, congestion_control: str | None = None
+    ) -> None:
         if os.geteuid() != 0:
             raise PermissionError("the network laboratory makes network namespaces: run it as root")
         self.num_replicas = num_replicas
-        self._emulator = emulator
+        self._emulator, self._congestion_control = emulator, congestion_control
         self._binary: Path | None = None
         self._name = f"diloco-{os.getpid()}"
         self._running: list[subprocess.Popen[Any]] = []
@@ -54,6 +57,9 @@ class Laboratory:
             for replica in range(self.num_replicas):
                 self._add_namespace(self.namespace(replica))
                 _ip("-n", self.namespace(replica), "link", "set", "lo", "up")
+                if self._congestion_control is not None:
+                    choose = f"echo {self._congestion_control} > /proc/sys/net/ipv4/tcp_congestion_control"
+                    _run(["ip", "netns", "exec", self.namespace(replica), "sh", "-c", choose])
             if self._emulator is None:
                 self._join_by_a_bridge()
             else:
