@@ -28,7 +28,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from links_points import ENGINE, NUM_REPLICAS, PEER, draw, num_params, points, report, report_payloads
+from links_points import ENGINE, MEASURES, NUM_REPLICAS, PEER, draw, num_params, points, report, report_payloads
 from network.laboratory import Laboratory
 
 from diloco.training.config import TrainConfig, to_json
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bandwidths", type=_list_of(float), default=[10.0, 30.0, 100.0, 300.0, 1000.0], help="Mbit/s"
     )
-    methods = ["payload", "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
+    methods = [*MEASURES, "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
     parser.add_argument("--methods", type=_list_of(str), default=methods)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
@@ -99,8 +99,8 @@ def _list_of(kind: type) -> object:
 
 def _variants(methods: Sequence[str]) -> list[str]:
     """As a replica knows them; `alone` comes first, and again last, since the machine may slow down meanwhile."""
-    if list(methods) == ["payload"]:
-        return ["payload"]
+    if set(methods) <= set(MEASURES):
+        return list(methods)
     variants = ["alone"]
     for method in methods:
         if method == "data_parallel":
@@ -222,8 +222,9 @@ def measure(
     """A row for each method, at one bandwidth."""
     link = _means(ask(replicas, {"measure": "link"}))
     for method in methods:
-        if method == "payload":
-            question = {"measure": "payload", "num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
+        if method in MEASURES:
+            question = {"measure": method, "num_params": num_params(config)}
+            question |= {"num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
             yield {"method": method, **link, **_means(ask(replicas, question))}
             continue
         num_steps = config.num_steps

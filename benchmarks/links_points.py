@@ -9,11 +9,14 @@ from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Replica
+from diloco.simulator.volume import bits_per_param
 from diloco.training.config import TrainConfig
 
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
 PEER = "torchft_diloco"
+MEASURES = ("payload", "all_reduce")
+"""Not methods: a large payload each way, and torch's all-reduce of the gradients with nothing else to do."""
 
 
 def num_params(config: TrainConfig) -> int:
@@ -21,19 +24,26 @@ def num_params(config: TrainConfig) -> int:
     return 12 * config.model.num_layers * config.model.width**2 + config.model.vocab_size * config.model.width
 
 
-def predicted(row: dict, compute_seconds: float, config: TrainConfig) -> float | None:
-    """Compute utilization as the physical model has it, from the measured step and link; None where it can't."""
+def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: TrainConfig) -> float | None:
+    """Compute utilization as the physical model has it, from a measured step and link; None where it can't.
+
+    `reduced` is what an all-reduce took: Data-Parallel's bandwidth is what that makes of the link and of the machine,
+    which has to add up what arrives.
+    """
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    if name == PEER:  # which has one fragment in flight at the most
-        num_fragments = 1 - -config.model.num_layers // config.diloco.layers_per_fragment
-        option = str(config.diloco.sync_every // num_fragments - 1)
-        settings["method"] = "streaming_overlapped"
-    elif name == "data_parallel_bf16":
+    wire, gbit_s = None, row["link_gbit_s"]
+    if name.startswith("data_parallel"):
+        if reduced is None:
+            return None
+        wire = "bf16" if name.endswith("bf16") else "fp32"
         settings["method"] = "data_parallel"
-    elif name not in (*ENGINE, "data_parallel"):
-        return None
-    if option and not name.startswith("data_parallel"):
+        gbit_s = 1e-9 * bits_per_param(wire) * num_params(config) / reduced[f"{wire}_seconds"]
+    elif name == PEER:  # which has one fragment in flight at the most
+        num_fragments = 1 - -config.model.num_layers // config.diloco.layers_per_fragment
+        settings |= {"method": "streaming_overlapped"}
+        settings |= {"overlap_steps": config.diloco.sync_every // num_fragments - 1}
+    elif option:
         settings["overlap_steps"] = int(option)
     model = PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
@@ -44,16 +54,16 @@ def predicted(row: dict, compute_seconds: float, config: TrainConfig) -> float |
             vocab_size=config.model.vocab_size,
         ),
         replicas=[Replica(step_seconds=compute_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
-        wire="bf16" if name == "data_parallel_bf16" else None,
+        wire=wire,
     )
-    return float(model.compute_utilization([row["link_gbit_s"]], num_steps=int(row["num_steps"]))[0])
+    return float(model.compute_utilization([gbit_s], num_steps=int(row["num_steps"]))[0])
 
 
 def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
     """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
     repeats: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
-        if row["method"] == "payload":
+        if row["method"] in MEASURES:
             continue
         beside = [r for r in rows if (r["repeat"], r["mbit_s"]) == (row["repeat"], row["mbit_s"])]
         alone = [r["compute_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
@@ -64,7 +74,9 @@ def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
             compute_seconds = statistics.mean(alone)
         seconds = row["wall_seconds"] / row["num_steps"]
         found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
-        found["predicted"] = predicted(row, compute_seconds, config)
+        found["predicted"] = predicted(
+            row, compute_seconds, [r for r in beside if r["method"] == "all_reduce"], config
+        )
         repeats[row["mbit_s"], row["method"]].append(row | found)
     made = [_median(several) for several in repeats.values()]
     best: dict[tuple, dict] = {}

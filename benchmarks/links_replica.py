@@ -33,6 +33,7 @@ from diloco.training.loop import inner_step, learning_rate, open_batches
 from diloco.training.state import TrainState, initial_state
 from diloco.training.world import World, join
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ENGINE = {
     "diloco": {"overlap_steps": 0, "fragments": "whole", "mixing": 0.0, "wire": "fp32"},
     "streaming": {"overlap_steps": 0, "fragments": "strided", "mixing": 0.0, "wire": "fp32"},
@@ -51,6 +52,8 @@ def main() -> None:
             if asked.get("measure") == "link":
                 gbit_s, latency_seconds = measure_link(world.exchange)
                 answer = {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
+            elif asked.get("measure") == "all_reduce":
+                answer = {f"{name}_seconds": all_reduce_seconds(asked["num_params"], name) for name in DTYPES}
             elif asked.get("measure") == "payload":
                 answer = exchange_payload(world, asked["num_bytes"], asked["round"])
             else:
@@ -72,6 +75,17 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> dict:
         "interface_bytes": _bytes_on_interface() - sent,
         "payload_bytes": num_bytes * len(others),
     }
+
+
+def all_reduce_seconds(num_params: int, dtype: str) -> float:
+    """One all-reduce of the gradients by torch.distributed, with nothing else to do."""
+    gradients, taken = torch.zeros(num_params, dtype=DTYPES[dtype]), []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(gradients)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 class Alone:
