@@ -27,8 +27,8 @@ def num_params(config: TrainConfig) -> int:
 def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: TrainConfig) -> float | None:
     """Compute utilization as the physical model has it, from a measured step and link; None where it can't.
 
-    `reduced` is what an all-reduce took. Data-Parallel's bandwidth is what that makes of the link and of the machine,
-    which has to add up what arrives.
+    `reduced` is what an all-reduce took. Data-Parallel's bandwidth is what that makes of the link and of the
+    machine, which has to add up what arrives.
     """
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
