@@ -74,9 +74,8 @@ def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
             compute_seconds = statistics.mean(alone)
         seconds = row["wall_seconds"] / row["num_steps"]
         found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
-        found["predicted"] = predicted(
-            row, compute_seconds, [r for r in beside if r["method"] == "all_reduce"], config
-        )
+        reduced = next((r for r in beside if r["method"] == "all_reduce"), None)
+        found["predicted"] = predicted(row, compute_seconds, reduced, config)
         repeats[row["mbit_s"], row["method"]].append(row | found)
     made = [_median(several) for several in repeats.values()]
     best: dict[tuple, dict] = {}
