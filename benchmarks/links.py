@@ -105,8 +105,10 @@ def _variants(methods: Sequence[str]) -> list[str]:
     for method in methods:
         if method == "data_parallel":
             variants += [f"data_parallel:{size}" for size in BUCKETS_MB]
+        elif method == "data_parallel_bf16":
+            variants += [f"data_parallel_bf16:{size},bf16" for size in BUCKETS_MB]
         else:
-            variants.append("data_parallel_bf16:25,bf16" if method == "data_parallel_bf16" else method)
+            variants.append(method)
     return [*variants, "alone again"]
 
 

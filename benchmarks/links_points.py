@@ -28,23 +28,25 @@ def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: T
     """Compute utilization as the physical model has it, from a measured step and link; None where it can't.
 
     `reduced` is what an all-reduce took. Data-Parallel's bandwidth is what that makes of the link and of the
-    machine, which has to add up what arrives.
+    machine, which has to add up what arrives; its part of the processor's time is taken from the computation, for
+    which every core is needed.
     """
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    wire, gbit_s = None, row["link_gbit_s"]
+    wire, gbit_s, taken_seconds = None, row["link_gbit_s"], 0.0
     if name.startswith("data_parallel"):
         if reduced is None:
             return None
         wire = "bf16" if name.endswith("bf16") else "fp32"
         settings["method"] = "data_parallel"
         gbit_s = 1e-9 * bits_per_param(wire) * num_params(config) / reduced[f"{wire}_seconds"]
+        taken_seconds = reduced[f"{wire}_cpu_seconds"]
     elif name == PEER:  # which has one fragment in flight at the most
-        num_fragments = 1 - -config.model.num_layers // config.diloco.layers_per_fragment
         settings |= {"method": "streaming_overlapped"}
-        settings |= {"overlap_steps": config.diloco.sync_every // num_fragments - 1}
+        settings |= {"overlap_steps": config.diloco.sync_every // _num_fragments(config) - 1}
     elif option:
         settings["overlap_steps"] = int(option)
+    busy_seconds = compute_seconds + taken_seconds
     model = PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
@@ -53,10 +55,16 @@ def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: T
             width=config.model.width,
             vocab_size=config.model.vocab_size,
         ),
-        replicas=[Replica(step_seconds=compute_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
+        replicas=[Replica(step_seconds=busy_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
         wire=wire,
     )
-    return float(model.compute_utilization([gbit_s], num_steps=int(row["num_steps"]))[0])
+    utilization = model.compute_utilization([gbit_s], num_steps=int(row["num_steps"]))[0]
+    return float(utilization) * compute_seconds / busy_seconds
+
+
+def _num_fragments(config: TrainConfig) -> int:
+    """Those of blocks, and the one outside them."""
+    return 1 - -config.model.num_layers // config.diloco.layers_per_fragment
 
 
 def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
@@ -74,8 +82,10 @@ def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
             compute_seconds = statistics.mean(alone)
         seconds = row["wall_seconds"] / row["num_steps"]
         found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
-        reduced = next((r for r in beside if r["method"] == "all_reduce"), None)
+        reduced = next((r for r in rows if (r["mbit_s"], r["method"]) == (row["mbit_s"], "all_reduce")), None)
         found["predicted"] = predicted(row, compute_seconds, reduced, config)
+        if row["method"] == PEER:  # which does not tell
+            found["num_outer_steps"] = row["num_steps"] // (config.diloco.sync_every // _num_fragments(config))
         repeats[row["mbit_s"], row["method"]].append(row | found)
     made = [_median(several) for several in repeats.values()]
     best: dict[tuple, dict] = {}

@@ -53,7 +53,10 @@ def main() -> None:
                 gbit_s, latency_seconds = measure_link(world.exchange)
                 answer = {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
             elif asked.get("measure") == "all_reduce":
-                answer = {f"{name}_seconds": all_reduce_seconds(asked["num_params"], name) for name in DTYPES}
+                answer = {}
+                for name in DTYPES:
+                    seconds, cpu_seconds = all_reduce_seconds(asked["num_params"], name)
+                    answer |= {f"{name}_seconds": seconds, f"{name}_cpu_seconds": cpu_seconds}
             elif asked.get("measure") == "payload":
                 answer = exchange_payload(world, asked["num_bytes"], asked["round"])
             else:
@@ -77,15 +80,16 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> dict:
     }
 
 
-def all_reduce_seconds(num_params: int, dtype: str) -> float:
-    """One all-reduce of the gradients by torch.distributed, with nothing else to do."""
-    gradients, taken = torch.zeros(num_params, dtype=DTYPES[dtype]), []
-    for _ in range(3):
+def all_reduce_seconds(num_params: int, dtype: str) -> tuple[float, float]:
+    """What an all-reduce of the gradients by torch.distributed takes, and of the processor, in all its threads."""
+    gradients, taken, used = torch.zeros(num_params, dtype=DTYPES[dtype]), [], []
+    for _ in range(5):
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         dist.all_reduce(gradients)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        used.append(time.process_time() - cpu_start)
+    return statistics.median(taken), statistics.median(used)
 
 
 class Alone:
