@@ -57,9 +57,6 @@ class Laboratory:
             for replica in range(self.num_replicas):
                 self._add_namespace(self.namespace(replica))
                 _ip("-n", self.namespace(replica), "link", "set", "lo", "up")
-                if self._congestion_control is not None:
-                    choose = f"echo {self._congestion_control} > /proc/sys/net/ipv4/tcp_congestion_control"
-                    _run(["ip", "netns", "exec", self.namespace(replica), "sh", "-c", choose])
             if self._emulator is None:
                 self._join_by_a_bridge()
             else:
@@ -105,6 +102,7 @@ class Laboratory:
             for replica in range(self.num_replicas):
                 _limit(self.namespace(replica), self.interface, gbit_s)
                 _limit(self._hub, f"port{replica}", gbit_s)
+            self._choose_congestion_control()
             return
         self._stop_emulator()
         queue_kb = max(256, 1e9 * gbit_s / 8 * (_QUEUE_SECONDS + 2 * latency_seconds) / 1024)
@@ -116,6 +114,12 @@ class Laboratory:
             if time.monotonic() > deadline or self._link.poll() is not None:
                 raise RuntimeError(f"{self._emulator} did not bring its interfaces up")
             time.sleep(0.05)
+        self._choose_congestion_control()
+
+    def _choose_congestion_control(self) -> None:
+        for replica in range(self.num_replicas if self._congestion_control is not None else 0):
+            route = f"route change 10.77.0.0/24 dev {self.interface} scope link src {self.address(replica)}"
+            _ip("-n", self.namespace(replica), *route.split(), "congctl", str(self._congestion_control))
 
     def start(
         self,
