@@ -28,9 +28,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from links_points import ENGINE, MEASURES, NUM_REPLICAS, PEER, draw, num_params, points, report, report_payloads
+from links_points import ENGINE, MEASURES, NUM_REPLICAS, PEER, draw, points, report, report_payloads
 from network.laboratory import Laboratory
 
+from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.recipes import laptop
 from diloco.training.start import prepare_run
@@ -225,14 +226,14 @@ def measure(
     link = _means(ask(replicas, {"measure": "link"}))
     for method in methods:
         if method in MEASURES:
-            question = {"measure": method, "num_params": num_params(config)}
+            question = {"measure": method, "num_params": num_matrix_params(config.model)}
             question |= {"num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
             yield {"method": method, **link, **_means(ask(replicas, question))}
             continue
         num_steps = config.num_steps
         if method.startswith("data_parallel"):
             # All its steps are alike: where they take long, a few will do.
-            step_seconds = 32e-9 * num_params(config) / link["link_gbit_s"]
+            step_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]
             num_steps = max(4, min(num_steps, round(most_seconds / step_seconds)))
         question = {"method": method.removesuffix(" again"), "num_steps": num_steps}
         question["evaluate"] = evaluated and num_steps == config.num_steps

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
@@ -17,11 +18,6 @@ ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_f
 PEER = "torchft_diloco"
 MEASURES = ("payload", "all_reduce")
 """Not methods: a large payload each way, and torch's all-reduce of the gradients with nothing else to do."""
-
-
-def num_params(config: TrainConfig) -> int:
-    """Of the model, but for the norms' gains."""
-    return 12 * config.model.num_layers * config.model.width**2 + config.model.vocab_size * config.model.width
 
 
 def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: TrainConfig) -> float | None:
@@ -39,7 +35,7 @@ def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: T
             return None
         wire = "bf16" if name.endswith("bf16") else "fp32"
         settings["method"] = "data_parallel"
-        gbit_s = 1e-9 * bits_per_param(wire) * num_params(config) / reduced[f"{wire}_seconds"]
+        gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / reduced[f"{wire}_seconds"]
         taken_seconds = reduced[f"{wire}_cpu_seconds"]
     elif name == PEER:  # which has one fragment in flight at the most
         settings |= {"method": "streaming_overlapped"}
@@ -50,7 +46,7 @@ def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: T
     model = PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
-            num_params=num_params(config),
+            num_params=num_matrix_params(config.model),
             num_layers=config.model.num_layers,
             width=config.model.width,
             vocab_size=config.model.vocab_size,

@@ -164,7 +164,7 @@ class OuterStep:
         """
         if len(self.deltas) < 2:
             return None
-        start, end = self.spans.get(block, (0, 0)) if block is not None else (0, None)
+        start, end = self.spans[block] if block is not None else (0, None)
         parts = [delta_N[start:end] for delta_N in self.deltas]
         pairs = list(combinations_with_replacement(range(len(parts)), 2))
         products = self.sum_over_shards(torch.stack([parts[a].dot(parts[b]) for a, b in pairs])).tolist()
