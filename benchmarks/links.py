@@ -8,9 +8,9 @@ hook; torchft_diloco needs the package torchft-nightly (see README.md beside thi
 
 Compute utilization is compute time over all time. What a step's optimizer and sync take beyond their median in the
 run is waiting, and so is the end of the run; of Data-Parallel, which waits in every step, compute is what `alone`
-takes, which exchanges nothing. Methods take turns, `--repeats` times, and what is printed are medians. Rows are
-written to DIR/links.csv as they come, and a run that was interrupted goes on from there; DIR/links.svg is the
-figure.
+takes, which exchanges nothing. Methods take turns, `--repeats` times, and what is printed are medians. The rows of
+a bandwidth are written to DIR/links.csv when all its methods were measured, and a run that was interrupted goes on
+from there; DIR/links.svg is the figure.
 """
 
 import argparse
@@ -28,7 +28,17 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from links_points import ENGINE, MEASURES, NUM_REPLICAS, PEER, draw, points, report, report_payloads
+import numpy as np
+from links_points import (
+    ENGINE,
+    NUM_REPLICAS,
+    PEER,
+    draw,
+    points,
+    report,
+    report_payloads,
+    with_utilization,
+)
 from network.laboratory import Laboratory
 
 from diloco.models.ladder import num_matrix_params
@@ -54,15 +64,15 @@ def main() -> None:
     ):
         for repeat in range(arguments.repeats):
             for mbit_s in arguments.bandwidths:
-                done = {row["method"] for row in rows if (row["repeat"], row["mbit_s"]) == (repeat, mbit_s)}
-                if left := [method for method in _variants(arguments.methods) if method not in done]:
-                    laboratory.set_links(
-                        gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
-                    )
-                    evaluated = repeat == 0 and mbit_s == max(arguments.bandwidths)
-                    for row in measure(laboratory, both, config, left, arguments.seconds, evaluated=evaluated):
-                        rows.append({"repeat": repeat, "mbit_s": mbit_s, **row})
-                        _write(rows, arguments.output / "links.csv")
+                if any((row["repeat"], row["mbit_s"]) == (repeat, mbit_s) for row in rows):
+                    continue
+                laboratory.set_links(
+                    gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
+                )
+                evaluated = repeat == 0 and mbit_s == max(arguments.bandwidths)
+                measured = measure(laboratory, both, config, arguments, evaluated=evaluated)
+                rows += [{"repeat": repeat, "mbit_s": mbit_s, **row} for row in measured]
+                _write(rows, arguments.output / "links.csv")
     report_payloads(rows)
     if found := points(rows, config):
         report(found)
@@ -77,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bandwidths", type=_list_of(float), default=[10.0, 30.0, 100.0, 300.0, 1000.0], help="Mbit/s"
     )
-    methods = [*MEASURES, "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
+    methods = ["payload", "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
     parser.add_argument("--methods", type=_list_of(str), default=methods)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
@@ -100,17 +110,15 @@ def _list_of(kind: type) -> object:
 
 def _variants(methods: Sequence[str]) -> list[str]:
     """As a replica knows them; `alone` comes first, and again last, since the machine may slow down meanwhile."""
-    if set(methods) <= set(MEASURES):
-        return list(methods)
-    variants = ["alone"]
+    variants = []
     for method in methods:
-        if method == "data_parallel":
-            variants += [f"data_parallel:{size}" for size in BUCKETS_MB]
-        elif method == "data_parallel_bf16":
-            variants += [f"data_parallel_bf16:{size},bf16" for size in BUCKETS_MB]
+        if method.startswith("data_parallel"):
+            wire = "bf16" if method == "data_parallel_bf16" else "fp32"
+            hook = ",bf16" if wire == "bf16" else ""
+            variants += [f"all_reduce:{wire}", *(f"{method}:{size}{hook}" for size in BUCKETS_MB)]
         else:
             variants.append(method)
-    return [*variants, "alone again"]
+    return variants if variants == ["payload"] else ["alone", *variants, "alone again"]
 
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
@@ -217,35 +225,41 @@ def measure(
     laboratory: Laboratory,
     replicas: "list[subprocess.Popen[str]]",
     config: TrainConfig,
-    methods: Sequence[str],
-    most_seconds: float,
+    arguments: argparse.Namespace,
     *,
     evaluated: bool,
-) -> Iterator[dict]:
+) -> list[dict]:
     """A row for each method, at one bandwidth."""
     link = _means(ask(replicas, {"measure": "link"}))
-    for method in methods:
-        if method in MEASURES:
-            question = {"measure": method, "num_params": num_matrix_params(config.model)}
-            question |= {"num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
-            yield {"method": method, **link, **_means(ask(replicas, question))}
+    reduced_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]  # an all-reduce, about
+    rows, computed = [], {}
+    for method in _variants(arguments.methods):
+        name, _, option = method.partition(":")
+        if name == "payload":
+            question = {"measure": name, "num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
+            rows.append({"method": method, **link, **_means(ask(replicas, question))})
+            continue
+        if name == "all_reduce":
+            question = {"measure": name, "wire": option, "num_rounds": max(2, round(4 / reduced_seconds))}
+            rows.append({"method": method, **link, **_means(ask(replicas, question))})
             continue
         num_steps = config.num_steps
-        if method.startswith("data_parallel"):
+        if name.startswith("data_parallel"):
             # All its steps are alike: where they take long, a few will do.
-            step_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]
-            num_steps = max(4, min(num_steps, round(most_seconds / step_seconds)))
+            num_steps = max(4, min(num_steps, round(arguments.seconds / reduced_seconds)))
         question = {"method": method.removesuffix(" again"), "num_steps": num_steps}
         question["evaluate"] = evaluated and num_steps == config.num_steps
         with _lighthouse(laboratory) if method == PEER else nullcontext("") as question["lighthouse"]:
             answers = ask(replicas, question)
+        computed[method] = np.stack([answer.pop("computed") for answer in answers], axis=1)
         hashes = {answer.pop("outer_hash") for answer in answers}
         if len(hashes) > 1 and not method.startswith("alone"):
             raise RuntimeError(f"after {method} the replicas have different outer parameters")
         means = _means(answers)
-        yield {"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]}
+        rows.append({"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]})
         link_mbit_s = 1000 * link["link_gbit_s"]
         print(f"{link_mbit_s:.1f} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
+    return with_utilization(rows, computed, config)
 
 
 def _means(answers: Sequence[dict]) -> dict:

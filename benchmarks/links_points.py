@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
@@ -16,34 +18,73 @@ from diloco.training.config import TrainConfig
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
 PEER = "torchft_diloco"
-MEASURES = ("payload", "all_reduce")
-"""Not methods: a large payload each way, and torch's all-reduce of the gradients with nothing else to do."""
 
 
-def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: TrainConfig) -> float | None:
-    """Compute utilization as the physical model has it, from a measured step and link; None where it can't.
+def with_utilization(rows: Sequence[dict], computed: dict[str, np.ndarray], config: TrainConfig) -> list[dict]:
+    """The rows of one repeat at one bandwidth, with compute utilization as measured and as predicted.
 
-    `reduced` is what an all-reduce took. Data-Parallel's bandwidth is what that makes of the link and of the
-    machine, which has to add up what arrives; its part of the processor's time is taken from the computation, for
-    which every core is needed.
+    Args:
+        rows: a row for each method.
+        computed: by method, the compute time of each step on each replica, (S, M).
+        config: of all runs.
     """
+    alone_SxM = np.vstack([computed["alone"], computed["alone again"]])
+    by_method = {row["method"]: row for row in rows}
+    made = []
+    for row in rows:
+        method = row["method"]
+        if method not in computed or method.startswith("alone"):
+            made.append(row)
+            continue
+        if method.startswith("data_parallel"):
+            wire = "bf16" if method.startswith("data_parallel_bf16") else "fp32"
+            compute_SxM, beside = alone_SxM, by_method[f"all_reduce:{wire}"]
+            after_seconds = by_method["alone"]["after_seconds"]
+            expected = predicted_data_parallel(row, alone_SxM, after_seconds, beside, config)
+        else:
+            compute_SxM = computed[method]
+            expected = predicted(row, compute_SxM, config)
+        compute_seconds = row["num_steps"] * float(compute_SxM.mean())
+        measured = {"compute_seconds": compute_seconds, "utilization": compute_seconds / row["wall_seconds"]}
+        made.append(row | measured | {"predicted": expected})
+    return made
+
+
+def predicted(row: dict, compute_SxM: np.ndarray, config: TrainConfig) -> float:
+    """Compute utilization as the physical model has it, from the measured compute times and link."""
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    wire, gbit_s, taken_seconds = None, row["link_gbit_s"], 0.0
-    if name.startswith("data_parallel"):
-        if reduced is None:
-            return None
-        wire = "bf16" if name.endswith("bf16") else "fp32"
-        settings["method"] = "data_parallel"
-        gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / reduced[f"{wire}_seconds"]
-        taken_seconds = reduced[f"{wire}_cpu_seconds"]
-    elif name == PEER:  # which has one fragment in flight at the most
+    if name == PEER:  # which has one fragment in flight at the most
         settings |= {"method": "streaming_overlapped"}
         settings |= {"overlap_steps": config.diloco.sync_every // _num_fragments(config) - 1}
     elif option:
         settings["overlap_steps"] = int(option)
-    busy_seconds = compute_seconds + taken_seconds
-    model = PhysicalModel(
+    model = _model(row, compute_SxM, config, settings=settings)
+    return float(compute_SxM.mean(1).sum() / model.run_seconds([row["link_gbit_s"]], compute_SxM)[0])
+
+
+def predicted_data_parallel(
+    row: dict, alone_SxM: np.ndarray, after_seconds: float, beside: dict, config: TrainConfig
+) -> float:
+    """The same of Data-Parallel, from the compute times without exchange and an all-reduce beside training.
+
+    The bandwidth is what that makes of the link and of the machine, which has to add up what arrives; what it
+    makes a step take longer is taken from the computation, for which every core is needed. What follows the last
+    gradient, clipping and the optimizer, follows the last all-reduce.
+    """
+    wire = beside["method"].partition(":")[2]
+    gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / beside["seconds"]
+    taken_seconds = beside["seconds"] * max(0.0, 1 - alone_SxM.mean() / beside["step_seconds"])
+    model = _model(row, alone_SxM, config, settings={"method": "data_parallel"}, wire=wire)
+    seconds = model.run_seconds([gbit_s], alone_SxM + taken_seconds - after_seconds)[0]
+    return float(alone_SxM.mean(1).sum() / (seconds + after_seconds * len(alone_SxM)))
+
+
+def _model(
+    row: dict, compute_SxM: np.ndarray, config: TrainConfig, *, settings: dict, wire: str | None = None
+) -> PhysicalModel:
+    replica = Replica(step_seconds=float(compute_SxM.mean()), latency_seconds=row["latency_seconds"])
+    return PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
             num_params=num_matrix_params(config.model),
@@ -51,11 +92,9 @@ def predicted(row: dict, compute_seconds: float, reduced: dict | None, config: T
             width=config.model.width,
             vocab_size=config.model.vocab_size,
         ),
-        replicas=[Replica(step_seconds=busy_seconds, latency_seconds=row["latency_seconds"])] * NUM_REPLICAS,
+        replicas=[replica] * NUM_REPLICAS,
         wire=wire,
     )
-    utilization = model.compute_utilization([gbit_s], num_steps=int(row["num_steps"]))[0]
-    return float(utilization) * compute_seconds / busy_seconds
 
 
 def _num_fragments(config: TrainConfig) -> int:
@@ -67,19 +106,9 @@ def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
     """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
     repeats: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
-        if row["method"] in MEASURES:
+        if row.get("utilization") in ("", None):
             continue
-        beside = [r for r in rows if (r["repeat"], r["mbit_s"]) == (row["repeat"], row["mbit_s"])]
-        alone = [r["compute_seconds"] / r["num_steps"] for r in beside if r["method"].startswith("alone")]
-        if row["method"].startswith("alone") or len(alone) < 2:
-            continue
-        compute_seconds = row["compute_seconds"] / row["num_steps"]
-        if row["method"].startswith("data_parallel"):
-            compute_seconds = statistics.mean(alone)
-        seconds = row["wall_seconds"] / row["num_steps"]
-        found = {"utilization": compute_seconds / seconds, "seconds_per_step": seconds}
-        reduced = next((r for r in rows if (r["mbit_s"], r["method"]) == (row["mbit_s"], "all_reduce")), None)
-        found["predicted"] = predicted(row, compute_seconds, reduced, config)
+        found = {"seconds_per_step": row["wall_seconds"] / row["num_steps"]}
         if row["method"] == PEER:  # which does not tell
             found["num_outer_steps"] = row["num_steps"] // (config.diloco.sync_every // _num_fragments(config))
         repeats[row["mbit_s"], row["method"]].append(row | found)

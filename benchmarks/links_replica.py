@@ -12,9 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -53,10 +55,7 @@ def main() -> None:
                 gbit_s, latency_seconds = measure_link(world.exchange)
                 answer = {"link_gbit_s": gbit_s, "latency_seconds": latency_seconds}
             elif asked.get("measure") == "all_reduce":
-                answer = {}
-                for name in DTYPES:
-                    seconds, cpu_seconds = all_reduce_seconds(asked["num_params"], name)
-                    answer |= {f"{name}_seconds": seconds, f"{name}_cpu_seconds": cpu_seconds}
+                answer = all_reduce_beside_training(config, world, asked["wire"], asked["num_rounds"])
             elif asked.get("measure") == "payload":
                 answer = exchange_payload(world, asked["num_bytes"], asked["round"])
             else:
@@ -80,16 +79,36 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> dict:
     }
 
 
-def all_reduce_seconds(num_params: int, dtype: str) -> tuple[float, float]:
-    """What an all-reduce of the gradients by torch.distributed takes, and of the processor, in all its threads."""
-    gradients, taken, used = torch.zeros(num_params, dtype=DTYPES[dtype]), [], []
-    for _ in range(5):
-        dist.barrier()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        dist.all_reduce(gradients)
-        taken.append(time.perf_counter() - start)
-        used.append(time.process_time() - cpu_start)
-    return statistics.median(taken), statistics.median(used)
+def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num_rounds: int) -> dict:
+    """What torch's all-reduce of the gradients takes while a replica trains, and a step meanwhile."""
+    assert config.data.prepared is not None, "the config is resolved"
+    state = _begin({"method": "alone"}, config, world)
+    batches = open_batches(config, world, open_split(config.data.prepared, "train"))
+    gradients_N = torch.zeros(sum(parameter.numel() for parameter in state.model.parameters()))
+
+    def reduce() -> float:
+        start = time.perf_counter()
+        for _ in range(num_rounds):
+            sent_N = gradients_N.to(DTYPES[wire]).div_(world.num_replicas)
+            dist.all_reduce(sent_N)
+            gradients_N.copy_(sent_N)
+        return (time.perf_counter() - start) / num_rounds
+
+    step_seconds = []
+    with ThreadPoolExecutor(1) as beside:
+        for step in count(1):
+            start = time.perf_counter()
+            inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            if step == 2:  # the first allocate
+                share(world.exchange, "ready")
+                reduced = beside.submit(reduce)
+            elif step > 2:
+                if reduced.done():
+                    break
+                step_seconds.append(time.perf_counter() - start)
+    return {"seconds": reduced.result(), "step_seconds": statistics.mean(step_seconds)}
 
 
 class Alone:
@@ -97,6 +116,12 @@ class Alone:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.forward, self.blocked_seconds, self.bytes_sent = model, model, 0.0, 0
+        self.last_gradient = 0.0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: Tensor) -> None:
+        self.last_gradient = time.perf_counter()
 
     def passes(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -206,7 +231,7 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
         for _ in range(2):
             inner_step(state, batches.batch(1), config, world, 0.0)
             state.optimizer.zero_grad()
-    step_seconds, sync_seconds, num_outer_steps = [], [], 0
+    step_seconds, sync_seconds, after_seconds, num_outer_steps = [], [], [], 0
     share(world.exchange, "ready")
     sent, start = _bytes_on_interface(), time.perf_counter()
     last = start
@@ -219,16 +244,19 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
         sync_seconds.append(now - before)
         state.optimizer.zero_grad()
         step_seconds.append(now - last)
+        after_seconds.append(now - getattr(state.sync, "last_gradient", now))
         last = now
     num_outer_steps += len(state.sync.finish())
     wall_seconds = time.perf_counter() - start
     share(world.exchange, "done")
-    sync_in_excess = sum(sync_seconds) - len(sync_seconds) * statistics.median(sync_seconds)
+    usual = statistics.median(sync_seconds)
+    computed = [step - (sync - usual) for step, sync in zip(step_seconds, sync_seconds, strict=True)]
     answer = {
         "wall_seconds": wall_seconds,
         "step_seconds": statistics.median(step_seconds),
-        "compute_seconds": sum(step_seconds) - sync_in_excess,
-        "sync_seconds": sync_in_excess + wall_seconds - sum(step_seconds),
+        "computed": computed,
+        "after_seconds": statistics.median(after_seconds),
+        "sync_seconds": wall_seconds - sum(computed),
         "blocked_seconds": state.sync.blocked_seconds,
         "num_outer_steps": num_outer_steps,
         "interface_bytes": _bytes_on_interface() - sent,
