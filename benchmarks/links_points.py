@@ -68,13 +68,18 @@ def predicted_data_parallel(
 ) -> float:
     """The same of Data-Parallel, from the compute times without exchange and an all-reduce beside training.
 
-    The bandwidth is what that makes of the link and of the machine, which has to add up what arrives; what it
-    makes a step take longer is taken from the computation, for which every core is needed. What follows the last
-    gradient, clipping and the optimizer, follows the last all-reduce.
+    An all-reduce wants the processor, too, to add up what arrives, and every core computes: beside the backward
+    pass it takes longer than alone, and makes the pass take longer. What follows the last gradient, clipping and
+    the optimizer, follows the last all-reduce.
     """
+    num_layers, slowed_seconds = config.model.num_layers, beside["seconds"]
+    # From the first block's gradient on, all-reduces and the backward pass go on at once.
+    window_seconds = float(alone_SxM.mean()) * (1 - (num_layers + 2) / (3 * num_layers - 1))
+    part = min(1.0, window_seconds / slowed_seconds)
+    reduced_seconds = part * slowed_seconds + (1 - part) * beside["quiet_seconds"]
+    taken_seconds = part * slowed_seconds * max(0.0, 1 - alone_SxM.mean() / beside["step_seconds"])
     wire = beside["method"].partition(":")[2]
-    gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / beside["seconds"]
-    taken_seconds = beside["seconds"] * max(0.0, 1 - alone_SxM.mean() / beside["step_seconds"])
+    gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / reduced_seconds
     model = _model(row, alone_SxM, config, settings={"method": "data_parallel"}, wire=wire)
     seconds = model.run_seconds([gbit_s], alone_SxM + taken_seconds - after_seconds)[0]
     return float(alone_SxM.mean(1).sum() / (seconds + after_seconds * len(alone_SxM)))

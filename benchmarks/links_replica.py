@@ -80,7 +80,7 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> dict:
 
 
 def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num_rounds: int) -> dict:
-    """What torch's all-reduce of the gradients takes while a replica trains, and a step meanwhile."""
+    """What torch's all-reduce of the gradients takes, alone and while a replica trains, and a step meanwhile."""
     assert config.data.prepared is not None, "the config is resolved"
     state = _begin({"method": "alone"}, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))
@@ -94,7 +94,8 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
             gradients_N.copy_(sent_N)
         return (time.perf_counter() - start) / num_rounds
 
-    step_seconds = []
+    share(world.exchange, "ready")
+    quiet_seconds, step_seconds = reduce(), []
     with ThreadPoolExecutor(1) as beside:
         for step in count(1):
             start = time.perf_counter()
@@ -108,7 +109,8 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
                 if reduced.done():
                     break
                 step_seconds.append(time.perf_counter() - start)
-    return {"seconds": reduced.result(), "step_seconds": statistics.mean(step_seconds)}
+    told = {"quiet_seconds": quiet_seconds, "seconds": reduced.result()}
+    return told | {"step_seconds": statistics.mean(step_seconds)}
 
 
 class Alone:

@@ -101,19 +101,27 @@ def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
     assert found["plans"] == [] and found["remedy"]["link_gbit_s"] > 0.001
 
 
-def test_a_plan_measures_this_machine_on_request():
+@pytest.mark.parametrize("flags", [[], ["--shards-per-replica", "2"]])
+def test_a_plan_measures_this_machine_on_request(flags):
     command = [
         *(sys.executable, "-m", "diloco", "plan", "--measure", "tiny"),
         "--target",
         "0.2",
         "--global-batch",
         "16",
+        *flags,
     ]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
     assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
     last = process.stdout.rstrip().splitlines()[-1]
-    assert "diloco train tiny --global-batch 16 --method streaming --num-replicas 2 --diloco.sync-every" in last
+    told = (
+        "diloco train tiny ",
+        "--global-batch 16",
+        " ".join(flags),
+        "--method streaming --num-replicas 2 --diloco",
+    )
+    assert all(part in last for part in told)
 
 
 def test_one_replica_has_no_link_to_measure(capsys):

@@ -101,3 +101,12 @@ def test_contradictions_are_refused_with_both_values(fields, message):
 def test_the_schedule_needs_neither_torch_nor_numpy():
     heavy = "import sys, diloco.schedule; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("first_sync", ["early", "full_period"])
+@pytest.mark.parametrize(("period", "num_fragments", "offsets"), [(10, 3, None), (7, 2, (0, 0)), (5, 5, None)])
+def test_what_is_sent_next_is_what_the_next_sync_sends(first_sync, period, num_fragments, offsets):
+    schedule = Schedule(sync_every=period, num_fragments=num_fragments, offsets=offsets, first_sync=first_sync)
+    for step in range(1, 4 * period):
+        following = next(t for t in range(step, 10 * period) if schedule.sent(t))
+        assert schedule.next_sent(step) == tuple(sync.fragment for sync in schedule.sent(following))

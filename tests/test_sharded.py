@@ -283,3 +283,33 @@ def gather(S: int) -> tuple[str, float]:
 def test_the_hash_does_not_depend_on_the_shards():
     found = {run_replicas(gather, M * S, S)[-1] for S in (1, 2)}
     assert len(found) == 1
+
+
+def lose_one_shard() -> str:
+    """The first shard of replica 1 is no longer finite at the first sync."""
+    mesh = processes(2)
+    model = decoder(mesh)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1, overlap_steps=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=5),
+    )
+    try:
+        for step in range(1, 4):
+            if step == 2 and mesh.get_coordinate() == [1, 0]:
+                local(model.get_parameter("norm.weight")).fill_(float("nan"))
+            engine.step()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    except diloco.ExchangeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "merged"
+
+
+def test_a_shard_that_is_not_finite_is_named_and_nobody_waits_for_ever():
+    """The other shards have sent by then, and merge theirs: the replica is lost, and its processes end with it."""
+    waits, merges, named, merges_too = run_replicas(lose_one_shard, M * 2)
+    assert named.startswith("NonFiniteError: step 2: the outer gradient of norm.weight (replica 1, fragment 0)")
+    assert waits.startswith("ExchangeError") and "replica 1" in waits
+    assert (merges, merges_too) == ("merged", "merged")

@@ -19,6 +19,10 @@ _COMMANDS = {
     "train": "train a language model: diloco train RECIPE [--field value …] [--resume RUN]",
     "plan": "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G",
     "simulate": "what link a run needs: diloco simulate bandwidth|published|timeline|curves|wall-clock",
+    "eval": "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]",
+    "export": "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY",
+    "experiment": "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]",
+    "report": "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]",
     "bench": "measure what parts of it take here: diloco bench wire [--json]",
     "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
 }
@@ -37,7 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=text, add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
-    run = {"train": _train, "plan": _plan, "simulate": _simulate, "bench": _bench, "data": _data}[command]
+    run = {
+        "train": _train,
+        "plan": _plan,
+        "simulate": _simulate,
+        "eval": _eval,
+        "export": _export,
+        "experiment": _experiment,
+        "report": _report,
+        "bench": _bench,
+        "data": _data,
+    }[command]
     run(given[1:])
 
 
@@ -117,6 +131,42 @@ def _simulate(arguments: list[str]) -> None:
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco simulate", args=arguments)
 
 
+def _eval(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained():
+        from diloco.cli_run import evaluate
+
+        tyro.cli(evaluate, prog="diloco eval", args=arguments)
+
+
+def _export(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained():
+        from diloco.cli_run import export
+
+        tyro.cli(export, prog="diloco export", args=arguments)
+
+
+def _report(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained():
+        from diloco.cli_run import report
+
+        tyro.cli(report, prog="diloco report", args=arguments)
+
+
+def _experiment(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained(hint="; call it again to go on"):
+        from diloco.cli_experiment import run
+
+        tyro.cli(run, prog="diloco experiment", args=arguments)
+
+
 def _plan(arguments: list[str]) -> None:
     import tyro
 
@@ -162,13 +212,11 @@ def _plan_measured(arguments: list[str]) -> None:
 
 def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
     """What else the user changed in the recipe."""
-    from diloco.training.config import differences
-    from diloco.training.recipes import recipe
+    from diloco.training.recipes import flags
 
-    for name, (_, value) in differences(recipe(asked.recipe), asked).items():
+    for name, words in flags(asked).items():
         if not name.startswith(("num_replicas", "method", "diloco.")):
-            values = value if isinstance(value, tuple) else (value,)
-            yield shlex.join([f"--{name.replace('_', '-')}", *map(str, values)])
+            yield shlex.join(words)
 
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:

@@ -120,6 +120,17 @@ class Schedule:
         """What `replica` sends and merges after `step`."""
         return Due(send=self.sent(step), merge=self.sent(step - self.overlap(replica)))
 
+    def next_sent(self, step: int) -> tuple[int, ...]:
+        """The fragments that are sent first after `step` or a later one.
+
+        >>> schedule = Schedule(sync_every=100, num_fragments=2)
+        >>> schedule.next_sent(100), schedule.next_sent(101)
+        ((0,), (1,))
+        """
+        first = [self.send_step(fragment) for fragment in range(self.num_fragments)]
+        following = [max(s, s - (s - step) // self.sync_every * self.sync_every) for s in first]
+        return tuple(p for p, next_step in enumerate(following) if next_step == min(following))
+
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
         """The fragments of each remainder t mod H, so that a step without a sync costs one look-up."""

@@ -136,3 +136,19 @@ def test_generate_takes_the_likeliest_token_where_only_one_is_allowed():
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**({"num_layers": 2, "num_heads": 2, "width": 16} | sizes))
+
+
+def test_what_was_read_before_is_remembered():
+    model = Decoder(SMALL, seed=1)
+    tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
+    whole = model(tokens)
+    cache = model.new_cache()
+    parts = [model(tokens[:, first:last], cache) for first, last in ((0, 5), (5, 6), (6, 12))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    assert cache.num_tokens == 12
+
+    cache = model.new_cache()
+    model(tokens[:, :5], cache)
+    rows = torch.tensor([2, 0, 2])
+    torch.testing.assert_close(model(tokens[rows, 5:], cache.select(rows)), whole[rows, 5:])
+    assert cache.num_tokens == 5

@@ -146,3 +146,47 @@ def swap() -> tuple[bool, bool]:
 def test_the_outer_parameters_take_the_place_of_the_replicas_own_for_a_while():
     for restored, unchanged in run_replicas(swap, M * 2):
         assert restored and not unchanged
+
+
+def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
+    """At each step: the fragments whose parameters changed, and those that the schedule sends next."""
+    config = config_of(1, "fp32", "gather")
+    config = replace(config, diloco=replace(config.diloco, freeze=True, overlap_steps=1))
+    world, state, _ = begin(config, Path())
+    found = []
+    for step in range(1, LAST + 1):
+        tokens = np.random.default_rng(step).integers(0, 257, (4, 33))
+        before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
+        inner_step(state, tokens, config, world, 1e-3)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        changed = {
+            index
+            for index, fragment in enumerate(state.sync.fragments)
+            if any(not torch.equal(before[n], state.model.get_parameter(n)) for n in fragment.parameters)
+        }
+        found.append((changed, set(state.sync.schedule.next_sent(step))))
+        state.sync.step()
+        state.step = step
+    return found
+
+
+def test_only_the_fragment_that_is_sent_next_is_trained():
+    for found in run_replicas(train_the_next_fragment_alone, M):
+        assert all(changed == due for changed, due in found)
+        assert {frozenset(due) for _, due in found} == {frozenset({p}) for p in range(3)}
+
+
+def train_compiled(S: int, compiled: bool) -> list[float]:
+    config = replace(config_of(S, "fp32", "gather"), compile=compiled)
+    world, state, _ = begin(config, Path())
+    losses = advance(state, config, world, 12)
+    state.sync.finish()
+    return losses
+
+
+def test_shards_train_compiled_as_they_do_otherwise():
+    expected = run_replicas(train_compiled, M * 2, 2, False)
+    found = run_replicas(train_compiled, M * 2, 2, True, timeout_seconds=200)
+    for mine, others in zip(found, expected, strict=True):
+        assert mine == pytest.approx(others, abs=1e-3)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
         # A file may ask for them.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.name = path.name
+        self.name, self._content = path.name, content
         self.digest = hashlib.sha256(content).hexdigest()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -140,6 +140,11 @@ class HuggingFaceTokenizer:
         self._backend.add_special_tokens([bos])
         self._backend.encode_special_tokens = True
 
+    @property
+    def backend(self) -> Any:
+        """A copy of the library's tokenizer, as its file has it."""
+        return type(self._backend).from_buffer(self._content)
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, special tokens neither added nor recognised."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -148,6 +153,37 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, special tokens left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def hugging_face_json(tokenizer: "ByteTokenizer | HuggingFaceTokenizer") -> tuple[str, str]:
+    """A `tokenizer.json` that puts BOS before every text, as training does, and the name of BOS in it."""
+    from tokenizers.processors import TemplateProcessing
+
+    backend = _bytewise() if isinstance(tokenizer, ByteTokenizer) else tokenizer.backend
+    bos = backend.id_to_token(tokenizer.bos_id)
+    backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
+    )
+    return backend.to_str(pretty=True), bos
+
+
+def _bytewise() -> Any:
+    """A token a byte, with the byte's value as its id, in the library's terms."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # Each byte goes by a printable character: its own, or the next free one from U+0100 on.
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in own)
+    vocabulary = {chr(byte): byte for byte in own}
+    vocabulary |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    backend = Backend(BPE(vocab=vocabulary | {"<bos>": ByteTokenizer.bos_id}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<bos>"])
+    return backend
 
 
 def _find_bos(vocabulary: dict[str, int], path: Path) -> str:

@@ -4,7 +4,9 @@ Shapes: B sequences, T tokens, D width, H heads, K = D/H elements a head, V voca
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,35 @@ class DecoderConfig:
             )
 
 
+class Cache:
+    """Keys and values, per block, of the tokens that a model has read in each of B sequences."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read."""
+        return 0 if self._layers[0] is None else self._layers[0][0].shape[-2]
+
+    def extend(self, layer: int, k_BxHxTxK: Tensor, v_BxHxTxK: Tensor) -> tuple[Tensor, Tensor]:
+        """Add what a block makes of new tokens; all that it has."""
+        before = self._layers[layer]
+        both = (k_BxHxTxK, v_BxHxTxK) if before is None else tuple(map(_joined, before, (k_BxHxTxK, v_BxHxTxK)))
+        self._layers[layer] = both
+        return both
+
+    def select(self, rows_R: Tensor) -> "Cache":
+        """A cache of R sequences, each a copy of one of these."""
+        selected = Cache(len(self._layers))
+        selected._layers = [layer and (layer[0][rows_R], layer[1][rows_R]) for layer in self._layers]
+        return selected
+
+
+def _joined(before: Tensor, after: Tensor) -> Tensor:
+    return torch.cat([before, after], dim=-2)
+
+
 class Decoder(nn.Module):
     """Tokens to the logits of the next token.
 
@@ -58,12 +89,19 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self._initialise(seed)
 
-    def forward(self, tokens_BxT: Int64[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """The logits of the next token at each position."""
+    def new_cache(self) -> Cache:
+        """For sequences of which nothing was read yet."""
+        return Cache(self.config.num_layers)
+
+    def forward(self, tokens_BxT: Int64[Tensor, "B T"], cache: Cache | None = None) -> Float[Tensor, "B T V"]:
+        """The logits of the next token at each position; with a cache, of tokens that follow those read before."""
         x_BxTxD = self.embedding(tokens_BxT)
-        rotation = rotary(tokens_BxT.shape[1], self.config.width // self.config.num_heads, tokens_BxT.device)
-        for block in self.blocks:
-            x_BxTxD = block(x_BxTxD, rotation)
+        first = 0 if cache is None else cache.num_tokens
+        head_width = self.config.width // self.config.num_heads
+        rotation = rotary(tokens_BxT.shape[1], head_width, tokens_BxT.device, first=first)
+        for layer, block in enumerate(self.blocks):
+            extend = None if cache is None else partial(cache.extend, layer)
+            x_BxTxD = block(x_BxTxD, rotation, extend)
         return F.linear(self.norm(x_BxTxD), self.embedding.weight)
 
     def _initialise(self, seed: int) -> None:
@@ -74,6 +112,9 @@ class Decoder(nn.Module):
             if parameter.dim() == 2:
                 scale = residual_scale if name.endswith(("attention.out.weight", "mlp_out.weight")) else 1.0
                 nn.init.normal_(parameter, std=scale / math.sqrt(parameter.shape[1]), generator=generator)
+
+
+_Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
@@ -87,9 +128,9 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(config.width, 4 * config.width, bias=False)
         self.mlp_out = nn.Linear(4 * config.width, config.width, bias=False)
 
-    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The residual stream after this block."""
-        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD), rotation)
+        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD), rotation, extend)
         return x_BxTxD + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BxTxD))))
 
 
@@ -104,20 +145,30 @@ class Attention(nn.Module):
         self.query_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
         self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
 
-    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """What each position takes from those up to it."""
+    def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
+        """What each position takes from those up to it, those that a cache extends included."""
         heads = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q_BxHxTxK, k_BxHxTxK, v_BxHxTxK = heads.unbind(0)
         q_BxHxTxK = rotate(self.query_norm(q_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
         k_BxHxTxK = rotate(self.key_norm(k_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
-        y_BxHxTxK = F.scaled_dot_product_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, is_causal=True)
+        if extend is None:
+            y_BxHxTxK = F.scaled_dot_product_attention(q_BxHxTxK, k_BxHxTxK, v_BxHxTxK, is_causal=True)
+        else:
+            k_BxHxSxK, v_BxHxSxK = extend(k_BxHxTxK, v_BxHxTxK)
+            num_queries, num_keys = q_BxHxTxK.shape[-2], k_BxHxSxK.shape[-2]
+            seen_TxS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BxHxTxK.device)
+            seen_TxS = seen_TxS.tril(num_keys - num_queries)
+            y_BxHxTxK = F.scaled_dot_product_attention(q_BxHxTxK, k_BxHxSxK, v_BxHxSxK, attn_mask=seen_TxS)
         return self.out(y_BxHxTxK.transpose(1, 2).flatten(-2))
 
 
-def rotary(num_tokens: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, K) of RoPE with base 10,000, each half of a head rotated with the other."""
+def rotary(num_tokens: int, head_width: int, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, K) of RoPE with base 10,000, each half of a head rotated with the other.
+
+    `first` is the position of the first of the T tokens.
+    """
     frequency_K2 = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
-    angle_TxK = torch.outer(torch.arange(num_tokens, device=device), frequency_K2).repeat(1, 2)
+    angle_TxK = torch.outer(torch.arange(first, first + num_tokens, device=device), frequency_K2).repeat(1, 2)
     return angle_TxK.cos(), angle_TxK.sin()
 
 

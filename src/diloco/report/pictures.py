@@ -25,8 +25,9 @@ _NAMES: dict[Kind, str] = {
     "backward_parameters": "backward, parameters",
     "exchange": "exchange",
 }
-_STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "x")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "x")
+"""Curves differ in style, marker and darkness."""
 
 
 class Line(NamedTuple):
@@ -114,8 +115,8 @@ def draw_lines(
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     greys = np.linspace(0.0, 0.6, max(map(len, panels.values())))
     for (title, lines), axes in zip(panels.items(), all_axes, strict=True):
-        for line, style, marker, grey in zip(lines, _STYLES, _MARKERS, greys, strict=False):
-            color = _viridis(grey)
+        for line, style, marker, grey in zip(lines, STYLES, MARKERS, greys, strict=False):
+            color = viridis(grey)
             axes.plot(
                 line.x, line.y, ls=style, color=color, label=line.label, marker=marker if markers else None, ms=4
             )
@@ -132,7 +133,8 @@ def draw_lines(
     return figure
 
 
-def _viridis(part: float) -> tuple[float, float, float, float]:
+def viridis(part: float) -> tuple[float, float, float, float]:
+    """A colour that tells apart in grey, from 0, dark, to 0.6, light."""
     import matplotlib as mpl
 
     return mpl.colormaps["viridis"](1.4 * part)

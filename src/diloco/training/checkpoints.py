@@ -183,6 +183,22 @@ def finished_steps(directory: Path, replica: int) -> list[int]:
     return _finished(_directory(directory, replica))
 
 
+def read(directory: Path, replica: int, step: int, tensors: dict[str, Any]) -> None:
+    """Read some tensors of a finished checkpoint in place, whole, without the replica's processes.
+
+    Raises:
+        CheckpointError: if they can't be read.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    path = _directory(directory, replica) / f"step-{step:08d}"
+    try:
+        load(tensors, checkpoint_id=path, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {path} can't be read: {_reason(error)}") from error
+
+
 def _directory(directory: Path, replica: int) -> Path:
     return directory / f"replica-{replica}"
 

@@ -22,6 +22,9 @@ from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.state import TrainState, outer_in_place
 from diloco.training.world import World
 
+OUTER_FILE = "outer.safetensors"
+"""In a run's directory: the outer parameters that it ended with."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -43,7 +46,7 @@ def evaluate(
     # The processes of a replica must take as many passes: a share that is shorter repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with outer_in_place(state) as model:
-        losses = sequence_losses(model, _batches(held_out, padded, config), world.device)[: len(mine)]
+        losses = sequence_losses(model, held_out_batches(held_out, padded, config), world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses) for loss in share_of_one]
     return held_out_loss(
@@ -69,7 +72,8 @@ def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
     return [k * available // wanted for k in range(wanted)]
 
 
-def _batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
+def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
+    """Those windows, int64 (B, T+1), as many at once as the config evaluates."""
     size = config.evaluation.batch
     for start in range(0, len(windows), size):
         yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
@@ -85,7 +89,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
     if world.shard > 0:
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
-    write_atomically(config.directory / "outer.safetensors", [exported])
+    write_atomically(config.directory / OUTER_FILE, [exported])
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     summary = {
         "method": config.method,

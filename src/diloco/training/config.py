@@ -84,6 +84,8 @@ class DilocoConfig:
     """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
     error_feedback: float | None = None
     """β: what the codec lost is sent later, e ← β e + Δ; None is not."""
+    freeze: bool = False
+    """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
 
 
 @dataclass(frozen=True, kw_only=True)

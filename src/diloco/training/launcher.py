@@ -42,7 +42,8 @@ def under_a_launcher() -> bool:
 def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, *arguments: Any) -> None:
     """Run `entrypoint(*arguments)` in `num_replicas` · `num_shards` local processes, and wait for all of them.
 
-    When one fails the others are ended.
+    Each takes its share of the cores as threads, unless OMP_NUM_THREADS says otherwise. When one fails the others
+    are ended.
 
     Raises:
         ReplicaFailedError: with the sentence of the `Failure` that the entrypoint raised, or the signal that
@@ -54,7 +55,7 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // (num_replicas * num_shards)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (num_replicas * num_shards))))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -164,6 +164,8 @@ def inner_step(
             loss, objective = next_token_loss(logits_BxTxV, window_BxT1[:, 1:], config.optimizer.z_loss)
             (objective / len(micro_batches)).backward()
         losses.append(loss.detach())
+    for parameter in state.frozen(state.step + 1):
+        parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
     loss = torch.stack(losses).mean().item()
     return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, gathered(grad_norm).item()

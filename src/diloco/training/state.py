@@ -35,12 +35,24 @@ class TrainState:
     """Around each forward and backward pass; told whether it is the last of its step."""
     sync: StreamingDiLoCo | DataParallel
     """Θ, the outer momentum and what is in flight; or the baseline."""
+    freezes: bool = False
+    """Whether only the fragment that is sent next is trained."""
     step: int = 0
     """Inner steps taken."""
     seconds: float = 0.0
     """Spent on them, in every part of a run that was interrupted."""
     blocked_seconds: float = 0.0
     """The part of them in which a process of this replica waited for other replicas."""
+
+    def frozen(self, step: int) -> Iterator[nn.Parameter]:
+        """Those that are not trained in a step."""
+        if not self.freezes:
+            return
+        assert isinstance(self.sync, StreamingDiLoCo), "Data-Parallel freezes nothing"
+        trained = self.sync.schedule.next_sent(step)
+        for index, fragment in enumerate(self.sync.fragments):
+            if index not in trained:
+                yield from (self.model.get_parameter(name) for name in fragment.parameters)
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Copy everything now, and write it in the background."""
@@ -113,7 +125,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         sync = DataParallel(model, forward)
         return TrainState(model, sync.forward, optimizer, sync.passes, sync)
     engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
-    return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine)
+    return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=config.diloco.freeze)
 
 
 def check(config: TrainConfig) -> None:

@@ -1,0 +1,100 @@
+"""`diloco experiment`: a grid of runs, its rows, its figure, and what was found."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from diloco.experiments.experiment import Experiment, finished
+from diloco.experiments.grid import LocalMachine, Machines, make_job, run_grid
+from diloco.experiments.recipes import EXPERIMENTS, experiment
+from diloco.experiments.rows import write_rows
+from diloco.experiments.tiers import TIERS
+from diloco.training.recipes import flags
+
+
+def run(
+    names: tyro.conf.Positional[tuple[str, ...]],
+    tier: Literal["small", "paper"] = "small",
+    corpus: tuple[str, ...] = (),
+    held_out: tuple[str, ...] = (),
+    output: Path = Path("experiments"),
+    eval_data: tuple[Path, ...] = (),
+    cores: int | None = None,
+    ray: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None,
+    commands: bool = False,
+) -> None:
+    """Run a paper's experiments; call it again after an interruption, and nothing is run twice.
+
+    Writes OUTPUT/NAME.csv, a row a run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs.
+
+    Args:
+        names: Of experiments, or `all`.
+        tier: small, for two cores and minutes a run, or the paper's sizes and tokens.
+        corpus: Sources of training text, as --data.train of the trainer takes them; left out, the tier's own.
+        held_out: Sources of held-out text; left out, a part of the corpus.
+        output: Directory to write to.
+        eval_data: Files of questions for zero-shot accuracy, in experiments for which the paper reports it.
+        cores: How many to use at once; left out, all.
+        ray: Run on the Ray cluster at this address, `auto` for the one that this machine belongs to.
+        commands: Run nothing, and print each run's command, to be started with torchrun on a cluster.
+    """
+    chosen_tier = TIERS[tier](*([corpus] if corpus else []), **({"held_out": held_out} if held_out else {}))
+    experiments = [experiment(name, chosen_tier) for name in (EXPERIMENTS if names == ("all",) else names)]
+    if not experiments:
+        raise ValueError(f"name an experiment, or all: {', '.join(EXPERIMENTS)}")
+    if commands:
+        for one in experiments:
+            _print_commands(one, output)
+        return
+    machines = _machines(cores, ray)
+    for one in experiments:
+        _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ())
+
+
+def _machines(cores: int | None, ray: str | None) -> Machines:
+    if ray is None:
+        return LocalMachine(cores)
+    from diloco.experiments.cluster import RayCluster
+
+    return RayCluster(ray)
+
+
+def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks: tuple[Path, ...]) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from diloco.report.experiments import draw_experiment
+    from diloco.report.pictures import save
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
+    rows: list[dict] = []
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(one.name, total=1.0)
+
+        def on_finished(part: float) -> None:
+            progress.update(bar, completed=part)
+
+        grid = run_grid(one.runs, output / "runs", machines, tasks=tasks, on_finished=on_finished)
+        for found in grid:
+            rows = [{"tier": tier, **row} for row in found]
+            progress.update(bar, description=f"{one.name}: {len(rows)} of {len(one.runs)} runs")
+            if rows:
+                write_rows(rows, output / f"{one.name}.csv")
+    for path in save(draw_experiment(one, rows), output, one.name):
+        print(path)
+    for row in rows:
+        if row.get("failed"):
+            print(f"run {row['run']} failed: {row['failed']}")
+    if finished(rows):
+        measured, verdict = one.finding(rows)
+        print(f"{one.name} ({one.source}): {one.claim}\n  measured: {measured}\n  {verdict}")
+
+
+def _print_commands(one: Experiment, output: Path) -> None:
+    for labelled in one.runs:
+        config = make_job(labelled.config, output / "runs", ()).config
+        print(f"# {one.name}: {labelled.labels}")
+        told = shlex.join(word for words in flags(config).values() for word in words)
+        print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {told}")

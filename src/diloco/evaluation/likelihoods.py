@@ -1,0 +1,110 @@
+"""Log-likelihoods of continuations, in batches, each distinct context read once.
+
+Shapes: G contexts of T tokens, R continuations of them, U tokens of the longest but its last, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class CausalModel(Protocol):
+    """A model that remembers what it has read in a cache, as `Decoder` does."""
+
+    def new_cache(self) -> Any:
+        """For sequences of which nothing was read yet; it has `select`, as that of the decoder."""
+        ...
+
+    def __call__(self, tokens_BxT: Tensor, cache: Any = None) -> Tensor:
+        """The logits (B, T, V) of the next token, of tokens that follow those in the cache."""
+        ...
+
+
+class Likelihood(NamedTuple):
+    """Of a continuation, given its context."""
+
+    log_likelihood: float
+    """Nats."""
+    is_greedy: bool
+    """Whether each of its tokens is the likeliest one."""
+
+
+def likelihoods(
+    model: CausalModel,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    max_length: int,
+    device: torch.device,
+    batch: int = 64,
+) -> list[Likelihood]:
+    """The likelihood of each (context, continuation), both at least a token long.
+
+    Contexts of equal length are read together, and one that several continuations share is read once. What is
+    too long loses its beginning; a continuation of more than half of `max_length` is scored in parts.
+
+    Args:
+        model: tokens to logits.
+        requests: token ids.
+        max_length: tokens that the model may read at once.
+        device: where the model is.
+        batch: sequences read at once, about.
+    """
+    parts = [part for index, request in enumerate(requests) for part in _parts(index, request, max_length)]
+    totals = [Likelihood(0.0, True)] * len(requests)
+    with torch.inference_mode():
+        for group in _batches(parts, batch):
+            for (index, *_), found in zip(group, _score(model, group, device), strict=True):
+                before = totals[index]
+                totals[index] = Likelihood(before.log_likelihood + found[0], before.is_greedy and found[1])
+    return totals
+
+
+_Part = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of the request, context, continuation
+
+
+def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length: int) -> Iterator[_Part]:
+    context, continuation = tuple(request[0]), tuple(request[1])
+    size = len(continuation) if len(continuation) <= max_length // 2 else max(1, max_length // 2)
+    for start in range(0, len(continuation), size):
+        part, before = continuation[start : start + size], context + continuation[:start]
+        yield index, before[-(max_length + 1 - len(part)) :], part
+
+
+def _batches(parts: list[_Part], batch: int) -> Iterator[list[_Part]]:
+    """Parts whose contexts have one length, those with the same context beside each other."""
+    group: list[_Part] = []
+    for part in sorted(parts, key=lambda part: (len(part[1]), part[1])):
+        other_length = bool(group) and len(part[1]) != len(group[-1][1])
+        if other_length or (len(group) >= batch and part[1] != group[-1][1]):
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
+
+
+def _score(model: CausalModel, group: list[_Part], device: torch.device) -> list[tuple[float, bool]]:
+    contexts = list(dict.fromkeys(context for _, context, _ in group))
+    row_of = {context: row for row, context in enumerate(contexts)}
+    rows_R = torch.tensor([row_of[context] for _, context, _ in group], device=device)
+    longest = max(len(continuation) for *_, continuation in group)
+    targets_RxU1 = torch.zeros(len(group), longest, dtype=torch.int64)
+    for row, (*_, continuation) in enumerate(group):
+        targets_RxU1[row, : len(continuation)] = torch.tensor(continuation)
+    targets_RxU1 = targets_RxU1.to(device)
+
+    cache = model.new_cache()
+    logits_RxU1xV = model(torch.tensor(contexts, device=device), cache)[:, -1:][rows_R]
+    if longest > 1:
+        following_RxUxV = model(targets_RxU1[:, :-1], cache.select(rows_R))
+        logits_RxU1xV = torch.cat([logits_RxU1xV, following_RxUxV], dim=1)
+    log_p_RxU1xV = logits_RxU1xV.float().log_softmax(dim=-1)
+    chosen_RxU1 = log_p_RxU1xV.gather(-1, targets_RxU1[..., None]).squeeze(-1).double().cpu()
+    greedy_RxU1 = (log_p_RxU1xV.argmax(dim=-1) == targets_RxU1).cpu()
+    lengths = [len(continuation) for *_, continuation in group]
+    return [
+        (chosen_RxU1[row, :length].sum().item(), bool(greedy_RxU1[row, :length].all()))
+        for row, length in enumerate(lengths)
+    ]

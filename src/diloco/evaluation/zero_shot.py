@@ -1,0 +1,173 @@
+"""Zero-shot tasks through lm-evaluation-harness, whose `LM` our model is: every task that it has works."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from tqdm import tqdm
+
+from diloco.data.tokenizers import Tokenizer
+from diloco.evaluation.likelihoods import CausalModel, likelihoods
+from diloco.evaluation.questions import read_questions
+
+
+class HarnessLM(TemplateLM):
+    """A model and its tokenizer for the harness; BOS precedes every text, as in training.
+
+    Args:
+        model: tokens to logits, with a cache.
+        tokenizer: of the model.
+        max_length: tokens that it may read at once.
+        device: where it is.
+        batch: sequences read at once, about.
+    """
+
+    def __init__(
+        self, model: CausalModel, tokenizer: Tokenizer, *, max_length: int, device: torch.device, batch: int = 64
+    ) -> None:
+        super().__init__()
+        self.model, self.tokenizer_, self.max_length, self.batch = model, tokenizer, max_length, batch
+        self._device = device
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a document: the BOS of the next."""
+        return self.tokenizer_.bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, after BOS unless that is not wanted."""
+        ids = self.tokenizer_.encode([string])[0].tolist()
+        return ids if add_special_tokens is False else [self.tokenizer_.bos_id, *ids]
+
+    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
+        found = likelihoods(
+            self.model,
+            [(context, continuation) for _, context, continuation in requests],
+            max_length=self.max_length,
+            device=self._device,
+            batch=self.batch,
+        )
+        return [tuple(likelihood) for likelihood in found]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows that do not overlap, each after the token before it."""
+        windows = [
+            [
+                utils.make_disjoint_window(window)
+                for window in utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(text, add_special_tokens=False),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for (text,) in (request.args for request in requests)
+        ]
+        found = iter(self._loglikelihood_tokens([("", *window) for several in windows for window in several]))
+        return [sum(next(found)[0] for _ in several) for several in windows]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text up to a stop, or `max_gen_toks` tokens."""
+        return [self._generate(*request.args) for request in tqdm(requests, disable=disable_tqdm)]
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        until = settings.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        tokens = self.tok_encode(context)
+        num_wanted = min(settings.get("max_gen_toks", 256), self.max_length - 1)
+        tokens, written = tokens[-(self.max_length - num_wanted) :], []
+        cache, unread = self.model.new_cache(), tokens
+        with torch.inference_mode():
+            while len(written) < num_wanted:
+                logits_V = self.model(torch.tensor([unread], device=self._device), cache)[0, -1]
+                unread = [int(logits_V[: self.tokenizer_.vocab_size].argmax())]
+                if unread[0] == self.eot_token_id:
+                    break
+                written += unread
+                text = self.tokenizer_.decode(written)
+                if any(stop in text for stop in stops if stop):
+                    return min((text.split(stop)[0] for stop in stops if stop), key=len)
+        return self.tokenizer_.decode(written)
+
+
+def score_tasks(
+    model: CausalModel,
+    tokenizer: Tokenizer,
+    tasks: Mapping[str, Path | None],
+    *,
+    max_length: int,
+    device: torch.device,
+    limit: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """What the harness measures of each task, by the metric's name, such as acc, acc_stderr, acc_norm.
+
+    Args:
+        model: tokens to logits, with a cache.
+        tokenizer: of the model.
+        tasks: by name, each with a file that `read_questions` reads, or None for the harness's own task of that
+            name, whose data come from the hub.
+        max_length: tokens that the model may read at once.
+        device: where it is.
+        limit: questions of each task at the most, the first.
+
+    Raises:
+        ValueError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        configs = [
+            _hub_task(name) if path is None else _file_task(name, path, Path(scratch))
+            for name, path in tasks.items()
+        ]
+        harness = HarnessLM(model, tokenizer, max_length=max_length, device=device)
+        try:
+            found = simple_evaluate(
+                harness, tasks=configs, limit=limit, bootstrap_iters=0, log_samples=False, verbosity="ERROR"
+            )
+        except (ConnectionError, OSError) as error:
+            raise ValueError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
+    assert found is not None, "this process is the first, and gets the results"
+    return {name: _metrics(scores) for name, scores in found["results"].items()}
+
+
+def _hub_task(name: str) -> str:
+    if name not in TaskManager().all_tasks:
+        raise ValueError(
+            f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them; "
+            "for questions of your own name their file by --data"
+        )
+    return name
+
+
+def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
+    """A task of multiple choice, scored as the harness scores HellaSwag, PIQA and ARC."""
+    questions = scratch / f"{name}.jsonl"
+    questions.write_text("".join(json.dumps(question) + "\n" for question in read_questions(path)))
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(questions)}, "cache_dir": str(scratch / "cache")},
+        "validation_split": "validation",
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+        ],
+    }
+
+
+def _metrics(scores: dict[str, Any]) -> dict[str, float]:
+    """By the metric's name, without the harness's filters."""
+    return {
+        name.partition(",")[0]: float(value)
+        for name, value in scores.items()
+        if isinstance(value, int | float) and "," in name
+    }

@@ -1,0 +1,1 @@
+"""Grids of runs, and the papers' experiments as such grids."""

@@ -1,0 +1,118 @@
+"""One run of a grid, in a process of its own: train, evaluate, and say what it came to or why it failed."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.data.atomic import write_atomically
+from diloco.training.config import TrainConfig, from_json, to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, and what to evaluate it on."""
+
+    config: TrainConfig
+    """As a user would ask for it."""
+    tasks: tuple[Path, ...] = ()
+    """Files of questions."""
+
+    @property
+    def directory(self) -> Path:
+        """Of the run."""
+        return self.config.directory
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Train what is left to train, evaluate, and return the result, or `{"failed": why}`; a thread a process."""
+    directory = job.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    answer = directory / "answer.json"
+    answer.unlink(missing_ok=True)
+    told = {"config": to_json(job.config), "tasks": [str(task) for task in job.tasks], "parent": os.getpid()}
+    write_atomically(directory / "job.json", [json.dumps(told).encode()])
+    environment = {name: value for name, value in os.environ.items() if name not in _A_LAUNCHERS}
+    with (directory / "log.txt").open("ab") as log:
+        process = subprocess.run(
+            [sys.executable, "-m", "diloco.experiments.job", str(directory / "job.json"), str(answer)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    if answer.exists():
+        return json.loads(answer.read_text())
+    return {"failed": f"the run's process ended with exit code {process.returncode}: see {directory / 'log.txt'}"}
+
+
+_A_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be ended when its parent is, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def _main(job_file: Path, answer: Path) -> None:
+    from diloco.exchange import ExchangeError
+    from diloco.training.finished import evaluate_run
+    from diloco.training.launcher import ReplicaFailedError, launch
+    from diloco.training.run_directory import CONFIG_FILE
+    from diloco.training.start import prepare_run
+
+    told = json.loads(job_file.read_text())
+    _end_with(told["parent"])
+    asked = from_json(TrainConfig, told["config"])
+    try:
+        if not (asked.directory / "summary.json").exists():
+            begun = (asked.directory / CONFIG_FILE).exists()
+            config = prepare_run(asked, resume=asked.directory if begun else None)
+            launch(_train, config.num_replicas, config.num_shards, config, begun)
+        result = _result(asked.directory, [Path(task) for task in told["tasks"]], evaluate_run)
+    except (ValueError, OSError, ExchangeError, ReplicaFailedError) as error:
+        result = {"failed": str(error)}
+    write_atomically(answer, [json.dumps(result).encode()])
+
+
+def _train(config: TrainConfig, resume: bool) -> None:
+    """One replica, or shard."""
+    from diloco.training.launcher import Failure
+    from diloco.training.loop import train
+
+    try:
+        train(config, resume=resume)
+    except ValueError as error:
+        raise Failure(str(error), exit_code=2) from error
+
+
+def _result(directory: Path, tasks: list[Path], evaluate_run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    summary = json.loads((directory / "summary.json").read_text())
+    named = {task.stem: task for task in tasks}
+    outer = evaluate_run(directory, parameters="outer", tasks=named, held_out=False)
+    losses = {
+        parameters: evaluate_run(directory, parameters=parameters)["eval_loss"]
+        for parameters in ("replica", "average")
+        if summary["num_replicas"] > 1 and summary["method"] != "data_parallel"
+    }
+    return {"summary": summary, "losses": losses, "tasks": outer["tasks"], "outer_steps": _outer_steps(directory)}
+
+
+def _outer_steps(directory: Path) -> list[dict[str, Any]]:
+    """What replica 0 wrote down of them."""
+    lines = (directory / "metrics-0.jsonl").read_text().splitlines()
+    return [outer_step for line in lines for outer_step in json.loads(line).get("outer_steps", ())]
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

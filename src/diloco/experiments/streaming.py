@@ -1,0 +1,423 @@
+"""The experiments of Streaming DiLoCo (arXiv 2501.18512): a tier in; runs, a figure and a finding out."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from diloco.experiments import published
+from diloco.experiments.experiment import (
+    Experiment,
+    Finding,
+    LabelledConfigs,
+    Panel,
+    Point,
+    Row,
+    all_of,
+    change,
+    chosen,
+    curves,
+    finished,
+    flops,
+    over_seeds,
+)
+from diloco.experiments.tiers import Tier
+from diloco.training.config import Method
+
+_METHODS: tuple[Method, ...] = ("data_parallel", "diloco", "streaming")
+
+
+def scaling(tier: Tier) -> Experiment:
+    """Every method at every size (Figure 4, Table 6)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for size in tier.sizes:
+            for method in _METHODS:
+                yield {"method": method, "size": size}, tier.run(method, size=size, seed=seed)
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        theirs = curves(published.SCALING, "flops", "method")
+        labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
+        return [
+            Panel(title="here", curves=curves(rows, flops, "method"), **labels),
+            Panel(title="arXiv 2501.18512, Table 6, M = 2, H = 30", curves=theirs, published=True, **labels),
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        slopes = {method: _slope(chosen(rows, method=method)) for method in ("data_parallel", "streaming")}
+        gaps = {
+            size: change(rows, {"method": "streaming", "size": size}, {"method": "data_parallel", "size": size})
+            for size in tier.sizes
+        }
+        small, *_, large = gaps.values()
+        said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
+        measured = (
+            f"Streaming over Data-Parallel: {said}; slopes {slopes['data_parallel']:.4f} (Data-Parallel) and "
+            f"{slopes['streaming']:.4f} (Streaming) nats per e-fold of operations"
+        )
+        steeper = slopes["streaming"] < slopes["data_parallel"]
+        shrinks = "agrees" if large.mean < small.mean and steeper else "disagrees"
+        return Finding(measured, all_of(large.within(0.01), shrinks))
+
+    return Experiment(
+        name="scaling",
+        claim="From 35M to 4B parameters Streaming DiLoCo ends within 1 % of Data-Parallel's loss, and gains more "
+        "from compute (slopes −0.1354 and −0.1315).",
+        source="Figure 4, Table 6",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+        with_accuracy=True,
+    )
+
+
+def _slope(rows: Sequence[Row]) -> float:
+    """Of the loss in the logarithm of the operations, by least squares."""
+    if len({flops(row) for row in rows}) < 2:
+        return math.nan
+    return float(
+        np.polyfit([math.log(flops(row)) for row in rows], [float(row["eval_loss"]) for row in rows], 1)[0]
+    )
+
+
+def overtraining(tier: Tier) -> Experiment:
+    """More tokens than the model's size asks for (Tables 2 and 8; Figure 11 of arXiv 2503.09799)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for multiple in tier.multiples:
+            for method in ("data_parallel", "streaming"):
+                yield {"method": method, "multiple": multiple}, tier.run(method, multiple=multiple, seed=seed)
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        theirs = curves(published.OVERTRAINING, "tokens", "method")
+        labels = {"x_label": "tokens", "x_log": True}
+        return [
+            Panel(title="here", curves=curves(rows, lambda row: float(row["num_tokens"]), "method"), **labels),
+            Panel(title="arXiv 2501.18512, Table 2: 1B, Dolma", curves=theirs, published=True, **labels),
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        gaps = {
+            n: change(rows, {"method": "streaming", "multiple": n}, {"method": "data_parallel", "multiple": n})
+            for n in tier.multiples
+        }
+        most = gaps[tier.multiples[-1]]
+        said = ", ".join(f"{gap} at {multiple}×" for multiple, gap in gaps.items())
+        shrinks = "agrees" if most.mean <= gaps[tier.multiples[0]].mean else "disagrees"
+        return Finding(f"Streaming over Data-Parallel: {said}", all_of(most.within(0.01), shrinks))
+
+    return Experiment(
+        name="overtraining",
+        claim="Streaming DiLoCo stays at Data-Parallel's loss (within 0.5 %) from 1 to 10 times the usual tokens.",
+        source="Tables 2 and 8; arXiv 2503.09799, Figure 11",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+        with_accuracy=True,
+    )
+
+
+def overlap(tier: Tier) -> Experiment:
+    """How long a fragment may travel, and how much a replica keeps of its own (Figure 5)."""
+    longest = (1, 2, 5, 10, 20)
+
+    def runs(seed: int) -> LabelledConfigs:
+        for mixing in (0.0, 0.5):
+            for tau in longest:
+                config = tier.run(seed=seed, overlap_steps=tau, mixing=mixing)
+                yield {"alpha": mixing, "tau": tau}, config
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        return [Panel(title="α", x_label="τ, overlapped inner steps", curves=curves(rows, "tau", "alpha"))]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        one = {"alpha": 0.5, "tau": 1}
+        five, twenty = (change(rows, {"alpha": 0.5, "tau": tau}, one) for tau in (5, 20))
+        unmixed = change(rows, {"alpha": 0.0, "tau": 20}, {"alpha": 0.0, "tau": 1})
+        measured = f"τ = 5 over τ = 1: {five}; τ = 20: {twenty}; τ = 20 at α = 0: {unmixed}"
+        return Finding(measured, five.within(0.01))
+
+    return Experiment(
+        name="overlap",
+        claim="Overlapping up to about 5 to 10 inner steps costs next to nothing (under 1 %) with α = 0.5.",
+        source="Figure 5",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+    )
+
+
+def compression(tier: Tier) -> Experiment:
+    """Codecs of the outer gradients (Figures 6 and 15)."""
+    wires = ("fp32", "bf16", "e4m3", "e3m0", "int2", "topk:density=0.25", "feddropout:density=0.25", "topk")
+
+    def runs(seed: int) -> LabelledConfigs:
+        for wire in wires:
+            yield {"wire": wire}, tier.run(seed=seed, wire=wire)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        four, dropped = (change(rows, {"wire": w}, {"wire": "fp32"}) for w in ("e3m0", "feddropout:density=0.25"))
+        top = change(rows, {"wire": "topk:density=0.25"}, {"wire": "fp32"})
+        measured = f"over FP32: E3M0 {four}; Top-K at 25 % {top}; FedDropout at 25 % {dropped}"
+        return Finding(measured, all_of(four.within(0.005), top.rises(), dropped.rises()))
+
+    return Experiment(
+        name="compression",
+        claim="4-bit floats (E3M0) cost no loss; dropping values does, and the more the fewer are kept.",
+        source="Figures 6 and 15",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [Panel(title="", x_label="codec", curves=curves(rows, "wire"))],
+        finding=finding,
+    )
+
+
+def fragment_size(tier: Tier) -> Experiment:
+    """Blocks in a fragment, in both patterns (Figure 7)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for pattern in ("sequential", "strided"):
+            for size in tier.layers_per_fragment:
+                config = tier.run(seed=seed, fragments=pattern, layers_per_fragment=size)
+                yield {"fragments": pattern, "layers": size}, config
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        first, *_, last = tier.layers_per_fragment
+        sizes = change(rows, {"fragments": "strided", "layers": first}, {"fragments": "strided", "layers": last})
+        patterns = {
+            size: change(
+                rows, {"fragments": "strided", "layers": size}, {"fragments": "sequential", "layers": size}
+            )
+            for size in tier.layers_per_fragment[1:-1]
+        }
+        said = ", ".join(f"{gap} at {size} layers" for size, gap in patterns.items())
+        verdict = all_of(sizes.within(0.01), *(gap.within(0.01) for gap in patterns.values()))
+        return Finding(f"{first} over {last} layers: {sizes}; strided over sequential: {said}", verdict)
+
+    return Experiment(
+        name="fragment_size",
+        claim="The size of fragments matters little, and so does their pattern; strided is a little better.",
+        source="Figure 7",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
+            Panel(title="", x_label="blocks in a fragment", curves=curves(rows, "layers", "fragments"))
+        ],
+        finding=finding,
+    )
+
+
+def freezing(tier: Tier) -> Experiment:
+    """Training only the fragment that is sent next, as FedPart does."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for freeze in (False, True):
+            yield {"frozen": "yes" if freeze else "no"}, tier.run(seed=seed, freeze=freeze)
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        return [
+            Panel(title="here", x_label="others frozen", curves=curves(rows, "frozen")),
+            Panel(title="arXiv 2501.18512", x_label="others frozen", curves=published.FREEZING, published=True),
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        frozen = change(rows, {"frozen": "yes"}, {"frozen": "no"})
+        return Finding(f"frozen over Streaming: {frozen}", frozen.rises(0.02))
+
+    return Experiment(
+        name="freezing",
+        claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
+        source="section on FedPart",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+    )
+
+
+def num_replicas(tier: Tier) -> Experiment:
+    """Up to eight replicas, with the global batch constant, and with the local one (Figure 11)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for constant in ("global", "local"):
+            for replicas in (1, 2, 4, 8):
+                batch = 1 if constant == "global" else replicas / 2
+                config = tier.run(num_replicas=replicas, seed=seed, batch=batch)
+                yield {"constant_batch": constant, "replicas": replicas}, config
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        gaps = [
+            change(rows, {"constant_batch": kind, "replicas": 8}, {"constant_batch": kind, "replicas": 2})
+            for kind in ("global", "local")
+        ]
+        measured = f"M = 8 over M = 2: {gaps[0]} at a constant global batch, {gaps[1]} at a constant local one"
+        return Finding(measured, all_of(*(gap.rises() for gap in gaps)))
+
+    return Experiment(
+        name="num_replicas",
+        claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant.",
+        source="Figure 11",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
+            Panel(title="constant batch", x_label="replicas", curves=curves(rows, "replicas", "constant_batch"))
+        ],
+        finding=finding,
+    )
+
+
+def sync_every(tier: Tier) -> Experiment:
+    """H, of DiLoCo and of Streaming (Figure 12)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for method in ("diloco", "streaming"):
+            for period in tier.sync_everies:
+                yield {"method": method, "H": period}, tier.run(method, seed=seed, sync_every=period)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        low, high = tier.sync_every, tier.sync_everies[-1]
+        rises = {
+            m: change(rows, {"method": m, "H": high}, {"method": m, "H": low}) for m in ("diloco", "streaming")
+        }
+        beside = change(rows, {"method": "streaming", "H": low}, {"method": "diloco", "H": low})
+        measured = (
+            f"H = {high} over H = {low}: DiLoCo {rises['diloco']}, Streaming {rises['streaming']}; "
+            f"Streaming over DiLoCo at H = {low}: {beside}"
+        )
+        return Finding(measured, all_of(*(rise.rises() for rise in rises.values()), beside.within(0.01)))
+
+    return Experiment(
+        name="sync_every",
+        claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike.",
+        source="Figure 12",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
+            Panel(title="", x_label="H, inner steps a round", x_log=True, curves=curves(rows, "H", "method"))
+        ],
+        finding=finding,
+    )
+
+
+def evaluated_parameters(tier: Tier) -> Experiment:
+    """Outer parameters, one replica's own, the replicas' average (Table 4)."""
+    columns = {
+        "outer_parameters": "eval_loss",
+        "replica_average": "eval_loss_average",
+        "first_replica": "eval_loss_replica",
+    }
+
+    def runs(seed: int) -> LabelledConfigs:
+        yield {}, tier.run(seed=seed)
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        points = [
+            point._replace(x=name)
+            for name, column in columns.items()
+            for point in curves(rows, lambda _: "", y=column).get("", [])
+        ]
+        theirs = {"": [Point(name, loss, loss, loss) for name, loss in published.EVALUATED_PARAMETERS.items()]}
+        return [
+            Panel(title="here", x_label="evaluated parameters", curves={"": points}),
+            Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        relative = {
+            name: [float(row[column]) / float(row["eval_loss"]) - 1 for row in finished(rows)]
+            for name, column in columns.items()
+        }
+        said = "; ".join(
+            f"{name.replace('_', ' ')} {min(values):+.2%} … {max(values):+.2%}"
+            for name, values in relative.items()
+            if name != "outer_parameters" and values
+        )
+        best = all(value >= 0 for values in relative.values() for value in values)
+        return Finding(f"over the outer parameters: {said}", "agrees" if best else "disagrees")
+
+    return Experiment(
+        name="evaluated_parameters",
+        claim="The outer parameters are the best to evaluate (2.67), the replicas' average is close (2.68), one "
+        "replica's own are worse (2.77).",
+        source="Table 4",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+        with_accuracy=True,
+    )
+
+
+def slack(tier: Tier) -> Experiment:
+    """Replicas that need different times for an exchange (Figure 14)."""
+    pairs = ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
+
+    def runs(seed: int) -> LabelledConfigs:
+        for pair in pairs:
+            overlap_steps = pair[0] if pair[0] == pair[1] else pair
+            config = tier.run(seed=seed, overlap_steps=overlap_steps)
+            yield {"tau_1": pair[0], "tau_2": pair[1]}, config
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        one = {"tau_1": 1, "tau_2": 1}
+        gaps = {tau: change(rows, {"tau_1": 1, "tau_2": tau}, one) for tau in (2, 5, 10)}
+        said = ", ".join(f"{gap} at τ = (1, {tau})" for tau, gap in gaps.items())
+        return Finding(f"over τ = (1, 1): {said}", gaps[5].within(0.01))
+
+    return Experiment(
+        name="slack",
+        claim="Loss hardly changes when τ differs between the replicas by a few steps.",
+        source="Figure 14",
+        runs=over_seeds(tier, runs),
+        panels=lambda rows: [
+            Panel(title="τ of the first", x_label="τ of the second", curves=curves(rows, "tau_2", "tau_1"))
+        ],
+        finding=finding,
+    )
+
+
+def outer_cosine(tier: Tier) -> Experiment:
+    """How much the replicas' outer gradients point the same way (Figures 18 and 19)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for size in tier.sizes:
+            yield {"size": size}, tier.run(size=size, seed=seed)
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        parts = ("first", "middle", "last")
+        over_training = {
+            size: [
+                point._replace(x=(index + 0.5) / len(parts))
+                for index, part in enumerate(parts)
+                for point in curves(chosen(rows, size=size), "size", y=f"cosine_{part}_third").get("", [])
+            ]
+            for size in tier.sizes
+        }
+        by_block = {
+            size: [
+                point._replace(x=block)
+                for block in range(tier.sizes[size].model.num_layers)
+                for point in curves(chosen(rows, size=size), "size", y=f"cosine_block_{block}").get("", [])
+            ]
+            for size in tier.sizes
+        }
+        label = "cosine between two replicas' outer gradients"
+        return [
+            Panel(title="over training", x_label="part of training", y_label=label, curves=over_training),
+            Panel(title="by block", x_label="block", y_label=label, curves=by_block),
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        first, last = (
+            [float(row[f"cosine_{part}_third"]) for row in finished(rows)] for part in ("first", "last")
+        )
+        if not first:
+            return Finding("no run", "cannot tell")
+        measured = (
+            f"mean cosine {min(first):.2f} … {max(first):.2f} in the first third of training, "
+            f"{min(last):.2f} … {max(last):.2f} in the last"
+        )
+        return Finding(measured, "agrees" if min(first + last) > 0 else "disagrees")
+
+    return Experiment(
+        name="outer_cosine",
+        claim="Outer gradients of different replicas stay correlated through training, at every size.",
+        source="Figures 18 and 19",
+        runs=over_seeds(tier, runs),
+        panels=panels,
+        finding=finding,
+    )

@@ -1,0 +1,158 @@
+"""The sizes at which an experiment is run: on a laptop in minutes, or as in the papers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco.data.config import DataConfig
+from diloco.models.decoder import DecoderConfig
+from diloco.models.ladder import num_matrix_params
+from diloco.training.config import CheckpointConfig, DilocoConfig, EvaluationConfig, Method, TrainConfig
+from diloco.training.recipes import recipe
+
+_BYTES = 257  # vocabulary of the byte tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """What the experiments vary, and everything that they leave alone."""
+
+    sizes: Mapping[str, TrainConfig]
+    """By name, each at its tokens, batch and learning rate; the smallest first."""
+    data_parallel_replicas: int
+    """M of Data-Parallel, which changes nothing but how it is computed."""
+    base: str
+    """The size of all experiments but those about sizes."""
+    sync_every: int
+    """H where it is not varied."""
+    sync_everies: tuple[int, ...]
+    """H where it is."""
+    multiples: tuple[int, ...]
+    """Of the base's tokens, where models are overtrained."""
+    layers_per_fragment: tuple[int, ...]
+    """Where it is varied."""
+    batches: tuple[float, ...]
+    """Of the base's batch, where it is varied."""
+    seeds: tuple[int, ...]
+    """Every run is made with each."""
+
+    @property
+    def base_config(self) -> TrainConfig:
+        """The base's."""
+        return self.sizes[self.base]
+
+    def run(
+        self,
+        method: Method = "streaming",
+        *,
+        size: str | None = None,
+        num_replicas: int = 2,
+        seed: int = 0,
+        multiple: int = 1,
+        batch: float = 1.0,
+        **diloco: Any,
+    ) -> TrainConfig:
+        """A run; `diloco` holds fields of DilocoConfig."""
+        config = self.sizes[size or self.base]
+        global_batch = int(config.global_batch * batch)
+        num_steps = round(multiple * config.num_tokens / (global_batch * config.sequence_length))
+        is_baseline = method == "data_parallel"
+        settings = {"sync_every": self.sync_every, **diloco}
+        return replace(
+            config,
+            method=method,
+            num_replicas=self.data_parallel_replicas if is_baseline else num_replicas,
+            seed=seed,
+            global_batch=global_batch,
+            num_tokens=num_steps * global_batch * config.sequence_length,
+            diloco=DilocoConfig() if is_baseline else replace(config.diloco, **settings),
+        )
+
+
+def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ()) -> Tier:
+    """Models of 0.1M to 0.3M parameters of bytes, for two cores.
+
+    The learning rate is the best of {…} for both Data-Parallel and Streaming DiLoCo at the base size, and falls
+    with the inverse of the size, as the best ones at 0.3M and 1.2M parameters do.
+    """
+
+    def size(width: int) -> TrainConfig:
+        model = DecoderConfig(num_layers=6, num_heads=2, width=width)
+        num_params = num_matrix_params(replace(model, vocab_size=_BYTES))
+        laptop = recipe("laptop")
+        step_tokens = 8 * 256
+        return replace(
+            laptop,
+            num_tokens=round(_TOKENS_PER_PARAM * num_params / step_tokens) * step_tokens,
+            global_batch=8,
+            sequence_length=256,
+            model=model,
+            optimizer=replace(laptop.optimizer, learning_rate=_LEARNING_RATE * _BASE_PARAMS / num_params),
+            data=DataConfig(train=corpus, held_out=held_out),
+            checkpoint=CheckpointConfig(every_steps=1000),
+            evaluation=EvaluationConfig(num_tokens=262_144),
+            log_layer_cosine=True,
+        )
+
+    return Tier(
+        sizes={"0.1M": size(36), "0.18M": size(48), "0.31M": size(64)},
+        data_parallel_replicas=1,  # two runs at once on two cores, instead of an all-reduce at every step
+        base="0.1M",
+        sync_every=30,
+        sync_everies=(5, 10, 30, 60, 100),
+        multiples=(1, 4, 16),
+        layers_per_fragment=(1, 2, 3, 6),
+        batches=(0.5, 1, 2, 4),
+        seeds=(0, 1),
+    )
+
+
+_TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 8e-3, 102_564
+
+
+def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
+    """The papers' sizes and tokens on C4, vocabulary 32,000, sequences of 1,024; overtraining wants Dolma."""
+    data = DataConfig(
+        train=corpus or ("hf:allenai/c4:en:train",),
+        held_out=held_out or (() if corpus else ("hf:allenai/c4:en:validation",)),
+        tokenizer="bpe:32000",
+    )
+
+    def size(scale: str, num_tokens: float) -> TrainConfig:
+        config = recipe(scale)
+        step_tokens = config.global_batch * 1024
+        return replace(
+            config,
+            num_tokens=round(num_tokens / step_tokens) * step_tokens,
+            sequence_length=1024,
+            model=replace(config.model, vocab_size=0),
+            data=data,
+            log_layer_cosine=True,
+        )
+
+    return Tier(
+        sizes={name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES},
+        data_parallel_replicas=2,
+        base="500M",
+        sync_every=30,
+        sync_everies=(1, 10, 30, 100, 300),
+        multiples=(1, 4, 16),
+        layers_per_fragment=(1, 2, 3, 6, 9),
+        batches=(0.25, 0.5, 1, 2, 4),
+        seeds=(0,),
+    )
+
+
+# Table 3 of arXiv 2501.18512: its name, ours of the same architecture, tokens.
+_ARCHITECTURES = (
+    ("35M", "35m", 700e6),
+    ("100M", "90m", 1.5e9),
+    ("200M", "180m", 3.5e9),
+    ("300M", "330m", 6e9),
+    ("500M", "550m", 11e9),
+    ("1B", "1.3b", 25e9),
+    ("4B", "4b", 83e9),
+)
+
+TIERS = {"small": small, "paper": paper}
+"""By name; each takes the sources of its text, where they shall be others."""

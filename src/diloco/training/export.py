@@ -1,0 +1,101 @@
+"""A run's outer parameters, config and tokenizer in a directory of their own, for other programs."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import safetensors.torch
+
+from diloco.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    hugging_face_json,
+    load_tokenizer,
+    tokenizer_file,
+)
+from diloco.models.decoder import Decoder
+from diloco.models.hugging_face import persimmon_config, persimmon_state
+from diloco.training.config import TrainConfig
+from diloco.training.finished import run_parameters
+from diloco.training.run_directory import read_config
+
+Format = Literal["safetensors", "hf"]
+
+
+def export_run(directory: Path, to: Format, output: Path) -> None:
+    """Write the outer parameters of a run, over or not.
+
+    Args:
+        directory: of the run.
+        to: safetensors: `model.safetensors` with the decoder's own names; hf: a directory that
+            `transformers.AutoModelForCausalLM.from_pretrained` loads, as Persimmon.
+        output: a new directory.
+
+    Raises:
+        ValueError: if there is no run or no checkpoint, or `output` holds something already.
+    """
+    config = read_config(directory)
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty: name a new directory by --output")
+    model, step = run_parameters(directory, "outer")
+    assert config.data.prepared is not None, "a run's config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    output.mkdir(parents=True, exist_ok=True)
+    write = _write_safetensors if to == "safetensors" else _write_hugging_face
+    write(model, config, tokenizer, output)
+    about = _ABOUT[to].format(run=config.name, step=step, num_steps=config.num_steps)
+    (output / "README.md").write_text(about)
+
+
+def _write_safetensors(model: Decoder, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+    safetensors.torch.save_file(model.state_dict(), output / "model.safetensors")
+    values = {**asdict(config.model), "sequence_length": config.sequence_length, "bos_id": tokenizer.bos_id}
+    (output / "config.json").write_text(json.dumps(values | {"tokenizer": tokenizer.name}, indent=2) + "\n")
+    if not isinstance(tokenizer, ByteTokenizer):
+        assert config.data.prepared is not None, "a run's config is resolved"
+        shutil.copy(tokenizer_file(config.data.prepared), output)
+
+
+def _write_hugging_face(model: Decoder, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+    state = persimmon_state(config.model, model.state_dict())
+    safetensors.torch.save_file(state, output / "model.safetensors", metadata={"format": "pt"})
+    values = persimmon_config(config.model, context=config.sequence_length, bos_id=tokenizer.bos_id)
+    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    assert config.data.prepared is not None, "a run's config is resolved"
+    if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
+        shutil.copy(tokenizer_file(config.data.prepared), output)
+        return
+    text, bos = hugging_face_json(tokenizer)
+    (output / "tokenizer.json").write_text(text)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos}
+    settings |= {"model_max_length": config.sequence_length, "clean_up_tokenization_spaces": False}
+    (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+_ABOUT = {
+    "safetensors": """# {run}
+
+Outer parameters of a run of diloco after step {step} of {num_steps}.
+
+`model.safetensors` holds them by the names of `diloco.models.decoder.Decoder`, `config.json` the decoder's sizes
+and what the tokenizer puts before a document. A tokenizer of bytes has no file: a token is a byte of UTF-8.
+""",
+    "hf": """# {run}
+
+Outer parameters of a run of diloco after step {step} of {num_steps}, for `transformers` 5, without custom code:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+
+The class is Persimmon, with biases of zero: it computes what diloco's decoder computes. Where the tokenizer is a
+SentencePiece model, it lies here as `tokenizer.model`, to be read with the library sentencepiece; put its BOS
+before every text.
+""",
+}

@@ -1,0 +1,128 @@
+"""What a run left: parameters of its replicas, and how good they are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from diloco.data.optional import require
+from diloco.data.shards import open_split
+from diloco.data.tokenizers import load_tokenizer
+from diloco.evaluation.held_out import held_out_loss, sequence_losses
+from diloco.models.decoder import Decoder
+from diloco.training.checkpoints import CheckpointError, finished_steps, read
+from diloco.training.conclusion import OUTER_FILE, held_out_batches, held_out_windows
+from diloco.training.config import TrainConfig
+from diloco.training.run_directory import read_config
+
+Parameters = Literal["outer", "replica", "average"]
+
+
+def run_parameters(directory: Path, parameters: Parameters) -> tuple[Decoder, int]:
+    """A run's model, on the CPU, and the step that its parameters are from.
+
+    Args:
+        directory: of a run, over or not.
+        parameters: outer: Θ, which a finished run exported; replica: replica 0's own, θ_0; average: the mean of
+            all replicas' own. Those are in the newest checkpoint that every replica holds.
+
+    Raises:
+        ValueError: if there is no run, or no checkpoint of what is asked for.
+    """
+    config = read_config(directory)
+    model = Decoder(config.model, seed=config.seed)
+    exported = directory / OUTER_FILE
+    if parameters == "outer" and exported.exists():
+        model.load_state_dict(safetensors.torch.load_file(exported))
+        return model, config.num_steps
+    step = _newest_step(config, range(1 if parameters == "replica" else config.num_replicas))
+    if parameters == "outer" and config.method != "data_parallel":
+        model.load_state_dict(_read(config, model, 0, step, ("sync", "outer")))
+        return model, step
+    num_read = config.num_replicas if parameters == "average" else 1
+    thetas = [_read(config, model, replica, step, ("model",)) for replica in range(num_read)]
+    model.load_state_dict({name: sum(theta[name] for theta in thetas) / num_read for name in thetas[0]})
+    return model, step
+
+
+def _newest_step(config: TrainConfig, replicas: range) -> int:
+    held = {replica: finished_steps(config.checkpoints, replica) for replica in replicas}
+    for replica, steps in held.items():
+        if not steps:
+            raise CheckpointError(
+                f"{config.directory} holds no checkpoint of replica {replica}: evaluate where that replica ran, "
+                f"or train with --checkpoint.every-steps above 0 (it was {config.checkpoint.every_steps})"
+            )
+    common = set.intersection(*map(set, held.values()))
+    if not common:
+        raise CheckpointError(f"no step has checkpoints of all replicas in {config.checkpoints}")
+    return max(common)
+
+
+def _read(config: TrainConfig, model: Decoder, replica: int, step: int, where: Sequence[str]) -> dict[str, Tensor]:
+    found = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    nested: dict[str, Any] = found
+    for name in reversed(where):
+        nested = {name: nested}
+    read(config.checkpoints, replica, step, nested)
+    return found
+
+
+def evaluate_run(
+    directory: Path,
+    *,
+    parameters: Parameters = "outer",
+    tasks: Mapping[str, Path | None] | None = None,
+    limit: int | None = None,
+    held_out: bool = True,
+    prepared: Path | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Held-out loss and zero-shot accuracies of a run, as `diloco eval --json` prints them.
+
+    Args:
+        directory: of the run.
+        parameters: which of its parameters, as in `run_parameters`.
+        tasks: by name, each with its file of questions, or None for what lm-evaluation-harness has by that name.
+        limit: questions of each task at the most, the first.
+        held_out: whether to measure the held-out loss.
+        prepared: the run's data, where it is no longer where it was.
+        device: auto, cpu or cuda.
+
+    Raises:
+        ValueError: for what can't be evaluated.
+    """
+    config = read_config(directory)
+    if prepared is not None:
+        config = replace(config, data=replace(config.data, prepared=prepared))
+    assert config.data.prepared is not None, "a run's config is resolved"
+    model, step = run_parameters(directory, parameters)
+    place = torch.device(
+        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    )
+    model.to(place)
+    result: dict[str, Any] = {"run": str(directory), "parameters": parameters, "step": step}
+    if held_out:
+        result |= _held_out(model, config, place)
+    result["tasks"] = {}
+    if tasks:
+        require("lm_eval", extra="eval")
+        from diloco.evaluation.zero_shot import score_tasks
+
+        tokenizer, length = load_tokenizer(config.data.prepared), config.sequence_length
+        result["tasks"] = score_tasks(model, tokenizer, tasks, max_length=length, device=place, limit=limit)
+    return result
+
+
+def _held_out(model: Decoder, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    assert config.data.prepared is not None, "a run's config is resolved"
+    split = open_split(config.data.prepared, "held_out")
+    losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), config), device)
+    found = held_out_loss(
+        losses, sequence_length=config.sequence_length, bytes_per_token=split.num_bytes / split.num_tokens
+    )
+    return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(found).items()}

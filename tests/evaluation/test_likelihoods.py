@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from diloco.evaluation.likelihoods import likelihoods
+from diloco.models.decoder import Decoder, DecoderConfig
+
+CPU = torch.device("cpu")
+MODEL = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=13), seed=3)
+
+
+def directly(context: list[int], continuation: list[int], max_length: int) -> tuple[float, bool]:
+    """One forward pass over the last `max_length` tokens of both."""
+    tokens = torch.tensor([(context + continuation)[-(max_length + 1) :]])
+    with torch.no_grad():
+        log_p_TxV = MODEL(tokens[:, :-1])[0].log_softmax(-1)[-len(continuation) :]
+    targets = torch.tensor(continuation)
+    chosen = log_p_TxV[range(len(continuation)), targets].double()
+    return chosen.sum().item(), bool((log_p_TxV.argmax(-1) == targets).all())
+
+
+def requests(seed: int, number: int) -> list[tuple[list[int], list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(most: int) -> list[int]:
+        length = int(torch.randint(1, most + 1, (), generator=generator))
+        return torch.randint(0, 13, (length,), generator=generator).tolist()
+
+    contexts = [some(12) for _ in range(number)]
+    return [
+        (context, some(6))
+        for context in contexts
+        for _ in range(int(torch.randint(1, 5, (), generator=generator)))
+    ]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_each_is_what_one_forward_pass_gives(batch):
+    asked = requests(seed=0, number=20)
+    with torch.no_grad():  # one whose every token is the likeliest
+        greedy = [int(MODEL(torch.tensor([[1, 2, 3]]))[0, -1].argmax())]
+        greedy.append(int(MODEL(torch.tensor([[1, 2, 3, *greedy]]))[0, -1].argmax()))
+    asked.append(([1, 2, 3], greedy))
+    found = likelihoods(MODEL, asked, max_length=64, device=CPU, batch=batch)
+    for (context, continuation), (log_likelihood, is_greedy) in zip(asked, found, strict=True):
+        expected = directly(context, continuation, 64)
+        assert log_likelihood == pytest.approx(expected[0], abs=1e-5) and is_greedy == expected[1]
+    assert found[-1].is_greedy and not all(likelihood.is_greedy for likelihood in found)
+
+
+def test_what_is_too_long_loses_its_beginning():
+    asked = [(list(range(13)) * 2, [4, 5, 6]), ([1] * 30, [2]), ([3], [1, 2, 3])]
+    found = likelihoods(MODEL, asked, max_length=8, device=CPU)
+    for (context, continuation), (log_likelihood, _) in zip(asked, found, strict=True):
+        assert log_likelihood == pytest.approx(directly(context, continuation, 8)[0], abs=1e-5)
+
+
+def test_a_continuation_that_is_long_itself_is_scored_in_parts():
+    context, continuation = [7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    expected = sum(
+        directly(context + continuation[:first], continuation[first : first + 4], 8)[0] for first in (0, 4, 8)
+    )
+    (found,) = likelihoods(MODEL, [(context, continuation)], max_length=8, device=CPU)
+    assert found.log_likelihood == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_context_that_is_shared_is_read_once():
+    read = []
+
+    class Counting(Decoder):
+        def forward(self, tokens, cache=None):
+            read.append(tokens.numel())
+            return super().forward(tokens, cache)
+
+    model = Counting(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=13), seed=0)
+    context = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    likelihoods(model, [(context, [1, 2, 3]), (context, [4, 5]), (context, [6])] * 2, max_length=64, device=CPU)
+    assert read == [9, 6 * 2]

@@ -1,0 +1,227 @@
+"""Through lm-evaluation-harness, on questions in files; the real ones where they lie beside the project."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.data.tokenizers import ByteTokenizer, hugging_face_json, load_tokenizer, train_bpe
+from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.hugging_face import persimmon_config, persimmon_state
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("default")  # of the harness's and its own libraries
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+EVAL = SHARED / "eval"
+DOLMA = SHARED / "tokenizers" / "gpt-neox-olmo-dolma-v1_5.json"
+CPU = torch.device("cpu")
+needs_questions = pytest.mark.skipif(not EVAL.is_dir(), reason=f"no questions in {EVAL}")
+
+
+def score(model, path: Path, *, tokenizer=None, limit=None, max_length=4096):
+    from diloco.evaluation.zero_shot import score_tasks
+
+    tokenizer = tokenizer or ByteTokenizer()
+    found = score_tasks(model, tokenizer, {"task": path}, max_length=max_length, device=CPU, limit=limit)
+    return found["task"]
+
+
+def questions(path: Path, limit: int | None = None) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()[:limit]]
+
+
+class Scripted(nn.Module):
+    """Its logits are a function of all tokens up to a position; the cache is those tokens."""
+
+    class Read:
+        def __init__(self, tokens: torch.Tensor | None = None) -> None:
+            self.tokens = tokens
+
+        def select(self, rows: torch.Tensor) -> "Scripted.Read":
+            return Scripted.Read(self.tokens[rows])
+
+    def new_cache(self) -> "Scripted.Read":
+        return self.Read()
+
+    def forward(self, tokens: torch.Tensor, cache: "Scripted.Read | None" = None) -> torch.Tensor:
+        before = cache.tokens if cache is not None and cache.tokens is not None else tokens[:, :0]
+        whole = torch.cat([before, tokens], dim=1)
+        if cache is not None:
+            cache.tokens = whole
+        rows = [
+            [self.logits(row[: end + 1]) for end in range(before.shape[1], len(row))] for row in whole.tolist()
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def logits(self, read: list[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Uniform(Scripted):
+    def __init__(self, vocab_size: int = 257) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def forward(self, tokens, cache=None):
+        if cache is not None and cache.tokens is None:
+            cache.tokens = tokens
+        return torch.zeros(*tokens.shape, self.vocab_size)
+
+
+class Knowing(Scripted):
+    """It expects the right answer of each question, and nothing in particular elsewhere."""
+
+    def __init__(self, asked: list[dict]) -> None:
+        super().__init__()
+        self.answers = {q["query"].encode(): b" " + q["choices"][q["gold"]].encode() for q in asked}
+
+    def logits(self, read: list[int]) -> torch.Tensor:
+        text, logits = bytes(token for token in read if token < 256), torch.zeros(257)
+        for query, answer in self.answers.items():
+            if text.startswith(query) and answer.startswith(text[len(query) :]) and text != query + answer:
+                logits[answer[len(text) - len(query)]] = 10.0
+        return logits
+
+
+@needs_questions
+@pytest.mark.parametrize("name", ["hellaswag_val", "piqa_val", "arc_easy_test"])
+def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(name, tmp_path):
+    limit = 600 if name == "hellaswag_val" else None
+    train_bpe((q["query"] for q in questions(EVAL / "arc_easy_val.jsonl")), 512, tmp_path / "tokenizer.json")
+    for tokenizer in (ByteTokenizer(), load_tokenizer(tmp_path)):
+        right = []
+        for question in questions(EVAL / f"{name}.jsonl", limit):
+            query = question["query"]
+            before = len(tokenizer.encode([query])[0])
+            lengths = [len(tokenizer.encode([f"{query} {c}"])[0]) - before for c in question["choices"]]
+            right.append(lengths.index(min(lengths)) == question["gold"])
+        model = Uniform(tokenizer.vocab_size)
+        found = score(model, EVAL / f"{name}.jsonl", tokenizer=tokenizer, limit=limit)
+        assert found["acc"] == pytest.approx(np.mean(right), abs=1e-12)
+        p = found["acc"]
+        assert found["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
+
+
+@needs_questions
+@pytest.mark.parametrize("name", ["piqa_val", "arc_easy_test"])
+def test_a_random_score_is_right_as_often_as_chance(name, monkeypatch):
+    from diloco.evaluation import zero_shot
+
+    generator = random.Random(0)
+    monkeypatch.setattr(
+        zero_shot, "likelihoods", lambda _, asked, **__: [(-generator.random(), False) for _ in asked]
+    )
+    asked = questions(EVAL / f"{name}.jsonl")
+    chances = [1 / len(question["choices"]) for question in asked]
+    error = math.sqrt(sum(chance * (1 - chance) for chance in chances)) / len(chances)
+    assert abs(score(Uniform(), EVAL / f"{name}.jsonl")["acc"] - np.mean(chances)) < 3 * error
+
+
+def test_a_model_that_knows_the_answers_scores_all(tmp_path):
+    numbers = range(12)
+    asked = [
+        {"query": f"What is {n} and {n}?", "choices": [str(n), str(2 * n + 1), f"it is {2 * n}"], "gold": 2}
+        for n in numbers
+    ]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in asked))
+    found = score(Knowing(asked), path)
+    assert found["acc"] == found["acc_norm"] == 1.0
+    wrong = [question | {"gold": 0} for question in asked]
+    assert score(Knowing(wrong), path)["acc"] == 0.0
+
+
+@needs_questions
+@pytest.mark.parametrize("kind", ["bytes", "dolma"])
+def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from diloco.evaluation.zero_shot import HarnessLM
+
+    tokenizer = ByteTokenizer() if kind == "bytes" else load_tokenizer(DOLMA)
+    config = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=tokenizer.vocab_size)
+    ours = Decoder(config, seed=0)
+    values = persimmon_config(config, context=512, bos_id=tokenizer.bos_id)
+    theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()
+    theirs.load_state_dict(persimmon_state(config, ours.state_dict()), strict=False)
+    theirs.tie_weights()
+    text, bos = hugging_face_json(tokenizer)
+    (tmp_path / "tokenizer.json").write_text(text)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token=bos, eos_token=bos
+    )
+    asked = [
+        (question["query"], f" {choice}")
+        for question in questions(EVAL / "arc_easy_val.jsonl", 12)
+        for choice in question["choices"]
+    ] + [("", "Once upon a time"), ("ends in a space ", "word")]
+    instances = [
+        Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=index)
+        for index, arguments in enumerate(asked)
+    ]
+    reference = HFLM(
+        pretrained=theirs, tokenizer=fast, batch_size=4, device="cpu", add_bos_token=True, max_length=512
+    )
+    found = HarnessLM(ours, tokenizer, max_length=512, device=CPU).loglikelihood(instances)
+    expected = reference.loglikelihood(instances, disable_tqdm=True)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine[0] == pytest.approx(other[0], abs=1e-4, rel=1e-5) and mine[1] == bool(other[1])
+
+    texts = [questions(EVAL / "hellaswag_val.jsonl", 1)[0]["query"] * 12]
+    rolling = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(t,), idx=0) for t in texts]
+    mine = HarnessLM(ours, tokenizer, max_length=128, device=CPU).loglikelihood_rolling(rolling)
+    reference = HFLM(
+        pretrained=theirs, tokenizer=fast, batch_size=4, device="cpu", add_bos_token=False, max_length=128
+    )
+    assert mine == pytest.approx(reference.loglikelihood_rolling(rolling, disable_tqdm=True), rel=1e-5)
+
+
+def test_text_is_generated_up_to_a_stop():
+    from lm_eval.api.instance import Instance
+
+    from diloco.evaluation.zero_shot import HarnessLM
+
+    class Counting(Scripted):
+        def logits(self, read):
+            return torch.nn.functional.one_hot(torch.tensor((read[-1] + 1) % 256), 257).float()
+
+    lm = HarnessLM(Counting(), ByteTokenizer(), max_length=64, device=CPU)
+
+    def written(settings: dict) -> str:
+        instance = Instance(request_type="generate_until", doc={}, arguments=("AB", settings), idx=0)
+        return lm.generate_until([instance], disable_tqdm=True)[0]
+
+    assert written({"until": ["GH"], "max_gen_toks": 20}) == "CDEF"
+    assert written({"until": [], "max_gen_toks": 5}) == "CDEFG"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"query": "a", "choices": ["b", "c"]}', "line 2: the field 'gold' is missing"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "line 2: 'gold' is 2, but there are 2 choices"),
+        ('{"query": "a", "choices": ["b"], "gold": 0}', "line 2: 'choices' must be two texts or more"),
+        ('{"query": 1, "choices": ["b", "c"], "gold": 0}', "line 2: 'query' must be a str, not 1"),
+        ("not JSON", "line 2: not JSON"),
+    ],
+)
+def test_a_file_with_a_fault_is_refused_by_the_line(line, sentence, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n' + line + "\n")
+    with pytest.raises(ValueError, match=sentence):
+        score(Uniform(), path)
+
+
+def test_a_task_that_the_harness_does_not_have_is_refused():
+    from diloco.evaluation.zero_shot import score_tasks
+
+    with pytest.raises(ValueError, match="'hellaswog' is no task of lm-evaluation-harness"):
+        score_tasks(Uniform(), ByteTokenizer(), {"hellaswog": None}, max_length=64, device=CPU)

@@ -1,0 +1,185 @@
+"""Grids of runs: what is run, what is not, and what is left after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.data.config import DataConfig
+from diloco.experiments.grid import LabelledRun, LocalMachine, make_job, run_grid
+from diloco.experiments.rows import read_rows, write_rows
+from diloco.training.recipes import recipe
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.experiments.test_grid import real_runs
+from diloco.experiments.grid import LocalMachine, run_grid
+from diloco.experiments.rows import write_rows
+
+output = Path(sys.argv[2])
+for rows in run_grid(real_runs(Path(sys.argv[1]), output), output / "runs", LocalMachine(1)):
+    write_rows(rows, output / "grid.csv")
+"""
+
+
+def config(corpus: Path, output: Path, **changes):
+    tiny = recipe("tiny")
+    data = DataConfig(train=(str(corpus),), held_out_fraction=0.1, cache=output / "data")
+    model = replace(tiny.model, num_layers=2)
+    defaults = {"num_replicas": 1, "model": model, "num_tokens": 20 * tiny.tokens_per_step, "data": data}
+    return replace(tiny, **(defaults | changes))
+
+
+def real_runs(corpus: Path, output: Path) -> list[LabelledRun]:
+    """Four of which two are equal and one fails."""
+    one = config(corpus, output)
+    rates = {"low": 1e-3, "same": 1e-3, "other": 2e-3}
+    runs = [
+        LabelledRun(
+            labels={"rate": name}, config=replace(one, optimizer=replace(one.optimizer, learning_rate=rate))
+        )
+        for name, rate in rates.items()
+    ]
+    wrong = replace(one, diloco=replace(one.diloco, layers_per_fragment=7))
+    return [*runs, LabelledRun(labels={"rate": "wrong"}, config=wrong)]
+
+
+class Instead:
+    """A machine that runs nothing, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    def submit(self, job):
+        self.asked.append(job)
+        summary = dict.fromkeys(
+            ("eval_loss", "eval_standard_error", "eval_bits_per_byte", "num_params", "bytes_sent_per_replica"), 1.0
+        )
+        summary |= {"data_parallel_bytes_per_replica": 2, "outer_hash": "ab", "num_tokens": 7, "num_steps": 9}
+        outer_steps = [
+            {"sent_step": step, "cosine": step / 10, "layer_cosine": {"blocks.1": 0.5}} for step in (1, 2, 5, 9)
+        ]
+        tasks = {task.stem: {"acc": 0.25} for task in job.tasks}
+        future: Future = Future()
+        future.set_result({"summary": summary, "losses": {}, "tasks": tasks, "outer_steps": outer_steps})
+        return future
+
+
+def rows_of(runs, directory, machine, **options):
+    return list(run_grid(runs, directory, machine, **options))[-1]
+
+
+def test_equal_configs_are_run_once_also_by_another_grid(small_corpus, tmp_path):
+    runs, machine = real_runs(small_corpus, tmp_path), Instead()
+    parts = []
+    rows = rows_of(runs, tmp_path / "runs", machine, on_finished=parts.append)
+    assert len(machine.asked) == 3 and [row["rate"] for row in rows] == ["low", "same", "other", "wrong"]
+    assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
+    assert parts == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1]
+    again = Instead()
+    assert rows_of(runs[1:], tmp_path / "runs", again) == rows[1:] and not again.asked
+    # The name, the place and the cache of a config are not what is run.
+    renamed = replace(runs[0].config, name="x", data=replace(runs[0].config.data, cache=tmp_path / "elsewhere"))
+    assert (
+        make_job(renamed, tmp_path / "runs", ()).directory
+        == make_job(runs[0].config, tmp_path / "runs", ()).directory
+    )
+
+
+def test_a_run_is_scored_again_only_if_a_task_is_new(small_corpus, tmp_path):
+    runs, machine = real_runs(small_corpus, tmp_path)[:1], Instead()
+    rows_of(runs, tmp_path / "runs", machine)
+    rows = rows_of(runs, tmp_path / "runs", machine, tasks=(Path("piqa.jsonl"),))
+    assert rows[0]["piqa_acc"] == 0.25 and [job.tasks for job in machine.asked] == [(), (Path("piqa.jsonl"),)]
+    rows_of(runs, tmp_path / "runs", machine)
+    assert len(machine.asked) == 2
+
+
+def test_cosines_are_averaged_by_third_and_by_block(small_corpus, tmp_path):
+    (row,) = rows_of(real_runs(small_corpus, tmp_path)[:1], tmp_path / "runs", Instead())
+    assert row["cosine_first_third"] == pytest.approx(0.15) and row["cosine_middle_third"] == 0.5
+    assert row["cosine_last_third"] == 0.9 and row["cosine_block_1"] == 0.5
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    rows = [{"M": 2, "loss": 1.25, "method": "diloco"}, {"M": 4, "failed": "no, it\ndid not"}]
+    write_rows(rows, tmp_path / "rows.csv")
+    assert read_rows(tmp_path / "rows.csv") == rows
+    with pytest.raises(ValueError, match="can't be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def start(corpus: Path, output: Path) -> subprocess.Popen:
+    output.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", SCRIPT, str(corpus), str(output)]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def results(output: Path) -> list[Path]:
+    return sorted((output / "runs").glob("*/result.json"))
+
+
+def alive(output: Path) -> list[str]:
+    """Processes that still work for a grid."""
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if str(output) in line and "diloco.experiments.job" in line]
+
+
+def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
+    undisturbed = tmp_path / "undisturbed"
+    process = start(small_corpus, undisturbed)
+    assert process.wait(timeout=200) == 0, process.stderr.read()
+    output = tmp_path / "killed"
+    process = start(small_corpus, output)
+    deadline = time.monotonic() + 100
+    while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in results(output)}
+    assert 0 < len(done) < 3
+    while alive(output):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process = start(small_corpus, output)
+    assert process.wait(timeout=200) == 0, process.stderr.read()
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert (output / "grid.csv").read_text() == (undisturbed / "grid.csv").read_text()
+    low, same, other, wrong = read_rows(output / "grid.csv")
+    assert low["eval_loss"] == same["eval_loss"] != other["eval_loss"]
+    assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
+
+
+@pytest.mark.filterwarnings("default")  # of ray
+def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path):
+    ray = pytest.importorskip("ray")
+    from diloco.experiments.cluster import RayCluster
+
+    with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        RayCluster("127.0.0.1:1")
+    runs = [run for run in real_runs(small_corpus, tmp_path) if run.labels["rate"] in ("low", "wrong")]
+    here = rows_of(runs, tmp_path / "here", LocalMachine(1))
+    cluster = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        there = rows_of(runs, tmp_path / "there", RayCluster(cluster.address_info["gcs_address"]))
+    finally:
+        ray.shutdown()
+    assert there == here
+
+
+def test_a_run_whose_process_dies_is_a_row_that_says_so(small_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (row,) = rows_of(real_runs(small_corpus, tmp_path)[:1], tmp_path / "runs", LocalMachine())
+    assert "the run's process ended with exit code 1: see" in row["failed"]
+    written = json.loads(next((tmp_path / "runs").glob("*/result.json")).read_text())
+    assert written == {"failed": row["failed"]}
