@@ -22,6 +22,7 @@ _COMMANDS = {
     "eval": "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]",
     "export": "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY",
     "experiment": "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]",
+    "scaling": "loss and hyperparameters to expect: diloco scaling predict|fit [--data FILE]",
     "report": "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]",
     "bench": "measure what parts of it take here: diloco bench wire [--json]",
     "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "export": _export,
         "experiment": _experiment,
         "report": _report,
+        "scaling": _scaling,
         "bench": _bench,
         "data": _data,
     }[command]
@@ -156,6 +158,15 @@ def _report(arguments: list[str]) -> None:
         from diloco.cli_run import report
 
         tyro.cli(report, prog="diloco report", args=arguments)
+
+
+def _scaling(arguments: list[str]) -> None:
+    import tyro
+
+    with _explained():
+        from diloco.cli_scaling import COMMANDS
+
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco scaling", args=arguments)
 
 
 def _experiment(arguments: list[str]) -> None:

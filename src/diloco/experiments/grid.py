@@ -98,7 +98,9 @@ def make_job(config: TrainConfig, directory: Path, tasks: tuple[Path, ...]) -> J
     facts = to_json(replace(config, name="", runs=Path(), recipe=""))
     facts["data"] = {name: value for name, value in facts["data"].items() if name != "cache"}
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return Job(config=replace(config, name=name, runs=directory), tasks=tasks)
+    data = replace(config.data, cache=config.data.cache.absolute())
+    placed = replace(config, name=name, runs=directory.absolute(), data=data)
+    return Job(config=placed, tasks=tuple(task.absolute() for task in tasks))
 
 
 def read_result(job: Job) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ class Job:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Train what is left to train, evaluate, and return the result, or `{"failed": why}`; a thread a process."""
-    directory = job.directory.absolute()
+    directory = job.directory
     directory.mkdir(parents=True, exist_ok=True)
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""What arXiv 2503.09799 prints: losses (Table 4), laws of the best batch (Table 9). M = 0 is Data-Parallel."""
+"""What arXiv 2503.09799 prints: losses (Table 4) and power laws (Tables 7 to 10). M = 0 is Data-Parallel."""
+
+from diloco.scaling.power_laws import PowerLaw
 
 NUM_PARAMS = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
 LOSS: dict[int, tuple[float, ...]] = {
@@ -10,13 +12,46 @@ LOSS: dict[int, tuple[float, ...]] = {
 }
 """By M, the best held-out loss at each of `NUM_PARAMS`."""
 
-_BATCH_SEQUENCES: dict[int, tuple[float, float]] = {
-    0: (0.22592, 0.281),
-    1: (0.01361, 0.435),
-    2: (0.00769, 0.479),
-    4: (0.00535, 0.510),
-    8: (0.01859, 0.455),
+LAWS: dict[str, dict[int, PowerLaw]] = {
+    "loss": {
+        0: PowerLaw(18.129, -0.0953),
+        1: PowerLaw(18.363, -0.0961),
+        2: PowerLaw(18.768, -0.0969),
+        4: PowerLaw(19.762, -0.0992),
+        8: PowerLaw(21.051, -0.1018),
+    },
+    "learning_rate": {
+        0: PowerLaw(16319.2, -0.819),
+        1: PowerLaw(74620.6, -0.945),
+        2: PowerLaw(3978.82, -0.780),
+        4: PowerLaw(4512.99, -0.789),
+        8: PowerLaw(618986, -1.102),
+    },
+    "batch_tokens": {
+        0: PowerLaw(0.22592, 0.281),
+        1: PowerLaw(0.01361, 0.435),
+        2: PowerLaw(0.00769, 0.479),
+        4: PowerLaw(0.00535, 0.510),
+        8: PowerLaw(0.01859, 0.455),
+    },
 }
+"""Independent laws (Tables 7 to 9), by quantity and M; the batch in sequences of `SEQUENCE_LENGTH` tokens."""
+JOINT = {
+    "loss": PowerLaw(19.226, -0.0985, 0.0116),
+    "learning_rate": PowerLaw(22256, -0.8827, 0.2929),
+    "batch_tokens": PowerLaw(0.00709, 0.4695, 0.3399),
+}
+"""Joint laws (Table 10)."""
+EXTRAPOLATED = {
+    ("independent", 0): (2.224, 2.090),
+    ("independent", 1): (2.229, 2.103),
+    ("joint", 1): (2.219, 2.086),
+    ("independent", 2): (2.218, 2.083),
+    ("joint", 2): (2.220, 2.086),
+    ("independent", 4): (2.232, 2.098),
+    ("joint", 4): (2.230, 2.096),
+}
+"""Losses at 4B and 10B with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
 SEQUENCE_LENGTH = 2048
 
 
@@ -28,5 +63,4 @@ def batch_tokens(num_params: float, num_replicas: int) -> float:
     >>> round(batch_tokens(1e9, 0))
     156417
     """
-    factor, exponent = _BATCH_SEQUENCES[num_replicas]
-    return SEQUENCE_LENGTH * factor * num_params**exponent
+    return SEQUENCE_LENGTH * LAWS["batch_tokens"][num_replicas](num_params)

@@ -1,0 +1,91 @@
+"""`diloco scaling`: laws from a table, and what they predict."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from diloco.scaling.judgement import judge
+from diloco.scaling.prediction import Fit, Laws
+from diloco.scaling.prediction import predict as predict_from
+from diloco.scaling.table import read_table
+
+
+def predict(
+    num_params: float,
+    num_replicas: int = 2,
+    fit: Fit | None = None,
+    data: Path | None = None,
+    overtraining: float = 1.0,
+    json: bool = False,
+) -> None:
+    """Loss, learning rates, batch and tokens for a model, each with a 95 % interval where data says one.
+
+    Args:
+        num_params: N, such as 1.3e9.
+        num_replicas: M; 0 is Data-Parallel.
+        fit: joint, over all M, or independent, this M's own; left out, joint where M ≥ 1.
+        data: CSV of your own sweep; left out, the published laws of arXiv 2503.09799.
+        overtraining: Tokens as a multiple of 20 a parameter.
+        json: Print JSON.
+    """
+    found = predict_from(num_params, num_replicas, fit=fit, laws=_laws(data), overtraining=overtraining)
+    if found["warning"]:
+        print(f"diloco: {found['warning']}", file=sys.stderr)
+    if json:
+        _print_json(found)
+        return
+    kind = "Data-Parallel" if num_replicas == 0 else f"DiLoCo, {num_replicas} replicas"
+    print(f"{kind}, {num_params:g} parameters, {found['fit']} laws")
+    for name in ("loss", "learning_rate", "batch_tokens", "outer_learning_rate", "tokens", "steps"):
+        print(f"{name.replace('_', ' '):20} {_estimate(found[name])}")
+
+
+def fit(data: Path | None = None, json: bool = False) -> None:
+    """Fit all laws to a table, rank them by how they extrapolate, and find where DiLoCo and Data-Parallel cross.
+
+    Args:
+        data: CSV with params, replicas (0 is Data-Parallel), eval_loss, and maybe learning_rate, batch_tokens,
+            outer_learning_rate, sync_every, tokens; left out, the published losses.
+        json: Print JSON.
+    """
+    found = judge(_laws(data))
+    if json:
+        _print_json(found)
+        return
+    for quantity, laws in found["laws"].items():
+        print(f"{quantity.replace('_', ' ')} = A·N^α, joint: A·N^α·M^β")
+        for name, law in laws.items():
+            kind = "Data-Parallel" if name == "0" else name if name == "joint" else f"M = {name}"
+            parts = [f"{symbol} {_estimate(value)}" for symbol, value in law.items()]
+            print(f"  {kind:14} {'   '.join(parts)}")
+        print("  residual |log y − log ŷ| at the largest size, left out of the fit (forms are selected by it):")
+        for residual in found["residuals"][quantity]:
+            each = ", ".join(f"M = {m}: {value:.4f}" for m, value in residual["by_replicas"].items())
+            print(f"    {residual['law']:17} {residual['mean']:.4f}   {each}")
+    for replicas, num_params in found["crossings"].items():
+        where = "never" if num_params is None else f"at {num_params:.3g} parameters"
+        print(f"the laws of M = {replicas} and Data-Parallel cross {where}")
+
+
+def _laws(data: Path | None) -> Laws:
+    return Laws(read_table(data) if data is not None else None)
+
+
+def _estimate(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if value["value"] is None:
+        return f"none ({value['reason']})"
+    interval = f" ({value['low']:.4g} … {value['high']:.4g})" if value["low"] is not None else ""
+    rounded = f", 2^{value['power_of_two'].bit_length() - 1}" if "power_of_two" in value else ""
+    reason = f" ({value['reason']})" if value.get("reason") else ""
+    return f"{value['value']:.4g}{interval}{rounded}{reason}"
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(found))
+
+
+COMMANDS = {"predict": predict, "fit": fit}

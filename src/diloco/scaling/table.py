@@ -1,0 +1,92 @@
+"""A sweep's table: losses, and what they were reached with, for each size and number of replicas."""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.scaling.published import LOSS, NUM_PARAMS
+
+_OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every", "tokens")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run, or the best of several."""
+
+    params: float
+    """N."""
+    replicas: int
+    """M; 0 is Data-Parallel."""
+    eval_loss: float
+    """Nats a token."""
+    settings: dict[str, float] = field(default_factory=dict)
+    """Of learning_rate, batch_tokens, outer_learning_rate, sync_every and tokens, those that are known."""
+
+
+def published_table() -> list[Point]:
+    """The losses of arXiv 2503.09799, Table 4."""
+    return [
+        Point(params, replicas, loss)
+        for replicas, losses in LOSS.items()
+        for params, loss in zip(NUM_PARAMS, losses, strict=True)
+    ]
+
+
+def read_table(path: Path) -> list[Point]:
+    """The points of a CSV with the columns params, replicas (0 is Data-Parallel) and eval_loss, and maybe others.
+
+    Lines that begin with # are comments.
+
+    Raises:
+        ValueError: naming the row that is wrong, or the column that is missing.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read as a table: {error}") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+    rows = csv.DictReader(line for _, line in numbered)
+    for name in ("params", "replicas", "eval_loss"):
+        if name not in (rows.fieldnames or ()):
+            raise ValueError(f"{path} has no column {name!r}: it needs params, replicas and eval_loss")
+    points = list(_points(path, rows, [number for number, _ in numbered[1:]]))
+    if len({point.params for point in points}) < 2:
+        sizes = ", ".join(f"{point.params:g}" for point in points[:1]) or "none"
+        raise ValueError(f"{path} has runs of one size only ({sizes}): a law in N needs two sizes or more")
+    return points
+
+
+def _points(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[Point]:
+    for number, row in zip(numbers, rows, strict=True):
+        if row.get("failed"):
+            continue  # a run of our own sweep that came to nothing
+        where = f"{path}, line {number}"
+        replicas = _number(row, "replicas", where, least=0.0)
+        if replicas != int(replicas):
+            raise ValueError(f"{where}: replicas must be a whole number, not {row['replicas']}")
+        settings = {name: _number(row, name, where) for name in _OPTIONAL if row.get(name)}
+        yield Point(_number(row, "params", where), int(replicas), _number(row, "eval_loss", where), settings)
+
+
+def _number(row: dict[str, str], name: str, where: str, least: float | None = None) -> float:
+    text = row[name]
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {name} must be a number, not {text!r}") from None
+    if not math.isfinite(value) or (value <= 0 if least is None else value < least):
+        bound = "above 0" if least is None else f"at least {least:g}"
+        raise ValueError(f"{where}: {name} must be {bound} and finite, not {text}")
+    return value
+
+
+def best_points(points: list[Point]) -> list[Point]:
+    """The run with the lowest loss of each size and number of replicas."""
+    best: dict[tuple[float, int], Point] = {}
+    for point in points:
+        key = point.params, point.replicas
+        if key not in best or point.eval_loss < best[key].eval_loss:
+            best[key] = point
+    return list(best.values())

@@ -1,0 +1,118 @@
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.scaling.parametric import FORMS, HUBER_DELTA, fit_parametric
+from diloco.scaling.power_laws import PowerLaw, PowerLawFit
+from diloco.scaling.prediction import Laws
+from diloco.scaling.published import EXTRAPOLATED, JOINT, LAWS, LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "published"
+SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    if not PUBLISHED.is_dir():
+        pytest.skip(f"no published tables in {PUBLISHED}")
+    lines = (PUBLISHED / name).read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def test_the_published_numbers_are_the_papers():
+    losses = {(float(r["params"]), int(r["replicas"])): float(r["eval_loss"]) for r in rows("scaling_loss.csv")}
+    ours = {(n, m): loss for m, several in LOSS.items() for n, loss in zip(NUM_PARAMS, several, strict=True)}
+    assert ours == losses
+    names = {"loss": "loss", "learning_rate": "learning_rate", "batch_size": "batch_tokens"}
+    for row in rows("scaling_power_laws.csv"):
+        joint = row["replicas"] == "joint"
+        law = (JOINT if joint else LAWS)[names[row["quantity"]]]
+        law = law if joint else law[int(row["replicas"])]
+        beta = float(row["beta"]) if row["beta"] else None
+        assert law == PowerLaw(float(row["A"]), float(row["alpha"]), beta)
+    extrapolated = {
+        (r["fit"], int(r["replicas"])): (float(r["loss_4b"]), float(r["loss_10b"]))
+        for r in rows("scaling_extrapolation.csv")
+    }
+    assert extrapolated == EXTRAPOLATED
+    assert 2**16 < batch_tokens(1e9, 0) < 2**19 and SEQUENCE_LENGTH == 2048
+
+
+@pytest.mark.parametrize("replicas", list(LOSS))
+def test_the_published_losses_give_the_published_independent_laws(replicas):
+    law = Laws().fit("loss", replicas, "independent").law
+    assert law.factor == pytest.approx(LAWS["loss"][replicas].factor, rel=0.005)
+    assert law.exponent == pytest.approx(LAWS["loss"][replicas].exponent, abs=0.0003)
+
+
+def test_the_published_losses_give_the_published_joint_law():
+    law = Laws().fit("loss", 1, "joint").law
+    assert law.factor == pytest.approx(JOINT["loss"].factor, rel=0.005)
+    assert law.exponent == pytest.approx(JOINT["loss"].exponent, abs=0.0003)
+    assert law.replicas_exponent == pytest.approx(JOINT["loss"].replicas_exponent, abs=0.0003)
+
+
+def test_the_published_laws_predict_larger_models_and_always_low():
+    for (_, replicas), (at_4b, at_10b) in EXTRAPOLATED.items():
+        laws = [LAWS["loss"][replicas], *([JOINT["loss"]] if replicas else [])]
+        for law in laws:
+            for num_params, measured, bound in ((4e9, at_4b, 0.02), (10e9, at_10b, 0.05)):
+                assert 1 - bound < law(num_params, max(1, replicas)) / measured < 1
+
+
+def test_the_form_that_extrapolates_best_predicts_ten_billion():
+    n = [size for m in (1, 2, 4, 8) for size in NUM_PARAMS]
+    m = [m for m in (1, 2, 4, 8) for _ in NUM_PARAMS]
+    loss = [loss for replicas in (1, 2, 4, 8) for loss in LOSS[replicas]]
+    fits = sorted((fit_parametric(form, n, m, loss) for form in FORMS.values()), key=lambda fit: fit.residual)
+    for (_, replicas), (_, at_10b) in EXTRAPOLATED.items():
+        if replicas:
+            assert fits[0](10e9, replicas) == pytest.approx(at_10b, rel=0.025)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_form_is_recovered_from_its_own_values(name):
+    form = FORMS[name]
+    truth = {"log A": 1.2, "α": -0.35, "log B": -4.0, "β": 0.05 if name != "exponent" else 0.004, "C": 1.5}
+    values = np.array([truth[symbol] for symbol in form.ranges])
+    n = np.array([size for _ in (1, 2, 4, 8) for size in SIZES])
+    m = np.array([m for m in (1, 2, 4, 8) for _ in SIZES])
+    fit = fit_parametric(form, n, m, form.predict(values, n / 1e6, m.astype(float)))
+    assert fit.residual < 1e-3
+    for replicas in (1, 4):
+        expected = form.predict(values, np.array(10e3), np.array(float(replicas)))
+        assert fit(10e9, replicas) == pytest.approx(float(expected), rel=5e-3)
+    assert HUBER_DELTA == 1e-3
+
+
+def test_too_few_points_are_refused():
+    with pytest.raises(ValueError, match="has 5 coefficients, and there are 4 points below the largest"):
+        fit_parametric(FORMS["sum"], [1e6, 2e6, 3e6] * 2, [1, 1, 1, 2, 2, 2], [3.0, 2.9, 2.8, 3.1, 3.0, 2.9])
+    with pytest.raises(ValueError, match="two sizes or more"):
+        PowerLawFit([1e6, 1e6], [2.0, 2.1])
+    with pytest.raises(ValueError, match="two numbers of replicas"):
+        PowerLawFit([1e6, 2e6], [2.0, 2.1], [4, 4])
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    truth, repeats = PowerLaw(18.0, -0.095), 200
+    covered = {"A": 0, "α": 0}
+    for seed in range(repeats):
+        noise = np.random.default_rng(seed).normal(0, 0.005, len(SIZES))
+        fit = PowerLawFit(SIZES, [truth(n) * math.exp(e) for n, e in zip(SIZES, noise, strict=True)])
+        factor, exponent = fit.factor(), fit.exponent()
+        covered["A"] += factor.low <= truth.factor <= factor.high
+        covered["α"] += exponent.low <= truth.exponent <= exponent.high
+    assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
+
+
+def test_points_on_a_law_leave_no_interval_but_the_law():
+    law = PowerLaw(20.0, -0.1, 0.01)
+    n, m = [1e6, 1e7, 1e8] * 2, [1, 1, 1, 4, 4, 4]
+    fit = PowerLawFit(n, [law(a, b) for a, b in zip(n, m, strict=True)], m)
+    assert fit.law.factor == pytest.approx(20.0) and fit.law.replicas_exponent == pytest.approx(0.01)
+    found = fit.predict(1e9, 2)
+    assert found.low == pytest.approx(found.value) == pytest.approx(found.high) == pytest.approx(law(1e9, 2))
+    assert PowerLawFit([1e6, 1e7], [2.0, 1.5]).exponent().low is None
