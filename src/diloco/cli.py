@@ -22,7 +22,8 @@ _COMMANDS = {
     "eval": "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]",
     "export": "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY",
     "experiment": "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]",
-    "scaling": "loss and hyperparameters to expect: diloco scaling predict|fit [--data FILE]",
+    "sweep": "runs over learning rate, batch, replicas: diloco sweep RECIPE --axis NAME=VALUES … [--plan]",
+    "scaling": "loss and hyperparameters to expect: diloco scaling predict|fit|pictures [--data FILE]",
     "report": "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]",
     "bench": "measure what parts of it take here: diloco bench wire [--json]",
     "data": "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]",
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "experiment": _experiment,
         "report": _report,
         "scaling": _scaling,
+        "sweep": _sweep,
         "bench": _bench,
         "data": _data,
     }[command]
@@ -167,6 +169,13 @@ def _scaling(arguments: list[str]) -> None:
         from diloco.cli_scaling import COMMANDS
 
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco scaling", args=arguments)
+
+
+def _sweep(arguments: list[str]) -> None:
+    with _explained(hint="; call it again to go on"):
+        from diloco.cli_sweep import sweep
+
+        sweep(arguments)
 
 
 def _experiment(arguments: list[str]) -> None:

@@ -1,6 +1,10 @@
 """`diloco experiment`: a grid of runs, its rows, its figure, and what was found."""
 
 import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,12 +52,13 @@ def run(
         for one in experiments:
             _print_commands(one, output)
         return
-    machines = _machines(cores, ray)
+    machines = machines_of(cores, ray)
     for one in experiments:
         _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ())
 
 
-def _machines(cores: int | None, ray: str | None) -> Machines:
+def machines_of(cores: int | None, ray: str | None) -> Machines:
+    """This machine, or a Ray cluster."""
     if ray is None:
         return LocalMachine(cores)
     from diloco.experiments.cluster import RayCluster
@@ -61,25 +66,34 @@ def _machines(cores: int | None, ray: str | None) -> Machines:
     return RayCluster(ray)
 
 
-def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks: tuple[Path, ...]) -> None:
+@contextmanager
+def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
+    """A bar with the time that is left, to be told what part is done."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+    started: list[tuple[float, float]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("ETA {task.fields[eta]}"), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(name, total=1.0, eta="?")
+
+        def on_finished(part: float) -> None:
+            started.append((time.monotonic(), part))
+            (first, done), now = started[0], time.monotonic()
+            eta = str(timedelta(seconds=round((now - first) * (1 - part) / (part - done)))) if part > done else "?"
+            progress.update(bar, completed=part, eta=eta)
+
+        yield on_finished
+
+
+def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks: tuple[Path, ...]) -> None:
     from diloco.report.experiments import draw_experiment
     from diloco.report.pictures import save
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("ETA"), TimeRemainingColumn())
     rows: list[dict] = []
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task(one.name, total=1.0)
-
-        def on_finished(part: float) -> None:
-            progress.update(bar, completed=part)
-
-        grid = run_grid(one.runs, output / "runs", machines, tasks=tasks, on_finished=on_finished)
-        for found in grid:
+    with grid_progress(one.name) as on_finished:
+        for found in run_grid(one.runs, output / "runs", machines, tasks=tasks, on_finished=on_finished):
             rows = [{"tier": tier, **row} for row in found]
-            progress.update(bar, description=f"{one.name}: {len(rows)} of {len(one.runs)} runs")
             if rows:
                 write_rows(rows, output / f"{one.name}.csv")
     for path in save(draw_experiment(one, rows), output, one.name):

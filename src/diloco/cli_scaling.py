@@ -88,4 +88,17 @@ def _print_json(found: dict[str, Any]) -> None:
     print(json.dumps(found))
 
 
-COMMANDS = {"predict": predict, "fit": fit}
+def pictures(data: Path | None = None, output: Path = Path("pictures")) -> None:
+    """Draw what the table has the columns for: loss over size and batch, the gap to Data-Parallel, outer rates.
+
+    Args:
+        data: CSV of a sweep; left out, the published losses.
+        output: Directory to write SVG and PNG to.
+    """
+    from diloco.report.laws import draw_laws
+
+    for path in draw_laws(_laws(data), output):
+        print(path)
+
+
+COMMANDS = {"predict": predict, "fit": fit, "pictures": pictures}

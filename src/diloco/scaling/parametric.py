@@ -5,9 +5,9 @@
     exponent          A·N^(α+βM) + C
     sum               A·N^α + B·M^β + C
 
-As arXiv 2503.09799 does: the Huber loss of log residuals, minimised by L-BFGS from 256 random starts; all sizes
-but the largest are fitted, and the start whose fit is best at the largest is kept. The residual there has been used
-to choose, and is no test error.
+As arXiv 2503.09799 does: the Huber loss of log residuals, minimised by L-BFGS from 256 random starts. All sizes
+but the largest are fitted, and of all starts the one whose fit is best at the largest is kept: the residual there
+has been used to choose, and is no test error.
 """
 
 import math

@@ -1,0 +1,130 @@
+"""`diloco sweep`: runs over hyperparameters, whose table `diloco scaling fit` reads."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from diloco.cli_experiment import grid_progress, machines_of
+from diloco.data.prepare import resolve as resolve_data
+from diloco.data.tokenizers import load_tokenizer
+from diloco.experiments.grid import LabelledRun
+from diloco.experiments.rows import write_rows
+from diloco.experiments.sweep import Sweep, run_sweep
+from diloco.models.decoder import Decoder, next_token_loss
+from diloco.training.config import TrainConfig
+from diloco.training.recipes import RECIPES, recipe
+
+
+def sweep(arguments: Sequence[str]) -> None:
+    """Parse a command line, and run or plan its sweep."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Command:
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+        axis: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+        """An axis and its values, such as learning_rate=0.004,0.008, once for each. Of learning_rate and batch_tokens
+        the grid is extended, by √2 and by 2, while the best of a group lies on its edge; the others are width,
+        num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
+        then: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+        """An axis that is varied alone, afterwards, at the best of each group."""
+        tokens_per_param: float = 20.0
+        """Budget of a run."""
+        output: Path = Path("sweep")
+        """Directory to write sweep.csv to; runs stay in OUTPUT/runs."""
+        plan: bool = False
+        """Run nothing, and print the runs and what they cost."""
+        cores: int | None = None
+        """How many to use at once; left out, all."""
+        ray: str | None = None
+        """Run on the Ray cluster at this address."""
+
+    choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
+    asked = tyro.extras.overridable_config_cli(choices, prog="diloco sweep", args=arguments)
+    prepared = resolve_data(asked.config.data)
+    planned = Sweep(
+        base=asked.config,
+        axes=_axes(asked.axis),
+        then=_axes(asked.then),
+        tokens_per_param=asked.tokens_per_param,
+        vocab_size=load_tokenizer(prepared).vocab_size,
+    )
+    if asked.plan:
+        _print_plan(planned)
+        return
+    rows: list[dict] = []
+    with grid_progress("sweep") as on_finished:
+        for rows in run_sweep(
+            planned, asked.output / "runs", machines_of(asked.cores, asked.ray), on_finished=on_finished
+        ):
+            if rows:
+                write_rows(rows, asked.output / "sweep.csv")
+    failed = sum("failed" in row for row in rows)
+    print(f"{asked.output / 'sweep.csv'}: {len(rows)} runs" + (f", of which {failed} failed" if failed else ""))
+    print(f"now: diloco scaling fit --data {asked.output / 'sweep.csv'}")
+
+
+def _axes(told: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    found: dict[str, tuple[float, ...]] = {}
+    for text in told:
+        name, _, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name in found:
+            raise ValueError(f"the axis {name} is named twice")
+        try:
+            found[name] = tuple(float(value) for value in values.split(","))
+        except ValueError:
+            raise ValueError(f"{text!r} is not of the form NAME=NUMBER,NUMBER,…") from None
+    return found
+
+
+def _print_plan(planned: Sweep) -> None:
+    runs = [planned.run(setting) for setting in planned.settings()]
+    for run in runs:
+        labels = ", ".join(f"{name}={value:g}" for name, value in run.labels.items())
+        print(f"{_flops(run):9.2e} FLOPs  {labels}")
+    # At the best of each group, whose tokens are as many for each value.
+    groups = {
+        tuple((k, v) for k, v in s if k not in ("learning_rate", "batch_tokens")): s for s in planned.settings()
+    }
+    each = sum(len(values) for values in planned.then.values())
+    later = sum(_flops(planned.run(setting)) for setting in groups.values()) * each
+    total = sum(map(_flops, runs)) + later
+    hours = sum(_flops(run) / _flops_per_second(run.config) for run in _of_each_size(runs)) / 3600
+    hours *= total / sum(_flops(run) for run in _of_each_size(runs))
+    print(f"{len(runs)} runs, then up to {each * len(groups)}, and those by which the grid is extended:")
+    print(f"{total:.3g} FLOPs, about {hours:.1f} hours on the cores of this machine")
+
+
+def _flops(run: LabelledRun) -> float:
+    return 6.0 * run.labels["params"] * run.labels["tokens"]
+
+
+def _of_each_size(runs: Sequence[LabelledRun]) -> list[LabelledRun]:
+    return list({run.labels["params"]: run for run in runs}.values())
+
+
+def _flops_per_second(config: TrainConfig) -> float:
+    """Of training steps on all cores of this machine, a core a process, without exchange."""
+    num_cores, threads = torch.get_num_threads(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
+        best = math.inf
+        for _ in range(4):
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(tokens[:, :-1])
+            next_token_loss(logits, tokens[:, 1:])[1].backward()
+            optimizer.step()
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return num_cores * 6.0 * sum(p.numel() for p in model.parameters()) * tokens[:, 1:].numel() / best
