@@ -29,8 +29,8 @@ def sweep(arguments: Sequence[str]) -> None:
         config: Annotated[TrainConfig, tyro.conf.arg(name="")]
         axis: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
         """An axis and its values, such as learning_rate=0.004,0.008, once for each. Of learning_rate and
-        batch_tokens the grid is extended, by √2 and by 2, while the best of a group lies on its edge; the others are
-        width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
+        batch_tokens the grid is extended, by √2 and by 2, while the best of a group lies on its edge; the others
+        are width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
         then: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
         """An axis that is varied alone, afterwards, at the best of each group."""
         tokens_per_param: float = 20.0

@@ -27,8 +27,8 @@ class Tier:
     """H where it is not varied."""
     sync_everies: tuple[int, ...]
     """H where it is."""
-    multiples: tuple[int, ...]
-    """Of the base's tokens, where models are overtrained."""
+    multiples: tuple[float, ...]
+    """Of the base's tokens, factors of 4 apart, where models are overtrained."""
     layers_per_fragment: tuple[int, ...]
     """Where it is varied."""
     batches: tuple[float, ...]
@@ -48,7 +48,7 @@ class Tier:
         size: str | None = None,
         num_replicas: int = 2,
         seed: int = 0,
-        multiple: int = 1,
+        multiple: float = 1,
         batch: float = 1.0,
         **diloco: Any,
     ) -> TrainConfig:
@@ -70,7 +70,7 @@ class Tier:
 
 
 def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ()) -> Tier:
-    """Models of 0.1M to 0.3M parameters of bytes, for two cores.
+    """Models of 0.1M to 0.24M parameters of bytes, for two cores.
 
     The learning rate is the best of {…} for both Data-Parallel and Streaming DiLoCo at the base size, and falls
     with the inverse of the size, as the best ones at 0.3M and 1.2M parameters do.
@@ -95,12 +95,12 @@ def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ())
         )
 
     return Tier(
-        sizes={"0.1M": size(36), "0.18M": size(48), "0.31M": size(64)},
+        sizes={"0.10M": size(36), "0.15M": size(44), "0.24M": size(56)},
         data_parallel_replicas=1,  # two runs at once on two cores, instead of an all-reduce at every step
-        base="0.1M",
+        base="0.10M",
         sync_every=30,
         sync_everies=(5, 10, 30, 60, 100),
-        multiples=(1, 4, 16),
+        multiples=(0.5, 2, 8),
         layers_per_fragment=(1, 2, 3, 6),
         batches=(0.5, 1, 2, 4),
         seeds=(0, 1),

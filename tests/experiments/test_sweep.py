@@ -1,0 +1,116 @@
+"""Sweeps over a made-up loss, on a machine that runs nothing."""
+
+import math
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from diloco.cli import main
+from diloco.data.config import DataConfig
+from diloco.experiments.rows import write_rows
+from diloco.experiments.sweep import Sweep, run_sweep
+from diloco.scaling.table import read_table
+from diloco.training.recipes import recipe
+
+
+class Valley:
+    """Where the loss is lowest at a learning rate of 0.01, a batch of 4096 tokens a replica, and η = 0.6."""
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    def submit(self, job):
+        self.asked.append(job.config)
+        config = job.config
+        is_baseline = config.method == "data_parallel"
+        loss = 3 + math.log(config.optimizer.learning_rate / 0.01) ** 2
+        loss += math.log2(config.tokens_per_step / (4096 * config.num_replicas)) ** 2 / 10
+        loss += 0 if is_baseline else (config.diloco.outer_learning_rate - 0.6) ** 2
+        summary = {"eval_loss": loss, "num_tokens": config.num_tokens, "num_steps": config.num_steps}
+        names = ("eval_standard_error", "eval_bits_per_byte", "num_params", "outer_hash")
+        summary |= dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1)
+        future: Future = Future()
+        future.set_result({"summary": summary, "losses": {}, "tasks": {}, "outer_steps": []})
+        return future
+
+
+@pytest.fixture
+def base(small_corpus, tmp_path):
+    data = DataConfig(train=(str(small_corpus),), held_out_fraction=0.1, cache=tmp_path / "data")
+    return replace(recipe("tiny"), data=data)
+
+
+def swept(base, tmp_path, **fields) -> tuple[list[dict], Valley]:
+    machine = Valley()
+    sweep = Sweep(base=base, vocab_size=257, **fields)
+    return list(run_sweep(sweep, tmp_path / "runs", machine))[-1], machine
+
+
+def test_the_grid_is_extended_until_the_best_is_inside(base, tmp_path):
+    axes = {"num_replicas": (0, 2), "learning_rate": (0.0025, 0.0035), "batch_tokens": (1024, 2048)}
+    rows, machine = swept(base, tmp_path, axes=axes)
+    for replicas in (0, 2):
+        mine = [row for row in rows if row["replicas"] == replicas]
+        best = min(mine, key=lambda row: row["eval_loss"])
+        assert best["learning_rate"] == pytest.approx(0.01, rel=0.15)
+        assert best["batch_tokens"] == 4096 * max(1, replicas)
+        for name in ("learning_rate", "batch_tokens"):
+            values = [row[name] for row in mine]
+            assert min(values) < best[name] < max(values)
+        ratios = sorted({row["learning_rate"] for row in mine if row["learning_rate"] > 0.0035})
+        assert ratios[0] == pytest.approx(0.0035 * math.sqrt(2))
+    assert len(machine.asked) == len(rows) == len({row["run"] for row in rows})
+
+
+def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
+    axes = {"width": (32, 48), "num_replicas": (0, 1), "learning_rate": (0.005, 0.01, 0.02)}
+    rows, _ = swept(base, tmp_path, axes=axes, then={"outer_learning_rate": (0.4, 0.6, 0.8)})
+    for params in {row["params"] for row in rows}:
+        later = [r for r in rows if r["params"] == params and r["replicas"] == 1 and r["learning_rate"] == 0.01]
+        assert sorted(row["outer_learning_rate"] for row in later) == [0.4, 0.6, 0.8]
+    assert all("outer_learning_rate" not in row for row in rows if row["replicas"] == 0)
+    assert len(rows) == 2 * 2 * 3 + 2 * 2  # 0.4 is the recipe's own
+
+
+def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(base, tmp_path):
+    rows, machine = swept(base, tmp_path, axes={"width": (32, 64), "num_replicas": (3,)}, tokens_per_param=5)
+    for row, config in zip(rows, machine.asked, strict=True):
+        assert row["tokens"] == config.num_tokens == pytest.approx(5 * row["params"], rel=0.01)
+        assert config.global_batch % 3 == 0
+    write_rows(rows, tmp_path / "sweep.csv")
+    points = read_table(tmp_path / "sweep.csv")
+    assert [point.replicas for point in points] == [3, 3]
+    assert points[0].settings["outer_learning_rate"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--axis", "momentum=0.9"], "'momentum' is not an axis: choose from width, num_replicas"),
+        (["--axis", "learning_rate=high"], "'learning_rate=high' is not of the form NAME=NUMBER"),
+        (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(arguments, sentence, small_corpus, tmp_path, capsys):
+    text = ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1", "--data.cache", str(tmp_path)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", "tiny", *text, *arguments])
+    printed = capsys.readouterr().err
+    assert sentence in printed and printed.count("\n") == 1
+
+
+def test_a_plan_tells_runs_and_cost(small_corpus, tmp_path, capsys):
+    text = ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1", "--data.cache", str(tmp_path)]
+    axes = [
+        "--axis",
+        "num_replicas=0,2",
+        "--axis",
+        "learning_rate=0.002,0.004",
+        "--then",
+        "outer_learning_rate=0.6,0.8",
+    ]
+    main(["sweep", "tiny", *text, *axes, "--plan"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 + 2 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
+    assert lines[4].startswith("4 runs, then up to 4") and " hours on the cores" in lines[5]
