@@ -4,11 +4,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from diloco.version import __version__
 
@@ -88,22 +88,7 @@ def _train(arguments: list[str]) -> None:
         if config.data.prepared is not None:
             print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
         print(f"run   {config.directory}", flush=True)
-        launch(_in_replica, config.num_replicas, config.num_shards, _replica, config, command.resume is not None)
-
-
-def _in_replica(part: Callable[..., None], *arguments: Any) -> None:
-    """One replica's part, in a process of our own launcher, which tells the user what ended it."""
-    from diloco.exchange import ExchangeError
-    from diloco.training.launcher import Failure
-
-    try:
-        part(*arguments)
-    except Exception as error:
-        exit_code = _exit_code(error)
-        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
-            raise
-        blames_another = isinstance(error, ExchangeError)
-        raise Failure(str(error), exit_code=exit_code, blames_another=blames_another) from error
+        launch(_replica, config.num_replicas, config.num_shards, config, command.resume is not None)
 
 
 def _replica(config: "TrainConfig", resume: bool) -> None:
@@ -226,8 +211,8 @@ def _plan_measured(arguments: list[str]) -> None:
     if under_a_launcher():
         _measure_and_plan(config, asked.target, train, asked.json)
     else:
-        measuring = (_measure_and_plan, config, asked.target, train, asked.json)
-        launch(_in_replica, config.num_replicas, config.num_shards, *measuring)
+        told = (config, asked.target, train, asked.json)
+        launch(_measure_and_plan, config.num_replicas, config.num_shards, *told)
 
 
 def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
@@ -328,25 +313,12 @@ def _explained(hint: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         _complain(f"interrupted{hint}", 130)
     except Exception as error:
-        exit_code = _exit_code(error)
+        from diloco.training.launcher import MISTAKE, exit_code_of
+
+        exit_code = MISTAKE if isinstance(error, ValueError) else exit_code_of(error)
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise
-        _complain(str(error) + (hint if exit_code != _MISTAKE else ""), exit_code)
-
-
-_MISTAKE, _FAILURE = 2, 1
-
-
-def _exit_code(error: Exception) -> int | None:
-    """2 for a user's mistake, 1 for a failure that may pass, None for a bug of ours."""
-    from diloco.exchange import ExchangeError
-    from diloco.training.launcher import ReplicaFailedError
-
-    if isinstance(error, ReplicaFailedError):
-        return error.exit_code
-    if isinstance(error, ValueError):
-        return _MISTAKE
-    return _FAILURE if isinstance(error, ExchangeError | OSError) else None
+        _complain(str(error) + (hint if exit_code != MISTAKE else ""), exit_code)
 
 
 def _complain(sentence: str, exit_code: int) -> NoReturn:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from diloco.data.optional import require
+from diloco.evaluation.questions import read_questions
 from diloco.experiments.experiment import Experiment, finished
 from diloco.experiments.grid import LocalMachine, Machines, make_job, run_grid
 from diloco.experiments.recipes import EXPERIMENTS, experiment
@@ -52,9 +54,17 @@ def run(
         for one in experiments:
             _print_commands(one, output)
         return
+    require("matplotlib", extra="pictures")
+    if eval_data:
+        require("lm_eval", extra="eval")
+    for file in eval_data:
+        read_questions(file)
     machines = machines_of(cores, ray)
-    for one in experiments:
-        _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ())
+    num_failed = sum(
+        _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ()) for one in experiments
+    )
+    if num_failed:
+        raise SystemExit(1)
 
 
 def machines_of(cores: int | None, ray: str | None) -> Machines:
@@ -86,13 +96,15 @@ def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
         yield on_finished
 
 
-def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks: tuple[Path, ...]) -> None:
+def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks: tuple[Path, ...]) -> int:
+    """How many of its runs failed."""
     from diloco.report.experiments import draw_experiment
     from diloco.report.pictures import save
 
     rows: list[dict] = []
     with grid_progress(one.name) as on_finished:
-        for found in run_grid(one.runs, output / "runs", machines, tasks=tasks, on_finished=on_finished):
+        wanted = {"tasks": tasks, "parameters": one.parameters, "on_finished": on_finished}
+        for found in run_grid(one.runs, output / "runs", machines, **wanted):
             rows = [{"tier": tier, **row} for row in found]
             if rows:
                 write_rows(rows, output / f"{one.name}.csv")
@@ -104,11 +116,12 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     if finished(rows):
         measured, verdict = one.finding(rows)
         print(f"{one.name} ({one.source}): {one.claim}\n  measured: {measured}\n  {verdict}")
+    return sum("failed" in row for row in rows)
 
 
 def _print_commands(one: Experiment, output: Path) -> None:
     for labelled in one.runs:
-        config = make_job(labelled.config, output / "runs", ()).config
+        config = make_job(labelled.config, output / "runs").config
         print(f"# {one.name}: {labelled.labels}")
         told = shlex.join(word for words in flags(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {told}")

@@ -64,9 +64,13 @@ def sweep(arguments: Sequence[str]) -> None:
         ):
             if rows:
                 write_rows(rows, asked.output / "sweep.csv")
-    failed = sum("failed" in row for row in rows)
-    print(f"{asked.output / 'sweep.csv'}: {len(rows)} runs" + (f", of which {failed} failed" if failed else ""))
+    failed = [row for row in rows if "failed" in row]
+    print(f"{asked.output / 'sweep.csv'}: {len(rows)} runs, of which {len(failed)} failed")
+    for row in failed:
+        print(f"run {row['run']} failed: {row['failed']}")
     print(f"now: diloco scaling fit --data {asked.output / 'sweep.csv'}")
+    if failed:
+        raise SystemExit(1)
 
 
 def _axes(told: Sequence[str]) -> dict[str, tuple[float, ...]]:

@@ -33,14 +33,14 @@ def requests(seed: int, number: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 64])
-def test_each_is_what_one_forward_pass_gives(batch):
+@pytest.mark.parametrize("batch_tokens", [1, 50, 4096])
+def test_each_is_what_one_forward_pass_gives(batch_tokens):
     asked = requests(seed=0, number=20)
     with torch.no_grad():  # one whose every token is the likeliest
         greedy = [int(MODEL(torch.tensor([[1, 2, 3]]))[0, -1].argmax())]
         greedy.append(int(MODEL(torch.tensor([[1, 2, 3, *greedy]]))[0, -1].argmax()))
     asked.append(([1, 2, 3], greedy))
-    found = likelihoods(MODEL, asked, max_length=64, device=CPU, batch=batch)
+    found = likelihoods(MODEL, asked, max_length=64, device=CPU, batch_tokens=batch_tokens)
     for (context, continuation), (log_likelihood, is_greedy) in zip(asked, found, strict=True):
         expected = directly(context, continuation, 64)
         assert log_likelihood == pytest.approx(expected[0], abs=1e-5) and is_greedy == expected[1]

@@ -77,7 +77,7 @@ def test_the_tokens_of_a_run_do_not_depend_on_its_batch():
     tokens = [tier.run(batch=batch).num_tokens for batch in tier.batches]
     most = max(tier.run(batch=batch).tokens_per_step for batch in tier.batches)
     assert max(tokens) - min(tokens) <= most
-    assert tier.run(multiple=8).num_tokens == 8 * tier.run().num_tokens
+    assert tier.run(tokens=8).num_tokens == 8 * tier.run().num_tokens
 
 
 def test_seeds_are_compared_with_themselves():

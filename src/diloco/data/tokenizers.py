@@ -143,7 +143,10 @@ class HuggingFaceTokenizer:
     @property
     def backend(self) -> Any:
         """A copy of the library's tokenizer, as its file has it."""
-        return type(self._backend).from_buffer(self._content)
+        backend = type(self._backend).from_buffer(self._content)
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, special tokens neither added nor recognised."""

@@ -1,1 +1,1 @@
-"""Held-out loss: takes a model, knows no run."""
+"""Held-out loss and zero-shot tasks: take a model, know no run."""

@@ -37,7 +37,7 @@ def likelihoods(
     *,
     max_length: int,
     device: torch.device,
-    batch: int = 64,
+    batch_tokens: int = 4096,
 ) -> list[Likelihood]:
     """The likelihood of each (context, continuation), both at least a token long.
 
@@ -49,12 +49,12 @@ def likelihoods(
         requests: token ids.
         max_length: tokens that the model may read at once.
         device: where the model is.
-        batch: sequences read at once, about.
+        batch_tokens: read at once, about.
     """
     parts = [part for index, request in enumerate(requests) for part in _parts(index, request, max_length)]
     totals = [Likelihood(0.0, True)] * len(requests)
     with torch.inference_mode():
-        for group in _batches(parts, batch):
+        for group in _batches(parts, batch_tokens):
             for (index, *_), found in zip(group, _score(model, group, device), strict=True):
                 before = totals[index]
                 totals[index] = Likelihood(before.log_likelihood + found[0], before.is_greedy and found[1])
@@ -72,14 +72,16 @@ def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length:
         yield index, before[-(max_length + 1 - len(part)) :], part
 
 
-def _batches(parts: list[_Part], batch: int) -> Iterator[list[_Part]]:
+def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
     """Parts whose contexts have one length, those with the same context beside each other."""
     group: list[_Part] = []
+    num_tokens = 0
     for part in sorted(parts, key=lambda part: (len(part[1]), part[1])):
-        other_length = bool(group) and len(part[1]) != len(group[-1][1])
-        if other_length or (len(group) >= batch and part[1] != group[-1][1]):
+        is_new = not group or part[1] != group[-1][1]
+        if group and is_new and (len(part[1]) != len(group[-1][1]) or num_tokens >= batch_tokens):
             yield group
-            group = []
+            group, num_tokens = [], 0
+        num_tokens += is_new * len(part[1]) + len(part[2])
         group.append(part)
     if group:
         yield group

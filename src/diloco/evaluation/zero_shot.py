@@ -1,8 +1,10 @@
 """Zero-shot tasks through lm-evaluation-harness, whose `LM` our model is: every task that it has works."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,11 @@ class HarnessLM(TemplateLM):
         tokenizer: of the model.
         max_length: tokens that it may read at once.
         device: where it is.
-        batch: sequences read at once, about.
     """
 
-    def __init__(
-        self, model: CausalModel, tokenizer: Tokenizer, *, max_length: int, device: torch.device, batch: int = 64
-    ) -> None:
+    def __init__(self, model: CausalModel, tokenizer: Tokenizer, *, max_length: int, device: torch.device) -> None:
         super().__init__()
-        self.model, self.tokenizer_, self.max_length, self.batch = model, tokenizer, max_length, batch
+        self.model, self.tokenizer_, self.max_length = model, tokenizer, max_length
         self._device = device
 
     @property
@@ -52,7 +51,6 @@ class HarnessLM(TemplateLM):
             [(context, continuation) for _, context, continuation in requests],
             max_length=self.max_length,
             device=self._device,
-            batch=self.batch,
         )
         return [tuple(likelihood) for likelihood in found]
 
@@ -78,6 +76,8 @@ class HarnessLM(TemplateLM):
         return [self._generate(*request.args) for request in tqdm(requests, disable=disable_tqdm)]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        if settings.get("do_sample") or settings.get("temperature"):
+            raise ValueError(f"text is generated greedily here, and the task asks for {settings}")
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         tokens = self.tok_encode(context)
@@ -121,23 +121,34 @@ def score_tasks(
         ValueError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
     """
     with tempfile.TemporaryDirectory() as scratch:
+        manager = TaskManager(include_defaults=None in tasks.values())
         configs = [
-            _hub_task(name) if path is None else _file_task(name, path, Path(scratch))
+            _hub_task(name, manager) if path is None else _file_task(name, path, Path(scratch))
             for name, path in tasks.items()
         ]
         harness = HarnessLM(model, tokenizer, max_length=max_length, device=device)
         try:
-            found = simple_evaluate(
-                harness, tasks=configs, limit=limit, bootstrap_iters=0, log_samples=False, verbosity="ERROR"
-            )
+            with redirect_stdout(sys.stderr):  # the harness's own remarks
+                found = simple_evaluate(
+                    harness,
+                    tasks=configs,
+                    task_manager=manager,
+                    limit=limit,
+                    log_samples=False,
+                    bootstrap_iters=100,
+                )
         except (ConnectionError, OSError) as error:
             raise ValueError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
     assert found is not None, "this process is the first, and gets the results"
-    return {name: _metrics(scores) for name, scores in found["results"].items()}
+    return {name.removeprefix(_OWN): _metrics(scores) for name, scores in found["results"].items()}
 
 
-def _hub_task(name: str) -> str:
-    if name not in TaskManager().all_tasks:
+_OWN = "diloco_"
+"""Before the name of a task of our own, lest the harness take it for one of its."""
+
+
+def _hub_task(name: str, manager: TaskManager) -> str:
+    if name not in manager.all_tasks:
         raise ValueError(
             f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them; "
             "for questions of your own name their file by --data"
@@ -150,7 +161,7 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
     questions = scratch / f"{name}.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in read_questions(path)))
     return {
-        "task": name,
+        "task": _OWN + name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"validation": str(questions)}, "cache_dir": str(scratch / "cache")},
         "validation_split": "validation",

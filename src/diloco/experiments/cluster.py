@@ -25,13 +25,17 @@ class RayCluster:
             self._ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster at {address}: start one with `ray start --head` ({error})") from None
-        nodes = [node["Resources"].get("CPU", 0) for node in self._ray.nodes() if node["Alive"]]
-        self._largest = int(max(nodes, default=0))
-        if not self._largest:
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        self._cpus, self._gpus = (int(max((n.get(k, 0) for n in nodes), default=0)) for k in ("CPU", "GPU"))
+        if not self._cpus:
             raise ValueError(f"the Ray cluster at {address} has no CPU to run on")
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job on a machine with a core for each of its processes, or on the largest."""
-        num_cpus = min(job.config.num_processes, self._largest)
-        remote = self._ray.remote(run_job).options(num_cpus=num_cpus, max_retries=0)
-        return remote.remote(job).future()
+        """Run a job on a machine with a core, and a GPU, for each of its processes, or on the largest."""
+        wanted = job.config.num_processes
+        room = {"num_cpus": min(wanted, self._cpus), "num_gpus": min(wanted, self._gpus)}
+        return self._ray.remote(run_job).options(max_retries=0, **room).remote(job).future()
+
+    def close(self) -> None:
+        """End what is running."""
+        self._ray.shutdown()

@@ -1,8 +1,9 @@
 """What an experiment is: runs, the picture of a paper's figure, and what is found."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from diloco.experiments.grid import LabelledRun
@@ -54,8 +55,10 @@ class Experiment:
     runs: Sequence[LabelledRun]
     panels: Callable[[Sequence[Row]], list[Panel]]
     finding: Callable[[Sequence[Row]], Finding]
-    with_accuracy: bool = field(default=False)
+    with_accuracy: bool = False
     """Whether the paper reports zero-shot accuracies, too."""
+    parameters: tuple[str, ...] = ()
+    """Of replica and average, whose loss is compared, too."""
 
 
 LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig]]
@@ -102,6 +105,20 @@ def flops(row: Row) -> float:
     return float(row["flops"]) if "flops" in row else 6.0 * float(row["num_params"]) * float(row["num_tokens"])
 
 
+def accuracy_panels(rows: Sequence[Row], x: str | Callable[[Row], Any], series: str, **labels: Any) -> list[Panel]:
+    """A panel for each task that the rows have an accuracy of."""
+    names = [name for row in finished(rows) for name in row if name.endswith("_acc")]
+    return [
+        Panel(
+            title=name.removesuffix("_acc"),
+            y_label="zero-shot accuracy",
+            curves=curves(rows, x, series, y=name),
+            **labels,
+        )
+        for name in dict.fromkeys(names)
+    ]
+
+
 def change(rows: Sequence[Row], of: Mapping[str, Any], to: Mapping[str, Any], y: str = "eval_loss") -> "Change":
     """How much higher `y` is in the rows labelled `of` than in those labelled `to`, seed by seed."""
     one, other = ({row["seed"]: float(row[y]) for row in chosen(rows, **labels)} for labels in (of, to))
@@ -130,15 +147,25 @@ class Change(NamedTuple):
 
     def rises(self, at_least: float = 0.0) -> Verdict:
         """Whether it is above a bound in every seed, in none, or in some."""
-        above = [value > at_least for value in self.by_seed]
-        return "cannot tell" if not above or any(above) != all(above) else "agrees" if all(above) else "disagrees"
+        return _common(value > at_least for value in self.by_seed)
 
     def within(self, bound: float) -> Verdict:
         """Whether no seed is further than `bound` from no difference, or every one is, or some are."""
-        inside = [abs(value) <= bound for value in self.by_seed]
-        return (
-            "cannot tell" if not inside or any(inside) != all(inside) else "agrees" if all(inside) else "disagrees"
-        )
+        return _common(abs(value) <= bound for value in self.by_seed)
+
+    def at_most(self, bound: float) -> Verdict:
+        """Whether no seed lies above a bound, or every one does, or some do."""
+        return _common(value <= bound for value in self.by_seed)
+
+
+def _common(answers: Iterable[bool]) -> Verdict:
+    found = list(answers)
+    return "cannot tell" if not found or any(found) != all(found) else "agrees" if all(found) else "disagrees"
+
+
+def judged(holds: bool, *numbers: float) -> Verdict:
+    """Whether a comparison of numbers holds, if they are all there."""
+    return "cannot tell" if any(map(math.isnan, numbers)) else "agrees" if holds else "disagrees"
 
 
 def all_of(*verdicts: Verdict) -> Verdict:

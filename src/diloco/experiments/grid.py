@@ -6,7 +6,6 @@ keep their runs in one place. What is left of a run that ended, or failed, is it
 
 import hashlib
 import json
-import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,10 @@ from typing import Any, Protocol
 
 from diloco.data.atomic import write_atomically
 from diloco.data.prepare import resolve as resolve_data
-from diloco.experiments.job import Job, run_job
+from diloco.experiments.job import Job, end_running_jobs, run_job
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import TrainConfig, to_json
+from diloco.training.config import TrainConfig, to_json, with_method_values
+from diloco.training.launcher import num_cores as available_cores
 
 RESULT_FILE = "result.json"
 
@@ -41,6 +41,10 @@ class Machines(Protocol):
         """Run a job as soon as there is room for it; what it came to."""
         ...
 
+    def close(self) -> None:
+        """End what is running; it can be resumed."""
+        ...
+
 
 def run_grid(
     runs: Sequence[LabelledRun],
@@ -48,6 +52,7 @@ def run_grid(
     machines: Machines,
     *,
     tasks: tuple[Path, ...] = (),
+    parameters: tuple[str, ...] = (),
     on_finished: Callable[[float], None] | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Run what has not been run, and yield the rows of all runs so far whenever one has finished.
@@ -59,68 +64,103 @@ def run_grid(
         directory: where the runs are kept, one directory each.
         machines: where they take place.
         tasks: files of questions to score the outer parameters on, as `read_questions` reads them.
+        parameters: of replica and average, whose held-out loss is wanted, too.
         on_finished: told what part of the work, by floating-point operations, is done.
     """
-    jobs = {job.directory: job for job in (make_job(run.config, directory, tasks) for run in runs)}
-    results = {job.directory: found for job in jobs.values() if (found := read_result(job)) is not None}
-    work = {path: _work(job.config) for path, job in jobs.items()}
-    for data in {job.config.data for path, job in jobs.items() if path not in results}:
+    jobs = [make_job(run.config, directory, tasks, parameters) for run in runs]
+    different = {job.directory: job for job in jobs}
+    results = {path: found for path, job in different.items() if (found := read_result(job)) is not None}
+    work = {path: _work(job.config) for path, job in different.items()}
+    left = sorted(different.keys() - results.keys(), key=lambda path: different[path].config.num_processes)
+    for data in dict.fromkeys(different[path].config.data for path in left):
         resolve_data(data)  # once, before several runs would
 
     def rows() -> list[dict[str, Any]]:
-        paths = [make_job(run.config, directory, tasks).directory for run in runs]
+        told = {path: columns(result, different[path]) for path, result in results.items()}
         return [
-            {**run.labels, "run": path.name, **columns(results[path])}
-            for run, path in zip(runs, paths, strict=True)
-            if path in results
+            {**run.labels, "run": job.config.name, **told[job.directory]}
+            for run, job in zip(runs, jobs, strict=True)
+            if job.directory in told
         ]
 
     if on_finished is not None:
         on_finished(sum(work[path] for path in results) / sum(work.values()))
     yield rows()
-    pending = {machines.submit(job): path for path, job in jobs.items() if path not in results}
+    pending = {machines.submit(different[path]): path for path in left}
     try:
         for future in as_completed(pending):
             path = pending[future]
-            results[path] = future.result()
-            path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / RESULT_FILE, [json.dumps(results[path], indent=1).encode()])
+            results[path] = _kept(path, future)
             if on_finished is not None:
                 on_finished(sum(work[done] for done in results) / sum(work.values()))
             yield rows()
     finally:
-        for future in pending:
-            future.cancel()
+        if not all(future.done() for future in pending):
+            for future in pending:
+                future.cancel()
+            machines.close()
 
 
-def make_job(config: TrainConfig, directory: Path, tasks: tuple[Path, ...]) -> Job:
+def _kept(path: Path, future: "Future[dict[str, Any]]") -> dict[str, Any]:
+    """A job's result, written down beside what earlier ones said; not so if the machine is to blame."""
+    try:
+        result = future.result()
+    except Exception as error:  # whatever a cluster raises
+        return {"failed": f"lost: {error}"}
+    if "failed" not in result:
+        for kind in ("losses", "tasks"):
+            result[kind] = {**_read(path).get(kind, {}), **result[kind]}
+    path.mkdir(parents=True, exist_ok=True)
+    write_atomically(path / RESULT_FILE, [json.dumps(result, indent=1).encode()])
+    return result
+
+
+def make_job(
+    config: TrainConfig, directory: Path, tasks: tuple[Path, ...] = (), parameters: tuple[str, ...] = ()
+) -> Job:
     """What a machine is told of a run, whose directory has the name of its config's digest."""
-    facts = to_json(replace(config, name="", runs=Path(), recipe=""))
+    facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
     facts["data"] = {name: value for name, value in facts["data"].items() if name != "cache"}
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    data = replace(config.data, cache=config.data.cache.absolute())
-    placed = replace(config, name=name, runs=directory.absolute(), data=data)
-    return Job(config=placed, tasks=tuple(task.absolute() for task in tasks))
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    data = replace(
+        config.data,
+        train=tuple(map(_absolute, config.data.train)),
+        held_out=tuple(map(_absolute, config.data.held_out)),
+        cache=config.data.cache.absolute(),
+    )
+    placed = replace(config, name=f"run-{digest[:12]}", runs=directory.absolute(), data=data)
+    alone = config.num_replicas == 1 or config.method == "data_parallel"
+    return Job(
+        config=placed, tasks=tuple(task.absolute() for task in tasks), parameters=() if alone else parameters
+    )
+
+
+def _absolute(source: str) -> str:
+    """A source of text as any process on this machine finds it."""
+    return source if source == "stdlib" or source.startswith("hf:") else str(Path(source).expanduser().absolute())
 
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """What an earlier call left of a run, if it lacks nothing that is asked for now."""
-    path = job.directory / RESULT_FILE
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text())
-    complete = "failed" in result or {task.stem for task in job.tasks} <= set(result["tasks"])
-    return result if complete else None
+    result = _read(job.directory)
+    wanted = {task.stem for task in job.tasks} <= set(result.get("tasks", ()))
+    wanted &= set(job.parameters) <= set(result.get("losses", ()))
+    return result if "failed" in result or (result and wanted) else None
 
 
-def columns(result: dict[str, Any]) -> dict[str, Any]:
-    """What a row has of a result; no times, which depend on what else the machine did."""
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / RESULT_FILE
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def columns(result: dict[str, Any], job: Job) -> dict[str, Any]:
+    """What a row has of a job's result; no times, which depend on what else the machine did."""
     if "failed" in result:
-        return {"failed": result["failed"]}
+        return {"failed": " ".join(result["failed"].split())}
     row = {name: result["summary"][name] for name in _SUMMARY}
-    row |= {f"eval_loss_{parameters}": loss for parameters, loss in result["losses"].items()}
-    for task, scores in result["tasks"].items():
-        row |= {f"{task}_{name}": value for name, value in scores.items()}
+    row |= {f"eval_loss_{name}": result["losses"][name] for name in job.parameters}
+    for task in job.tasks:
+        row |= {f"{task.stem}_{name}": value for name, value in result["tasks"][task.stem].items()}
     return row | _cosines(result)
 
 
@@ -162,13 +202,17 @@ class LocalMachine:
     """
 
     def __init__(self, num_cores: int | None = None) -> None:
-        self._num_cores = num_cores or len(os.sched_getaffinity(0))
+        self._num_cores = num_cores or available_cores()
         self._num_free, self._changed = self._num_cores, threading.Condition()
         self._threads = ThreadPoolExecutor(self._num_cores)
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
         """Run a job as soon as enough cores are free."""
         return self._threads.submit(self._run, job)
+
+    def close(self) -> None:
+        """End what is running."""
+        end_running_jobs()
 
     def _run(self, job: Job) -> dict[str, Any]:
         wanted = min(job.config.num_processes, self._num_cores)

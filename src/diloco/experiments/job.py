@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ class Job:
     config: TrainConfig
     """As a user would ask for it."""
     tasks: tuple[Path, ...] = ()
-    """Files of questions."""
+    """Files of questions for the outer parameters."""
+    parameters: tuple[str, ...] = ()
+    """Of replica and average, whose held-out loss is wanted, too."""
 
     @property
     def directory(self) -> Path:
@@ -36,21 +37,35 @@ def run_job(job: Job) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)
-    told = {"config": to_json(job.config), "tasks": [str(task) for task in job.tasks], "parent": os.getpid()}
+    told = {"config": to_json(job.config), "parameters": job.parameters, "parent": os.getpid()}
+    told["tasks"] = [str(task) for task in job.tasks]
     write_atomically(directory / "job.json", [json.dumps(told).encode()])
     environment = {name: value for name, value in os.environ.items() if name not in _A_LAUNCHERS}
     with (directory / "log.txt").open("ab") as log:
-        process = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "diloco.experiments.job", str(directory / "job.json"), str(answer)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env=environment | {"OMP_NUM_THREADS": "1"},
-            check=False,
         )
+    _RUNNING.add(process)
+    try:
+        exit_code = process.wait()
+    finally:
+        _RUNNING.discard(process)
     if answer.exists():
         return json.loads(answer.read_text())
-    return {"failed": f"the run's process ended with exit code {process.returncode}: see {directory / 'log.txt'}"}
+    return {"failed": f"the run's process ended with exit code {exit_code}: see {directory.name}/log.txt"}
+
+
+_RUNNING: set["subprocess.Popen[bytes]"] = set()
+
+
+def end_running_jobs() -> None:
+    """Let the runs that this process has started come to an end, to be resumed later."""
+    for process in tuple(_RUNNING):
+        process.terminate()
 
 
 _A_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,9 +80,7 @@ def _end_with(parent: int) -> None:
 
 
 def _main(job_file: Path, answer: Path) -> None:
-    from diloco.exchange import ExchangeError
-    from diloco.training.finished import evaluate_run
-    from diloco.training.launcher import ReplicaFailedError, launch
+    from diloco.training.launcher import exit_code_of, launch
     from diloco.training.run_directory import CONFIG_FILE
     from diloco.training.start import prepare_run
 
@@ -79,33 +92,31 @@ def _main(job_file: Path, answer: Path) -> None:
             begun = (asked.directory / CONFIG_FILE).exists()
             config = prepare_run(asked, resume=asked.directory if begun else None)
             launch(_train, config.num_replicas, config.num_shards, config, begun)
-        result = _result(asked.directory, [Path(task) for task in told["tasks"]], evaluate_run)
-    except (ValueError, OSError, ExchangeError, ReplicaFailedError) as error:
+        result = _result(asked.directory, told["tasks"], told["parameters"])
+    except Exception as error:
+        if exit_code_of(error) is None:
+            raise
         result = {"failed": str(error)}
     write_atomically(answer, [json.dumps(result).encode()])
 
 
 def _train(config: TrainConfig, resume: bool) -> None:
     """One replica, or shard."""
-    from diloco.training.launcher import Failure
     from diloco.training.loop import train
 
-    try:
-        train(config, resume=resume)
-    except ValueError as error:
-        raise Failure(str(error), exit_code=2) from error
+    train(config, resume=resume)
 
 
-def _result(directory: Path, tasks: list[Path], evaluate_run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    summary = json.loads((directory / "summary.json").read_text())
-    named = {task.stem: task for task in tasks}
-    outer = evaluate_run(directory, parameters="outer", tasks=named, held_out=False)
-    losses = {
-        parameters: evaluate_run(directory, parameters=parameters)["eval_loss"]
-        for parameters in ("replica", "average")
-        if summary["num_replicas"] > 1 and summary["method"] != "data_parallel"
+def _result(directory: Path, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
+    from diloco.training.finished import evaluate_run
+
+    named = {Path(task).stem: Path(task) for task in tasks}
+    found = {
+        "summary": json.loads((directory / "summary.json").read_text()),
+        "losses": {name: evaluate_run(directory, parameters=name)["eval_loss"] for name in parameters},
+        "tasks": evaluate_run(directory, tasks=named, held_out=False)["tasks"] if named else {},
     }
-    return {"summary": summary, "losses": losses, "tasks": outer["tasks"], "outer_steps": _outer_steps(directory)}
+    return found | {"outer_steps": _outer_steps(directory)}
 
 
 def _outer_steps(directory: Path) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from diloco.experiments.experiment import (
     LabelledConfigs,
     Panel,
     Row,
+    accuracy_panels,
     change,
     chosen,
     curves,
     flops,
+    judged,
     over_seeds,
 )
 from diloco.experiments.tiers import Tier
@@ -38,7 +40,7 @@ def sync_cadence(tier: Tier) -> Experiment:
         found = list(best.values())
         said = ", ".join(f"{rate:g} at H = {period}" for period, rate in best.items())
         rises = all(a <= b for a, b in pairwise(found)) and found[0] < found[-1]
-        return Finding(f"best outer learning rate: {said}", "agrees" if rises else "disagrees")
+        return Finding(f"best outer learning rate: {said}", judged(rises, *found))
 
     return Experiment(
         name="sync_cadence",
@@ -74,26 +76,26 @@ def batch_size(tier: Tier) -> Experiment:
             for method in ("Data-Parallel", "DiLoCo, M=1", "DiLoCo, M=2", "DiLoCo, M=4")
         }
         baseline, *others = costs.values()
-        less = [all(a < b for a, b in zip(other.by_seed, baseline.by_seed, strict=True)) for other in others]
+        less = [other.mean < baseline.mean for other in others]
         said = "; ".join(f"{method} {cost}" for method, cost in costs.items())
         return Finding(
             f"a batch of {large} tokens over {small}: {said}",
-            "agrees" if all(less) else "disagrees" if not any(less) else "cannot tell",
+            judged(all(less), baseline.mean, *(other.mean for other in others))
+            if all(less) or not any(less)
+            else "cannot tell",
         )
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        labels = {"x_label": "global batch, tokens", "x_log": True}
+        losses = Panel(title="", curves=curves(rows, "batch_tokens", "method"), **labels)
+        return [losses, *accuracy_panels(rows, "batch_tokens", "method", **labels)]
 
     return Experiment(
         name="batch_size",
         claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
         source="Figures 3 to 5",
         runs=over_seeds(tier, runs),
-        panels=lambda rows: [
-            Panel(
-                title="",
-                x_label="global batch, tokens",
-                x_log=True,
-                curves=curves(rows, "batch_tokens", "method"),
-            )
-        ],
+        panels=panels,
         finding=finding,
         with_accuracy=True,
     )
@@ -113,6 +115,7 @@ def single_replica(tier: Tier) -> Experiment:
         return [
             Panel(title="here", curves=curves(rows, flops, "method"), **labels),
             Panel(title="arXiv 2503.09799, Table 4", curves=theirs, published=True, **labels),
+            *accuracy_panels(rows, flops, "method", **labels),
         ]
 
     def finding(rows: Sequence[Row]) -> Finding:

@@ -9,7 +9,8 @@ from typing import Any
 
 from diloco.experiments.grid import LabelledRun, Machines, run_grid
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import DilocoConfig, TrainConfig
+from diloco.training.config import TrainConfig
+from diloco.training.recipes import recipe
 
 Setting = tuple[tuple[str, float], ...]
 """A value of each axis, by name."""
@@ -17,7 +18,8 @@ Setting = tuple[tuple[str, float], ...]
 _STEPS = {"learning_rate": math.sqrt(2), "batch_tokens": 2.0}
 """Axes along which a grid is extended, and by what factor."""
 _AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *_STEPS)
-_MOST_EXTENSIONS = 8
+_WHOLE = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
+_MOST_EXTENSIONS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,30 @@ class Sweep:
                 raise ValueError(f"{name!r} is not an axis: choose from {', '.join(_AXES)}")
             if not values:
                 raise ValueError(f"the axis {name} has no value")
+            if name in _WHOLE and any(value != int(value) for value in values):
+                raise ValueError(f"the axis {name} takes whole numbers, not {', '.join(map(str, values))}")
+        for setting in self.settings():
+            self.check(setting)
 
     def settings(self) -> list[Setting]:
         """All combinations of the axes, without those that differ in what Data-Parallel does not have."""
         found = [tuple(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         return list(dict.fromkeys(map(_without_what_is_unused, found)))
+
+    def check(self, setting: Setting) -> None:
+        """Refuse a batch that can't be cut.
+
+        Raises:
+            ValueError: naming what it would have to be a multiple of.
+        """
+        values = dict(setting)
+        replicas = max(1, int(values.get("num_replicas", self.base.num_replicas)))
+        batch = values.get("batch_tokens", self.base.tokens_per_step)
+        if batch % (replicas * self.base.sequence_length):
+            raise ValueError(
+                f"batch_tokens={batch:g} must be a multiple of num_replicas={replicas} · "
+                f"sequence_length={self.base.sequence_length}"
+            )
 
     def run(self, setting: Setting) -> LabelledRun:
         """The run of a setting, labelled with the columns that `diloco.scaling.table` reads."""
@@ -60,8 +81,7 @@ class Sweep:
         base, is_baseline = self.base, replicas == 0
         model = replace(base.model, width=int(values.get("width", base.model.width)))
         num_params = num_matrix_params(replace(model, vocab_size=self.vocab_size))
-        batch = values.get("batch_tokens", base.tokens_per_step) / base.sequence_length
-        global_batch = max(1, replicas) * max(1, round(batch / max(1, replicas)))
+        global_batch = int(values.get("batch_tokens", base.tokens_per_step)) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
         diloco = {
             "sync_every": int(values.get("sync_every", base.diloco.sync_every)),
@@ -77,7 +97,7 @@ class Sweep:
             global_batch=global_batch,
             num_tokens=max(1, round(self.tokens_per_param * num_params / step_tokens)) * step_tokens,
             optimizer=replace(base.optimizer, learning_rate=rate),
-            diloco=DilocoConfig() if is_baseline else replace(base.diloco, **diloco),
+            diloco=recipe(base.recipe).diloco if is_baseline else replace(base.diloco, **diloco),
         )
         labels: dict[str, Any] = {"params": num_params, "replicas": replicas, "learning_rate": rate}
         labels |= {"batch_tokens": step_tokens, "tokens": config.num_tokens, "seed": config.seed}
@@ -87,18 +107,29 @@ class Sweep:
 def run_sweep(
     sweep: Sweep, directory: Path, machines: Machines, *, on_finished: Any = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run the grid, extend it while a best run lies on its edge, then vary `then`; yields as `run_grid` does."""
-    settings, rows = sweep.settings(), []
-    for extension in itertools.count():
+    """Run the grid, extend it while a best run lies on its edge, then vary `then`; yields as `run_grid` does.
+
+    Raises:
+        ValueError: if a best run still lies on the edge after so many extensions that something else is wrong.
+    """
+    settings, rows = _different(sweep, sweep.settings()), []
+    for _ in range(_MOST_EXTENSIONS):
         for rows in run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished):
             yield rows
-        more = [setting for setting in _beyond_edges(settings, rows) if setting not in settings]
-        if not more or extension == _MOST_EXTENSIONS:
+        extended = _different(sweep, [*settings, *_beyond_edges(sweep, settings, rows)])
+        if len(extended) == len(settings):
             break
-        settings += more
-    settings += [setting for setting in _afterwards(sweep, settings, rows) if setting not in settings]
+        settings = extended
+    else:
+        raise ValueError(f"after {_MOST_EXTENSIONS} extensions a best run lies on the edge: look at the table")
     if sweep.then:
+        settings = _different(sweep, [*settings, *_afterwards(sweep, settings, rows)])
         yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
+
+
+def _different(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
+    """Without those that make the same run as an earlier one."""
+    return list({sweep.run(setting).config: setting for setting in reversed(settings)}.values())[::-1]
 
 
 def _without_what_is_unused(setting: Setting) -> Setting:
@@ -118,19 +149,34 @@ def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> I
     yield from found.values()
 
 
-def _beyond_edges(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
-    """For each group whose best lies at an end of an axis, one setting further."""
+def _beyond_edges(
+    sweep: Sweep, settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]
+) -> Iterator[Setting]:
+    """For the best of each group, its neighbours along the extended axes, where they were not tried."""
+    axes = [axis for axis in _STEPS if len(sweep.axes.get(axis, ())) > 1]
     for losses in _groups(settings, rows):
         best = dict(min(losses, key=losses.__getitem__))
         if min(losses.values()) == math.inf:
             continue
-        for axis, factor in _STEPS.items():
-            if axis not in best:
-                continue
-            tried = sorted({dict(setting)[axis] for setting in losses})
-            if len(tried) > 1 and best[axis] in (tried[0], tried[-1]):
-                further = best[axis] / factor if best[axis] == tried[0] else best[axis] * factor
-                yield tuple((best | {axis: further}).items())
+        for axis in axes:
+            others = {name: value for name, value in best.items() if name != axis}
+            tried = [dict(s)[axis] for s in losses if others.items() <= dict(s).items()]
+            for is_missing, value in (
+                (best[axis] == min(tried), best[axis] / _STEPS[axis]),
+                (best[axis] == max(tried), best[axis] * _STEPS[axis]),
+            ):
+                setting = tuple((best | {axis: value}).items())
+                if is_missing and _can_run(sweep, setting):
+                    yield setting
+
+
+def _can_run(sweep: Sweep, setting: Setting) -> bool:
+    """Whether its batch can still be cut into sequences."""
+    try:
+        sweep.check(setting)
+    except ValueError:
+        return False
+    return True
 
 
 def _afterwards(sweep: Sweep, settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:

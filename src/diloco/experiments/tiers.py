@@ -7,7 +7,7 @@ from typing import Any
 from diloco.data.config import DataConfig
 from diloco.models.decoder import DecoderConfig
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import CheckpointConfig, DilocoConfig, EvaluationConfig, Method, TrainConfig
+from diloco.training.config import CheckpointConfig, EvaluationConfig, Method, TrainConfig
 from diloco.training.recipes import recipe
 
 _BYTES = 257  # vocabulary of the byte tokenizer
@@ -27,8 +27,10 @@ class Tier:
     """H where it is not varied."""
     sync_everies: tuple[int, ...]
     """H where it is."""
-    multiples: tuple[float, ...]
-    """Of the base's tokens, factors of 4 apart, where models are overtrained."""
+    least_budget: float
+    """Where models are overtrained: the smallest budget, as a part of the base's."""
+    multiples: tuple[int, ...]
+    """Of that."""
     layers_per_fragment: tuple[int, ...]
     """Where it is varied."""
     batches: tuple[float, ...]
@@ -48,14 +50,14 @@ class Tier:
         size: str | None = None,
         num_replicas: int = 2,
         seed: int = 0,
-        multiple: float = 1,
+        tokens: float = 1.0,
         batch: float = 1.0,
         **diloco: Any,
     ) -> TrainConfig:
-        """A run; `diloco` holds fields of DilocoConfig."""
+        """A run; tokens and batch are multiples of the size's own, `diloco` holds fields of DilocoConfig."""
         config = self.sizes[size or self.base]
         global_batch = int(config.global_batch * batch)
-        num_steps = round(multiple * config.num_tokens / (global_batch * config.sequence_length))
+        num_steps = round(tokens * config.num_tokens / (global_batch * config.sequence_length))
         is_baseline = method == "data_parallel"
         settings = {"sync_every": self.sync_every, **diloco}
         return replace(
@@ -65,7 +67,7 @@ class Tier:
             seed=seed,
             global_batch=global_batch,
             num_tokens=num_steps * global_batch * config.sequence_length,
-            diloco=DilocoConfig() if is_baseline else replace(config.diloco, **settings),
+            diloco=recipe(config.recipe).diloco if is_baseline else replace(config.diloco, **settings),
         )
 
 
@@ -100,7 +102,8 @@ def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ())
         base="0.10M",
         sync_every=30,
         sync_everies=(5, 10, 30, 60, 100),
-        multiples=(0.5, 2, 8),
+        least_budget=0.5,
+        multiples=(1, 4, 16),
         layers_per_fragment=(1, 2, 3, 6),
         batches=(0.5, 1, 2, 4),
         seeds=(0, 1),
@@ -135,7 +138,8 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         data_parallel_replicas=2,
         base="500M",
         sync_every=30,
-        sync_everies=(1, 10, 30, 100, 300),
+        sync_everies=(5, 10, 30, 100, 300),
+        least_budget=1.0,
         multiples=(1, 4, 16),
         layers_per_fragment=(1, 2, 3, 6, 9),
         batches=(0.25, 0.5, 1, 2, 4),

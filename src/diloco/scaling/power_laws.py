@@ -30,8 +30,8 @@ class Estimate(NamedTuple):
 class PowerLaw:
     """y = A·N^α, or A·N^α·M^β.
 
-    >>> PowerLaw(18.129, -0.0953)(35e6)
-    3.466...
+    >>> round(PowerLaw(18.129, -0.0953)(35e6), 3)
+    3.463
     """
 
     factor: float
@@ -134,16 +134,17 @@ class PowerLawFit:
     def _interval(self, row_k: Array) -> Estimate:
         """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
         value = float(row_k @ self._coefficients_k)
-        if len(self.values) <= self._k:
+        if len(self.values) < self._k + _LEAST_FREEDOM:
             return Estimate(value)
         moved_Rxk, deviation_R, deviation = self._bootstrap
-        kept = deviation_R > 0
+        kept = deviation_R > 1e-9 * deviation
         t_R = (moved_Rxk @ row_k)[kept] / deviation_R[kept]
         low, high = np.quantile(t_R, [0.025, 0.975]) if kept.any() else (0.0, 0.0)
         return Estimate(value, value - float(high) * deviation, value - float(low) * deviation)
 
 
 _REPEATS = 4000
+_LEAST_FREEDOM = 3  # with fewer points than that beyond the coefficients, residuals say too little
 
 
 def _exp(estimate: Estimate) -> Estimate:

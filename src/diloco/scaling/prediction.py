@@ -62,6 +62,11 @@ class Laws:
             raise ValueError(
                 "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent"
             )
+        if fit == "joint" and len([m for m in self.replicas if m > 0]) < 2:
+            raise ValueError(
+                f"a joint law needs runs with two numbers of replicas or more, and there are M = "
+                f"{', '.join(map(str, self.replicas))}: pass --fit independent"
+            )
         if fit == "independent" and num_replicas not in self.replicas:
             raise ValueError(
                 f"there is no independent law for {num_replicas} replicas: there are those for M = "
@@ -104,20 +109,24 @@ def predict(
     batch = _hyperparameter(laws, "batch_tokens", num_params, num_replicas, fit)
     tokens = 20 * num_params * overtraining
     sizes = [point.params for point in laws.best]
-    inside = min(sizes) <= num_params <= max(sizes)
+    warnings = []
+    if not min(sizes) <= num_params <= max(sizes):
+        fitted = f"{min(sizes):g} to {max(sizes):g}"
+        warnings.append(f"N = {num_params:g} lies outside the sizes that were fitted, {fitted}")
+    most = max(laws.replicas)
+    if num_replicas > most:
+        warnings.append(f"M = {num_replicas} lies beyond the numbers of replicas that were fitted, up to {most}")
     return {
         "num_params": num_params,
         "num_replicas": num_replicas,
         "fit": fit,
-        "loss": _told(loss),
+        "loss": _told(loss, "too few points for an interval"),
         "learning_rate": rate,
         "batch_tokens": batch | {"power_of_two": 2 ** round(math.log2(batch["value"]))},
         "outer_learning_rate": _outer_learning_rate(laws, num_replicas),
         "tokens": _told(Estimate(tokens), "20·N·overtraining, a choice and not a fit"),
         "steps": _told(Estimate(tokens / batch["value"]), "tokens over the batch"),
-        "warning": None
-        if inside
-        else f"N = {num_params:g} lies outside the sizes that were fitted, {min(sizes):g} to {max(sizes):g}",
+        "warning": "; ".join(warnings) or None,
     }
 
 
@@ -141,11 +150,10 @@ def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: 
 def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     if num_replicas == 0:
         return {"value": None, "low": None, "high": None, "reason": "Data-Parallel has no outer step"}
-    if laws.has("outer_learning_rate"):
-        tried = [p for p in laws.points or () if p.replicas == num_replicas]
-        if tried:
-            best = _by_mean_excess(tried)
-            return _told(Estimate(best), f"the best of those tried with M = {num_replicas}")
+    tried = [p for p in laws.points or () if p.replicas == num_replicas and "outer_learning_rate" in p.settings]
+    if tried:
+        best = _by_mean_excess(tried)
+        return _told(Estimate(best), f"the best of those tried with M = {num_replicas}")
     return _told(Estimate(DEFAULT_OUTER_LEARNING_RATE), "a default, not a fit: the paper prints no number")
 
 

@@ -47,11 +47,11 @@ def read_table(path: Path) -> list[Point]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read as a table: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
-    rows = csv.DictReader(line for _, line in numbered)
+    rows = csv.DictReader(line + "\n" for _, line in numbered)
     for name in ("params", "replicas", "eval_loss"):
         if name not in (rows.fieldnames or ()):
             raise ValueError(f"{path} has no column {name!r}: it needs params, replicas and eval_loss")
-    points = list(_points(path, rows, [number for number, _ in numbered[1:]]))
+    points = list(_points(path, rows, [number for number, _ in numbered]))
     if len({point.params for point in points}) < 2:
         sizes = ", ".join(f"{point.params:g}" for point in points[:1]) or "none"
         raise ValueError(f"{path} has runs of one size only ({sizes}): a law in N needs two sizes or more")
@@ -59,10 +59,10 @@ def read_table(path: Path) -> list[Point]:
 
 
 def _points(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[Point]:
-    for number, row in zip(numbers, rows, strict=True):
+    for row in rows:
         if row.get("failed"):
             continue  # a run of our own sweep that came to nothing
-        where = f"{path}, line {number}"
+        where = f"{path}, line {numbers[rows.line_num - 1]}"
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
             raise ValueError(f"{where}: replicas must be a whole number, not {row['replicas']}")

@@ -269,6 +269,12 @@ _METHOD_VALUES: dict[Method, dict[str, Any]] = {
 }
 
 
+def with_method_values(config: TrainConfig) -> TrainConfig:
+    """The same with what was left to the method filled in."""
+    left = {k: v for k, v in _METHOD_VALUES[config.method].items() if getattr(config.diloco, k) is None}
+    return replace(config, diloco=replace(config.diloco, **left))
+
+
 def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
     """Fill in everything that was left to the method, the tokenizer, and the length of the run.
 
@@ -281,13 +287,12 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}: "
             "leave it 0, or choose another tokenizer with --data.tokenizer"
         )
-    left = {k: v for k, v in _METHOD_VALUES[config.method].items() if getattr(config.diloco, k) is None}
+    config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
     return replace(
         config,
         model=replace(model, vocab_size=model.vocab_size or vocab_size),
         data=replace(config.data, prepared=prepared),
-        diloco=replace(config.diloco, **left),
         checkpoint=replace(
             config.checkpoint,
             keep=max(3, config.checkpoints_needed) if config.checkpoint.keep is None else config.checkpoint.keep,

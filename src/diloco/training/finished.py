@@ -13,6 +13,7 @@ from diloco.data.optional import require
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
+from diloco.evaluation.questions import read_questions
 from diloco.models.decoder import Decoder
 from diloco.training.checkpoints import CheckpointError, finished_steps, read
 from diloco.training.conclusion import OUTER_FILE, held_out_batches, held_out_windows
@@ -28,24 +29,28 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[Decoder, in
     Args:
         directory: of a run, over or not.
         parameters: outer: Θ, which a finished run exported; replica: replica 0's own, θ_0; average: the mean of
-            all replicas' own. Those are in the newest checkpoint that every replica holds.
+            all replicas' own. Those are in the newest checkpoint, of the average the newest that all hold.
 
     Raises:
         ValueError: if there is no run, or no checkpoint of what is asked for.
     """
     config = read_config(directory)
     model = Decoder(config.model, seed=config.seed)
+    replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE
     if parameters == "outer" and exported.exists():
         model.load_state_dict(safetensors.torch.load_file(exported))
         return model, config.num_steps
-    step = _newest_step(config, range(1 if parameters == "replica" else config.num_replicas))
-    if parameters == "outer" and config.method != "data_parallel":
-        model.load_state_dict(_read(config, model, 0, step, ("sync", "outer")))
+    if parameters == "outer":  # all replicas have the same
+        holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)
+        step = _newest_step(config, range(holder, holder + 1))
+        where = ("model",) if config.method == "data_parallel" else ("sync", "outer")
+        model.load_state_dict(_read(config, model, holder, step, where))
         return model, step
-    num_read = config.num_replicas if parameters == "average" else 1
-    thetas = [_read(config, model, replica, step, ("model",)) for replica in range(num_read)]
-    model.load_state_dict({name: sum(theta[name] for theta in thetas) / num_read for name in thetas[0]})
+    averaged = replicas if parameters == "average" else replicas[:1]
+    step = _newest_step(config, averaged)
+    thetas = [_read(config, model, replica, step, ("model",)) for replica in averaged]
+    model.load_state_dict({name: torch.stack([theta[name] for theta in thetas]).mean(0) for name in thetas[0]})
     return model, step
 
 
@@ -96,6 +101,11 @@ def evaluate_run(
     Raises:
         ValueError: for what can't be evaluated.
     """
+    tasks = tasks or {}
+    if tasks:
+        for path in filter(None, tasks.values()):
+            read_questions(path)
+        require("lm_eval", extra="eval")
     config = read_config(directory)
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
@@ -110,7 +120,6 @@ def evaluate_run(
         result |= _held_out(model, config, place)
     result["tasks"] = {}
     if tasks:
-        require("lm_eval", extra="eval")
         from diloco.evaluation.zero_shot import score_tasks
 
         tokenizer, length = load_tokenizer(config.data.prepared), config.sequence_length

@@ -15,6 +15,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from diloco.exchange import ExchangeError
+
 
 class ReplicaFailedError(RuntimeError):
     """A replica ended before the run did; the message is what the replica said, or how it ended."""
@@ -25,13 +27,16 @@ class ReplicaFailedError(RuntimeError):
         """The replica's own, or 1."""
 
 
-class Failure(Exception):  # noqa: N818 - a message from a replica to the launcher, not an error of its own
-    """What a replica raises to end the run with a sentence and an exit code."""
+def exit_code_of(error: Exception) -> int | None:
+    """2 for a user's mistake, 1 for a failure that may pass, None for a bug of ours."""
+    if isinstance(error, ReplicaFailedError):
+        return error.exit_code
+    if isinstance(error, ValueError):
+        return MISTAKE
+    return FAILURE if isinstance(error, ExchangeError | OSError) else None
 
-    def __init__(self, sentence: str, *, exit_code: int, blames_another: bool = False) -> None:
-        super().__init__(sentence)
-        self.exit_code = exit_code
-        self.blames_another = blames_another
+
+MISTAKE, FAILURE = 2, 1
 
 
 def under_a_launcher() -> bool:
@@ -46,16 +51,15 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
     are ended.
 
     Raises:
-        ReplicaFailedError: with the sentence of the `Failure` that the entrypoint raised, or the signal that
-            killed it.
+        ReplicaFailedError: with what the entrypoint raised, if that was to be expected, or the signal that killed
+            it.
     """
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong is said once, by us
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (num_replicas * num_shards))))
+    os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_shards)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -76,22 +80,31 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
         raise ReplicaFailedError(f"stopped by {error.sigval.name}", exit_code=128 + error.sigval) from None
 
 
+_USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """In the replica: leave a failure where the launcher looks for it."""
     try:
         entrypoint(*arguments)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Failure as failure:
-        if failure.blames_another:
+    except Exception as error:
+        exit_code = exit_code_of(error)
+        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        if isinstance(error, ExchangeError):
             # The launcher reports whoever ends first: leave that to the replica where it began.
             time.sleep(_SECONDS_FOR_THE_OTHER)
-        told = {"message": str(failure), "timestamp": str(int(time.time()))}
+        told = {"message": str(error), "timestamp": str(int(time.time()))}
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
-        raise SystemExit(failure.exit_code) from None
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+        raise SystemExit(exit_code) from None
 
 
 _SECONDS_FOR_THE_OTHER = 3.0

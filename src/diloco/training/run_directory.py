@@ -107,6 +107,8 @@ def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> T
     changed = {name: value for name, (_, value) in differences(recipe, asked).items()}
     if asked.recipe != saved.recipe:
         changed["recipe"] = asked.recipe
+    if not asked.model.vocab_size:  # left to the tokenizer
+        changed.pop("model.vocab_size", None)
     for name, value in changed.items():
         if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
             raise ValueError(
