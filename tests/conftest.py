@@ -1,4 +1,9 @@
 import json
+import os
+
+# Before anything starts threads: a core for each test process, and each replica that it starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import subprocess
 import sys
 from pathlib import Path

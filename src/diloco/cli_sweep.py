@@ -1,13 +1,10 @@
 """`diloco sweep`: runs over hyperparameters, whose table `diloco scaling fit` reads."""
 
-import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 
 from diloco.cli_experiment import grid_progress, machines_of
@@ -16,8 +13,9 @@ from diloco.data.tokenizers import load_tokenizer
 from diloco.experiments.grid import LabelledRun
 from diloco.experiments.rows import write_rows
 from diloco.experiments.sweep import Sweep, run_sweep
-from diloco.models.decoder import Decoder, next_token_loss
+from diloco.measure import flops_per_second
 from diloco.training.config import TrainConfig
+from diloco.training.launcher import num_cores
 from diloco.training.recipes import RECIPES, recipe
 
 
@@ -55,7 +53,7 @@ def sweep(arguments: Sequence[str]) -> None:
         vocab_size=load_tokenizer(prepared).vocab_size,
     )
     if asked.plan:
-        _print_plan(planned)
+        _print_plan(planned, asked.cores or num_cores())
         return
     rows: list[dict] = []
     with grid_progress("sweep") as on_finished:
@@ -87,7 +85,7 @@ def _axes(told: Sequence[str]) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _print_plan(planned: Sweep) -> None:
+def _print_plan(planned: Sweep, cores: int) -> None:
     runs = [planned.run(setting) for setting in planned.settings()]
     for run in runs:
         labels = ", ".join(f"{name}={value:g}" for name, value in run.labels.items())
@@ -99,10 +97,10 @@ def _print_plan(planned: Sweep) -> None:
     each = sum(len(values) for values in planned.then.values())
     later = sum(_flops(planned.run(setting)) for setting in groups.values()) * each
     total = sum(map(_flops, runs)) + later
-    hours = sum(_flops(run) / _flops_per_second(run.config) for run in _of_each_size(runs)) / 3600
+    hours = sum(_flops(run) / flops_per_second(run.config, num_cores=cores) for run in _of_each_size(runs)) / 3600
     hours *= total / sum(_flops(run) for run in _of_each_size(runs))
     print(f"{len(runs)} runs, then up to {each * len(groups)}, and those by which the grid is extended:")
-    print(f"{total:.3g} FLOPs, about {hours:.1f} hours on the cores of this machine")
+    print(f"{total:.3g} FLOPs, about {hours:.2g} hours on {cores} cores like this machine's")
 
 
 def _flops(run: LabelledRun) -> float:
@@ -111,24 +109,3 @@ def _flops(run: LabelledRun) -> float:
 
 def _of_each_size(runs: Sequence[LabelledRun]) -> list[LabelledRun]:
     return list({run.labels["params"]: run for run in runs}.values())
-
-
-def _flops_per_second(config: TrainConfig) -> float:
-    """Of training steps on all cores of this machine, a core a process, without exchange."""
-    num_cores, threads = torch.get_num_threads(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        tokens = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
-        best = math.inf
-        for _ in range(4):
-            start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(tokens[:, :-1])
-            next_token_loss(logits, tokens[:, 1:])[1].backward()
-            optimizer.step()
-            best = min(best, time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return num_cores * 6.0 * sum(p.numel() for p in model.parameters()) * tokens[:, 1:].numel() / best

@@ -235,6 +235,29 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
     return statistics.median(taken[2:])
 
 
+def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
+    """Floating-point operations, 6·N a token, of training on so many cores, a process each, without exchange."""
+    from diloco.models.decoder import Decoder, next_token_loss
+    from diloco.training.world import use_autocast
+
+    with _threads(1):
+        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
+        autocast = use_autocast(config, torch.device("cpu"))
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits_BxTxV = model(tokens_BxT1[:, :-1])
+            next_token_loss(logits_BxTxV, tokens_BxT1[:, 1:])[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        seconds = _shortest_seconds(step, torch.device("cpu"))
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    return num_cores * 6.0 * num_params * tokens_BxT1[:, 1:].numel() / seconds
+
+
 def load_gradient(path: Path) -> Tensor:
     """A flat FP32 vector from a safetensors file: all its tensors, in the order of their names.
 

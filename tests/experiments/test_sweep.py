@@ -74,13 +74,13 @@ def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
 
 
 def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(base, tmp_path):
-    rows, machine = swept(base, tmp_path, axes={"width": (32, 64), "num_replicas": (3,)}, tokens_per_param=5)
+    rows, machine = swept(base, tmp_path, axes={"width": (32, 64), "num_replicas": (4,)}, tokens_per_param=5)
     for row, config in zip(rows, machine.asked, strict=True):
         assert row["tokens"] == config.num_tokens == pytest.approx(5 * row["params"], rel=0.01)
-        assert config.global_batch % 3 == 0
+        assert config.global_batch % 4 == 0
     write_rows(rows, tmp_path / "sweep.csv")
     points = read_table(tmp_path / "sweep.csv")
-    assert [point.replicas for point in points] == [3, 3]
+    assert [point.replicas for point in points] == [4, 4]
     assert points[0].settings["outer_learning_rate"] == 0.4
 
 
@@ -89,6 +89,8 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
     [
         (["--axis", "momentum=0.9"], "'momentum' is not an axis: choose from width, num_replicas"),
         (["--axis", "learning_rate=high"], "'learning_rate=high' is not of the form NAME=NUMBER"),
+        (["--axis", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
+        (["--axis", "width=32.5"], "the axis width takes whole numbers, not 32.5"),
         (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
     ],
 )
@@ -110,7 +112,7 @@ def test_a_plan_tells_runs_and_cost(small_corpus, tmp_path, capsys):
         "--then",
         "outer_learning_rate=0.6,0.8",
     ]
-    main(["sweep", "tiny", *text, *axes, "--plan"])
+    main(["sweep", "tiny", *text, *axes, "--plan", "--cores", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 + 2 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
-    assert lines[4].startswith("4 runs, then up to 4") and " hours on the cores" in lines[5]
+    assert lines[4].startswith("4 runs, then up to 4") and " hours on 2 cores" in lines[5]

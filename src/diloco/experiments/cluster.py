@@ -1,5 +1,6 @@
 """Runs of a grid on a Ray cluster: a run takes one machine, the cluster as many runs as it has room for."""
 
+import socket
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,8 +23,11 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._ray = require("ray", extra="ray")
         try:
+            if address != "auto":  # ray itself would try for minutes
+                host, _, port = address.removeprefix("ray://").rpartition(":")
+                socket.create_connection((host, int(port)), timeout=10).close()
             self._ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
-        except ConnectionError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"no Ray cluster at {address}: start one with `ray start --head` ({error})") from None
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self._cpus, self._gpus = (int(max((n.get(k, 0) for n in nodes), default=0)) for k in ("CPU", "GPU"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from threadpoolctl import threadpool_limits
 
 Array = NDArray[np.float64]
 
@@ -33,37 +34,43 @@ class Form:
     formula: str
     ranges: dict[str, tuple[float, float]]
     """Where each coefficient starts: uniform in between."""
-    predict: Callable[[Array, Array, Array], Array]
-    """(coefficients, N, M) to the loss."""
+    evaluate: Callable[[Array, Array, Array], tuple[Array, list[Array]]]
+    """(coefficients, N, M) to the loss, and its derivative by each coefficient."""
+
+    def predict(self, coefficients: Array, num_params: Array, num_replicas: Array) -> Array:
+        """The loss at each point."""
+        return self.evaluate(coefficients, num_params, num_replicas)[0]
 
 
-def _product(c: Array, n: Array, m: Array) -> Array:
-    return np.exp(c[0] + c[1] * np.log(n) + c[2] * np.log(m))
+def _product(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
+    y = np.exp(c[0] + c[1] * np.log(n) + c[2] * np.log(m))
+    return y, [y, y * np.log(n), y * np.log(m)]
 
 
-_A, _ALPHA = (0.0, 2.5), (-0.6, -0.02)
+def _product_constant(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
+    y, derivatives = _product(c, n, m)
+    return y + c[3], [*derivatives, np.ones_like(y)]
+
+
+def _exponent(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
+    y = np.exp(c[0] + (c[1] + c[2] * m) * np.log(n))
+    return y + c[3], [y, y * np.log(n), y * m * np.log(n), np.ones_like(y)]
+
+
+def _sum(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
+    by_n, by_m = np.exp(c[0] + c[1] * np.log(n)), np.exp(c[2] + c[3] * np.log(m))
+    return by_n + by_m + c[4], [by_n, by_n * np.log(n), by_m, by_m * np.log(m), np.ones_like(by_n)]
+
+
+_A, _ALPHA, _C = (0.0, 2.5), (-0.6, -0.02), (0.0, 2.0)
+_N = {"log A": _A, "α": _ALPHA}
 FORMS = {
     form.name: form
     for form in (
-        Form("product", "A·N^α·M^β", {"log A": _A, "α": _ALPHA, "β": (-0.1, 0.1)}, _product),
-        Form(
-            "product_constant",
-            "A·N^α·M^β + C",
-            {"log A": _A, "α": _ALPHA, "β": (-0.1, 0.2), "C": (0.0, 2.0)},
-            lambda c, n, m: _product(c, n, m) + c[3],
-        ),
-        Form(
-            "exponent",
-            "A·N^(α+βM) + C",
-            {"log A": _A, "α": _ALPHA, "β": (-0.02, 0.02), "C": (0.0, 2.0)},
-            lambda c, n, m: np.exp(c[0] + (c[1] + c[2] * m) * np.log(n)) + c[3],
-        ),
-        Form(
-            "sum",
-            "A·N^α + B·M^β + C",
-            {"log A": _A, "α": _ALPHA, "log B": (-7.0, 0.0), "β": (-1.0, 2.0), "C": (0.0, 2.0)},
-            lambda c, n, m: np.exp(c[0] + c[1] * np.log(n)) + np.exp(c[2] + c[3] * np.log(m)) + c[4],
-        ),
+        Form("product", "A·N^α·M^β", _N | {"β": (-0.1, 0.1)}, _product),
+        Form("product_constant", "A·N^α·M^β + C", _N | {"β": (-0.1, 0.2), "C": _C}, _product_constant),
+        Form("exponent", "A·N^(α+βM) + C", _N | {"β": (-0.02, 0.02), "C": _C}, _exponent),
+        Form("sum", "A·N^α + B·M^β + C", _N | {"log B": (-7.0, 0.0), "β": (-1.0, 2.0), "C": _C}, _sum),
     )
 }
 """By name."""
@@ -105,24 +112,34 @@ def fit_parametric(
     generator = np.random.default_rng(seed)
     low, high = np.array(list(form.ranges.values())).T
     best, best_residual = None, math.inf
-    for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
-        found = minimize(
-            _huber, start, args=(form, n[~is_largest], m[~is_largest], y[~is_largest]), method="L-BFGS-B"
-        )
-        residual = float(np.abs(_log_residuals(found.x, form, n[is_largest], m[is_largest], y[is_largest])).mean())
-        if residual < best_residual:
-            best, best_residual = found.x, residual
+    fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
+    with threadpool_limits(
+        1
+    ):  # for matrices this small, threads take a thousand times longer
+        for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
+            found = minimize(_huber, start, args=fitted, jac=True, method="L-BFGS-B")
+            predicted, _ = _evaluate(found.x, form, n[is_largest], m[is_largest])
+            residual = float(np.abs(np.log(predicted) - np.log(y[is_largest])).mean())
+            if residual < best_residual:
+                best, best_residual = found.x, residual
     assert best is not None, "some start has a finite residual"
     return ParametricFit(form, dict(zip(form.ranges, map(float, best), strict=True)), best_residual)
 
 
-def _log_residuals(c: Array, form: Form, n: Array, m: Array, y: Array) -> Array:
+def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:
+    """The loss, kept positive and finite, and its derivatives (k, n)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        predicted = np.nan_to_num(form.predict(c, n, m), nan=1e9, posinf=1e9)
-    return np.log(np.maximum(predicted, 1e-9)) - np.log(y)
+        predicted, derivatives = form.evaluate(c, n, m)
+        within = (predicted > _LEAST) & (predicted < _MOST)
+        return np.clip(np.nan_to_num(predicted, nan=_MOST), _LEAST, _MOST), np.where(within, derivatives, 0.0)
 
 
-def _huber(c: Array, form: Form, n: Array, m: Array, y: Array) -> float:
-    """Σ r²/2 up to δ, and δ(|r| − δ/2) beyond, over δ² for the sake of the optimizer."""
-    r = np.abs(_log_residuals(c, form, n, m, y)) / HUBER_DELTA
-    return float(np.where(r <= 1, r**2 / 2, r - 0.5).sum())
+_LEAST, _MOST = 1e-9, 1e9
+
+
+def _huber(c: Array, form: Form, n: Array, m: Array, y: Array) -> tuple[float, Array]:
+    """Σ r²/2 up to δ, and δ(|r| − δ/2) beyond, over δ² for the sake of the optimizer; and its gradient."""
+    predicted, derivatives = _evaluate(c, form, n, m)
+    r = (np.log(predicted) - np.log(y)) / HUBER_DELTA
+    value = np.where(np.abs(r) <= 1, r**2 / 2, np.abs(r) - 0.5).sum()
+    return float(value), derivatives @ (np.clip(r, -1, 1) / (HUBER_DELTA * predicted))
