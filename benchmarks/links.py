@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--emulator", type=Path, help="C source of a link emulator, for latency and loss")
-    parser.add_argument("--congestion-control", help="TCP's, such as cubic; left out, the kernel's default")
+    parser.add_argument("--congestion-control", default="cubic", help="TCP's, such as bbr")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, with an emulator")
     parser.add_argument("--loss", type=float, default=0.0)
     return parser.parse_args()
