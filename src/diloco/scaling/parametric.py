@@ -113,9 +113,7 @@ def fit_parametric(
     low, high = np.array(list(form.ranges.values())).T
     best, best_residual = None, math.inf
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
-    with threadpool_limits(
-        1
-    ):  # for matrices this small, threads take a thousand times longer
+    with threadpool_limits(1):  # for matrices this small, threads take a thousand times longer
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
             found = minimize(_huber, start, args=fitted, jac=True, method="L-BFGS-B")
             predicted, _ = _evaluate(found.x, form, n[is_largest], m[is_largest])
