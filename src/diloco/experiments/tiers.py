@@ -74,8 +74,8 @@ class Tier:
 def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ()) -> Tier:
     """Models of 0.1M to 0.24M parameters of bytes, for two cores.
 
-    The learning rate is the best of 0.004, 0.008, 0.016 and 0.032 at the base size, on English books, both for
-    Data-Parallel and for Streaming DiLoCo. It falls with the inverse of the size, as the best ones of 0.3M and 1.2M
+    The learning rate is the best of 0.004, 0.008, 0.016 and 0.032 at the base size, on English books, for both
+    Data-Parallel and Streaming DiLoCo. It falls with the inverse of the size, as the best of 0.3M and 1.2M
     parameters do.
     """
 
