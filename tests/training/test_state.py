@@ -1,5 +1,6 @@
 """A replica's state, saved on some number of shards and taken up on another."""
 
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -178,6 +179,7 @@ def test_only_the_fragment_that_is_sent_next_is_trained():
 
 
 def train_compiled(S: int, compiled: bool) -> list[float]:
+    warnings.simplefilter("ignore")  # of the compiler's own modules
     config = replace(config_of(S, "fp32", "gather"), compile=compiled)
     world, state, _ = begin(config, Path())
     losses = advance(state, config, world, 12)
