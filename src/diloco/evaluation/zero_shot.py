@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate, utils
+from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
@@ -52,7 +53,7 @@ class HarnessLM(TemplateLM):
             max_length=self.max_length,
             device=self._device,
         )
-        return [tuple(likelihood) for likelihood in found]
+        return [(likelihood.log_likelihood, likelihood.is_greedy) for likelihood in found]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows that do not overlap, each after the token before it."""
@@ -122,7 +123,7 @@ def score_tasks(
     """
     with tempfile.TemporaryDirectory() as scratch:
         manager = TaskManager(include_defaults=None in tasks.values())
-        configs = [
+        configs: list[Any] = [
             _hub_task(name, manager) if path is None else _file_task(name, path, Path(scratch))
             for name, path in tasks.items()
         ]
@@ -140,7 +141,8 @@ def score_tasks(
         except (ConnectionError, OSError) as error:
             raise ValueError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
     assert found is not None, "this process is the first, and gets the results"
-    return {name.removeprefix(_OWN): _metrics(scores) for name, scores in found["results"].items()}
+    results = found.get("results", {})
+    return {name.removeprefix(_OWN): _metrics(scores) for name, scores in results.items()}
 
 
 _OWN = "diloco_"
@@ -175,7 +177,7 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _metrics(scores: dict[str, Any]) -> dict[str, float]:
+def _metrics(scores: Mapping[str, object]) -> dict[str, float]:
     """By the metric's name, without the harness's filters."""
     return {
         name.partition(",")[0]: float(value)

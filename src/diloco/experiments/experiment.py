@@ -168,6 +168,6 @@ def judged(holds: bool, *numbers: float) -> Verdict:
     return "cannot tell" if any(map(math.isnan, numbers)) else "agrees" if holds else "disagrees"
 
 
-def all_of(*verdicts: Verdict) -> Verdict:
+def all_of(*verdicts: str) -> Verdict:
     """Agrees if all do, disagrees if any does."""
     return "disagrees" if "disagrees" in verdicts else "cannot tell" if "cannot tell" in verdicts else "agrees"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diloco.data.atomic import write_atomically
 from diloco.training.config import TrainConfig, from_json, to_json
@@ -108,12 +108,13 @@ def _train(config: TrainConfig, resume: bool) -> None:
 
 
 def _result(directory: Path, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
-    from diloco.training.finished import evaluate_run
+    from diloco.training.finished import Parameters, evaluate_run
 
     named = {Path(task).stem: Path(task) for task in tasks}
+    wanted = [name for name in get_args(Parameters) if name in parameters]
     found = {
         "summary": json.loads((directory / "summary.json").read_text()),
-        "losses": {name: evaluate_run(directory, parameters=name)["eval_loss"] for name in parameters},
+        "losses": {name: evaluate_run(directory, parameters=name)["eval_loss"] for name in wanted},
         "tasks": evaluate_run(directory, tasks=named, held_out=False)["tasks"] if named else {},
     }
     return found | {"outer_steps": _outer_steps(directory)}

@@ -56,20 +56,17 @@ class Cache:
 
     def extend(self, layer: int, k_BxHxTxK: Tensor, v_BxHxTxK: Tensor) -> tuple[Tensor, Tensor]:
         """Add what a block makes of new tokens; all that it has."""
-        before = self._layers[layer]
-        both = (k_BxHxTxK, v_BxHxTxK) if before is None else tuple(map(_joined, before, (k_BxHxTxK, v_BxHxTxK)))
-        self._layers[layer] = both
-        return both
+        if (before := self._layers[layer]) is not None:
+            k_BxHxTxK = torch.cat([before[0], k_BxHxTxK], dim=-2)
+            v_BxHxTxK = torch.cat([before[1], v_BxHxTxK], dim=-2)
+        self._layers[layer] = k_BxHxTxK, v_BxHxTxK
+        return k_BxHxTxK, v_BxHxTxK
 
     def select(self, rows_R: Tensor) -> "Cache":
         """A cache of R sequences, each a copy of one of these."""
         selected = Cache(len(self._layers))
         selected._layers = [layer and (layer[0][rows_R], layer[1][rows_R]) for layer in self._layers]
         return selected
-
-
-def _joined(before: Tensor, after: Tensor) -> Tensor:
-    return torch.cat([before, after], dim=-2)
 
 
 class Decoder(nn.Module):

@@ -152,8 +152,8 @@ def _loss(metrics: dict[int, _Metrics]) -> "Figure":
 
 def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
     figure, axes = _axes("step", "share of time")
-    x, seconds = _binned([np.mean(values) for values in _across(metrics, "step_seconds")])
-    _, blocked = _binned([np.mean(values) for values in _across(metrics, "blocked_seconds")])
+    x, seconds = _binned(_mean(metrics, "step_seconds"))
+    _, blocked = _binned(_mean(metrics, "blocked_seconds"))
     axes.plot(x, 1 - blocked / seconds, color=viridis(0.0), label="compute utilization")
     axes.plot(x, blocked / seconds, color=viridis(0.5), ls="--", label="blocked")
     axes.set_ylim(-0.02, 1.05)
@@ -161,9 +161,10 @@ def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
     return figure
 
 
-def _across(metrics: dict[int, _Metrics], name: str) -> list[tuple[float, ...]]:
-    """Of each step that all replicas have taken."""
-    return list(zip(*([step[name] for step in steps] for steps in metrics.values()), strict=False))
+def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
+    """Over the replicas, of each step that all have taken."""
+    of_each = ([float(step[name]) for step in steps] for steps in metrics.values())
+    return [sum(values) / len(values) for values in zip(*of_each, strict=False)]
 
 
 def _bytes(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":

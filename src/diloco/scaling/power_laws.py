@@ -107,11 +107,12 @@ class PowerLawFit:
 
     @cached_property
     def _pseudo_inverse_kxn(self) -> Array:
-        return np.linalg.pinv(self._design_nxk)
+        return np.asarray(np.linalg.pinv(self._design_nxk), dtype=np.float64)
 
     @cached_property
     def _coefficients_k(self) -> Array:
-        return self._pseudo_inverse_kxn @ np.log(self.values)
+        log_values_n: Array = np.log(np.array(self.values, dtype=np.float64))
+        return self._pseudo_inverse_kxn @ log_values_n
 
     @cached_property
     def _bootstrap(self) -> tuple[Array, Array, float]:
@@ -148,7 +149,8 @@ _LEAST_FREEDOM = 3  # with fewer points than that beyond the coefficients, resid
 
 
 def _exp(estimate: Estimate) -> Estimate:
-    return Estimate(*(None if number is None else math.exp(number) for number in estimate))
+    low, high = (None if number is None else math.exp(number) for number in (estimate.low, estimate.high))
+    return Estimate(math.exp(estimate.value), low, high)
 
 
 def log_residual(measured: float, predicted: float) -> float:
