@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diloco.data.tokenizers import ByteTokenizer, hugging_face_json, load_tokenizer, train_bpe
+from diloco.evaluation.likelihoods import Likelihood
 from diloco.models.decoder import Decoder, DecoderConfig
 from diloco.models.hugging_face import persimmon_config, persimmon_state
 
@@ -115,7 +116,9 @@ def test_a_random_score_is_right_as_often_as_chance(name, monkeypatch):
 
     generator = random.Random(0)
     monkeypatch.setattr(
-        zero_shot, "likelihoods", lambda _, asked, **__: [(-generator.random(), False) for _ in asked]
+        zero_shot,
+        "likelihoods",
+        lambda _, asked, **__: [Likelihood(-generator.random(), False) for _ in asked],
     )
     asked = questions(EVAL / f"{name}.jsonl")
     chances = [1 / len(question["choices"]) for question in asked]

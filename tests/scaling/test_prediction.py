@@ -4,7 +4,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.scaling.batches import best_batch
-from diloco.scaling.judgement import crossing, judge
+from diloco.scaling.judgement import crossing
 from diloco.scaling.power_laws import PowerLaw, PowerLawFit
 from diloco.scaling.prediction import Laws, predict
 from diloco.scaling.table import Point, read_table
@@ -134,24 +134,15 @@ def test_a_table_is_judged(tmp_path, capsys):
     path.write_text("\n".join(lines) + "\n")
     main(["scaling", "fit", "--data", str(path), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found == json.loads(json.dumps(judge(Laws(read_table(path)))))
     assert found["laws"]["loss"]["joint"]["alpha"]["value"] == pytest.approx(-0.1, abs=1e-6)
     assert found["laws"]["batch_tokens"]["joint"]["beta"]["value"] == pytest.approx(1.0, abs=1e-6)
     kinds = {residual["law"] for residual in found["residuals"]["loss"]}
     assert {"independent", "joint", "product"} <= kinds
     assert found["residuals"]["learning_rate"][0]["mean"] < 1e-9
-    main(["scaling", "fit", "--data", str(path)])
-    printed = capsys.readouterr().out
-    assert "loss = A·N^α" in printed and "cross" in printed
 
 
 def test_the_published_table_is_judged(capsys):
-    main(["scaling", "fit", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert {residual["law"] for residual in found["residuals"]["loss"]} >= {
-        "independent",
-        "joint",
-        "sum",
-        "exponent",
-    }
-    assert set(found["crossings"]) == {"1", "2", "4", "8"}
+    main(["scaling", "fit"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("independent", "joint", "product_constant", "exponent", "sum"))
+    assert "loss = A·N^α" in printed and printed.count(" and Data-Parallel cross ") == 4

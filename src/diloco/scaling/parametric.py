@@ -115,7 +115,7 @@ def fit_parametric(
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
     with threadpool_limits(1):  # for matrices this small, threads take a thousand times longer
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
-            found = minimize(_huber, start, args=fitted, jac=True, method="L-BFGS-B")
+            found = minimize(_huber, start, args=fitted, jac=True, method="L-BFGS-B", options=_ENOUGH)
             predicted, _ = _evaluate(found.x, form, n[is_largest], m[is_largest])
             residual = float(np.abs(np.log(predicted) - np.log(y[is_largest])).mean())
             if residual < best_residual:
@@ -133,6 +133,7 @@ def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:
 
 
 _LEAST, _MOST = 1e-9, 1e9
+_ENOUGH = {"maxiter": 500}  # of the published losses no start needs more than 350
 
 
 def _huber(c: Array, form: Form, n: Array, m: Array, y: Array) -> tuple[float, Array]:
