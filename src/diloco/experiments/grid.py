@@ -71,7 +71,10 @@ def run_grid(
     different = {job.directory: job for job in jobs}
     results = {path: found for path, job in different.items() if (found := read_result(job)) is not None}
     work = {path: _work(job.config) for path, job in different.items()}
-    left = sorted(different.keys() - results.keys(), key=lambda path: different[path].config.num_processes)
+    # Those that take one core first: two at once fill what a run on two would have to wait for.
+    left = sorted(
+        (path for path in different if path not in results), key=lambda p: different[p].config.num_processes
+    )
     for data in dict.fromkeys(different[path].config.data for path in left):
         resolve_data(data)  # once, before several runs would
 
