@@ -315,7 +315,7 @@ def _explained(hint: str = "") -> Iterator[None]:
     except Exception as error:
         from diloco.training.launcher import MISTAKE, exit_code_of
 
-        exit_code = MISTAKE if isinstance(error, ValueError) else exit_code_of(error)
+        exit_code = exit_code_of(error)
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise
         _complain(str(error) + (hint if exit_code != MISTAKE else ""), exit_code)

@@ -46,8 +46,9 @@ def run(
         ray: Run on the Ray cluster at this address, `auto` for the one that this machine belongs to.
         commands: Run nothing, and print each run's command, to be started with torchrun on a cluster.
     """
-    chosen_tier = TIERS[tier](*([corpus] if corpus else []), **({"held_out": held_out} if held_out else {}))
-    experiments = [experiment(name, chosen_tier) for name in (EXPERIMENTS if names == ("all",) else names)]
+    experiments = [
+        experiment(name, TIERS[tier](corpus, held_out)) for name in (EXPERIMENTS if names == ("all",) else names)
+    ]
     if not experiments:
         raise ValueError(f"name an experiment, or all: {', '.join(EXPERIMENTS)}")
     if commands:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from diloco.experiments import laws, streaming
+from diloco.experiments import laws, replicas, streaming
 from diloco.experiments.experiment import Experiment
 from diloco.experiments.tiers import Tier
 
@@ -15,11 +15,11 @@ EXPERIMENTS: dict[str, Callable[[Tier], Experiment]] = {
         streaming.compression,
         streaming.fragment_size,
         streaming.freezing,
-        streaming.num_replicas,
-        streaming.sync_every,
-        streaming.evaluated_parameters,
-        streaming.slack,
-        streaming.outer_cosine,
+        replicas.num_replicas,
+        replicas.sync_every,
+        replicas.evaluated_parameters,
+        replicas.slack,
+        replicas.outer_cosine,
         laws.sync_cadence,
         laws.batch_size,
         laws.single_replica,

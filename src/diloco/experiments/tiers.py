@@ -71,7 +71,7 @@ class Tier:
         )
 
 
-def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ()) -> Tier:
+def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     """Models of 0.1M to 0.24M parameters of bytes, for two cores.
 
     The learning rate is the best of 0.004, 0.008, 0.016 and 0.032 at the base size, on English books, for both
@@ -93,7 +93,7 @@ def small(corpus: tuple[str, ...] = ("stdlib",), held_out: tuple[str, ...] = ())
             precision="fp32",
             model=model,
             optimizer=replace(laptop.optimizer, learning_rate=_LEARNING_RATE * _BASE_PARAMS / num_params),
-            data=DataConfig(train=corpus, held_out=held_out),
+            data=DataConfig(train=corpus or ("stdlib",), held_out=held_out),
             checkpoint=CheckpointConfig(every_steps=1000),
             evaluation=EvaluationConfig(num_tokens=262_144),
             log_layer_cosine=True,
