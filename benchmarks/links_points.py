@@ -28,6 +28,8 @@ def with_utilization(rows: Sequence[dict], computed: dict[str, np.ndarray], conf
         computed: by method, the compute time of each step on each replica, (S, M).
         config: of all runs.
     """
+    if not computed:  # no training was asked for
+        return list(rows)
     alone_SxM = np.vstack([computed["alone"], computed["alone again"]])
     by_method = {row["method"]: row for row in rows}
     made = []
@@ -54,13 +56,22 @@ def predicted(row: dict, compute_SxM: np.ndarray, config: TrainConfig) -> float:
     """Compute utilization as the physical model has it, from the measured compute times and link."""
     name, _, option = row["method"].partition(":")
     settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    if name == PEER:  # which has one fragment in flight at the most
-        settings |= {"method": "streaming_overlapped"}
-        settings |= {"overlap_steps": config.diloco.sync_every // _num_fragments(config) - 1}
+    if name == PEER:  # which sends a fragment after the first of H/P steps, and merges it after the last
+        num_fragments = _num_fragments(config)
+        stretch = config.diloco.sync_every // num_fragments
+        settings |= {"method": "streaming_overlapped", "overlap_steps": stretch - 1}
+        settings["offsets"] = tuple(stretch * fragment + 1 for fragment in range(num_fragments))
     elif option:
         settings["overlap_steps"] = int(option)
     model = _model(row, compute_SxM, config, settings=settings)
-    return float(compute_SxM.mean(1).sum() / model.run_seconds([row["link_gbit_s"]], compute_SxM)[0])
+    taken_SxM = _as_the_slowest(compute_SxM, settings["offsets"]) if name == PEER else compute_SxM
+    return float(compute_SxM.mean(1).sum() / model.run_seconds([row["link_gbit_s"]], taken_SxM)[0])
+
+
+def _as_the_slowest(compute_SxM: np.ndarray, offsets: Sequence[int]) -> np.ndarray:
+    """Compute times where every exchange begins with a quorum, at which all replicas wait for the slowest."""
+    stretches = np.split(compute_SxM, range(offsets[0], len(compute_SxM), offsets[1] - offsets[0]))
+    return np.vstack([np.repeat(s[:, [s.sum(0).argmax()]], s.shape[1], axis=1) for s in stretches])
 
 
 def predicted_data_parallel(

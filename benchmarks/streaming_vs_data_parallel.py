@@ -8,43 +8,53 @@ again, one that was interrupted is resumed. Writes DIR/results.csv after every r
 """
 
 import statistics
+from dataclasses import replace
+from typing import Any
 
-from training_runs import parser, train, write
+from training_runs import base_config, finish, parser
 
-STEP_TOKENS = 8 * 256
+from diloco.experiments.grid import LabelledRun
+from diloco.training.config import TrainConfig
+
 LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002, 0.00141)
-VARIANTS = {
-    "data_parallel": ["--method", "data_parallel"],
-    "streaming": [],
-    "streaming_fp32": ["--diloco.wire", "fp32"],
-    "averaging": ["--diloco.outer-learning-rate", "1.0", "--diloco.outer-momentum", "0.0"],
+METHODS = ("data_parallel", "streaming")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "data_parallel": {},
+    "streaming": {},
+    "streaming_fp32": {"wire": "fp32"},
+    "averaging": {"outer_learning_rate": 1.0, "outer_momentum": 0.0},
 }
+"""Fields of DilocoConfig by name."""
 
 
 def main() -> None:
     options = parser(__doc__, seeds=(0, 1))
     options.add_argument("--steps", type=int, default=2048)
     arguments = options.parse_args()
-    rows: list[dict] = []
+    base = base_config(arguments)
+    base = replace(base, num_tokens=arguments.steps * base.tokens_per_step)
+    first_seed = arguments.seeds[0]
+    grid = [run(base, method, first_seed, rate) for rate in LEARNING_RATES for method in METHODS]
+    rows = finish(grid, arguments.output)
+    best = {method: best_rate(rows, method) for method in METHODS}
+    others = [
+        run(base, variant, seed, best.get(variant, best["streaming"]))
+        for seed in arguments.seeds
+        for variant in VARIANTS
+        if (variant, seed) not in {(method, first_seed) for method in METHODS}
+    ]
+    compare(finish(grid + others, arguments.output))
 
-    def run(variant: str, seed: int, rate: float) -> None:
-        flags = ["--seed", str(seed), "--optimizer.learning-rate", str(rate), "--global-batch", "8"]
-        flags += ["--num-tokens", str(arguments.steps * STEP_TOKENS), *VARIANTS[variant]]
-        found = train(f"{variant}-seed{seed}-lr{rate:g}", flags, arguments)
-        rows.append({"variant": variant, "seed": seed, "learning_rate": rate, **found})
-        write(rows, arguments.output)
 
-    first_seed, *other_seeds = arguments.seeds
-    for rate in LEARNING_RATES:
-        for variant in ("data_parallel", "streaming"):
-            run(variant, first_seed, rate)
-    best = {variant: best_rate(rows, variant) for variant in ("data_parallel", "streaming")}
-    for variant in ("streaming_fp32", "averaging"):
-        run(variant, first_seed, best["streaming"])
-    for seed in other_seeds:
-        for variant in VARIANTS:
-            run(variant, seed, best.get(variant, best["streaming"]))
-    compare(rows)
+def run(base: TrainConfig, variant: str, seed: int, rate: float) -> LabelledRun:
+    config = replace(
+        base,
+        method="data_parallel" if variant == "data_parallel" else "streaming",
+        seed=seed,
+        optimizer=replace(base.optimizer, learning_rate=rate),
+        diloco=replace(base.diloco, **VARIANTS[variant]),
+    )
+    return LabelledRun(labels={"variant": variant, "seed": seed, "learning_rate": rate}, config=config)
 
 
 def best_rate(rows: list[dict], variant: str) -> float:

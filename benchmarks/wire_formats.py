@@ -7,67 +7,70 @@ best of a grid for FP32 on the wire and the first seed. A run that is finished i
 interrupted is resumed. Writes DIR/results.csv after every run and prints mean and spread over the seeds.
 """
 
-import re
 import statistics
+from dataclasses import replace
+from typing import Any
 
-from training_runs import parser, train, write
+from training_runs import base_config, finish, parser
+
+from diloco.experiments.grid import LabelledRun
 
 LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
 DENSE = ("fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1", "e3m0", "int8", "int4", "int2")
 SPARSE = ("topk", "feddropout", "dare")
-FEEDBACK = ("--diloco.error-feedback", "1.0")
-NO_MIXING = ("--diloco.mixing", "0.0")
-AVERAGING = ("--diloco.outer-learning-rate", "1.0", "--diloco.outer-momentum", "0.0")
-OFTEN = ("--diloco.sync-every", "5")
-VARIANTS: dict[str, list[str]] = {
-    **{wire: ["--diloco.wire", wire] for wire in (*DENSE, *SPARSE)},
+FEEDBACK = {"error_feedback": 1.0}
+NO_MIXING = {"mixing": 0.0}
+AVERAGING = NO_MIXING | {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+OFTEN = AVERAGING | {"sync_every": 5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{wire: {"wire": wire} for wire in (*DENSE, *SPARSE)},
     **{
-        f"{wire}, error feedback": ["--diloco.wire", wire, *FEEDBACK]
+        f"{wire}, error feedback": {"wire": wire, **FEEDBACK}
         for wire in ("e2m1", "e3m0", "int4", "int2", "topk", "feddropout")
     },
-    **{f"{wire}:density=0.25": ["--diloco.wire", f"{wire}:density=0.25"] for wire in SPARSE},
-    "fp32, α=0": ["--diloco.wire", "fp32", *NO_MIXING],
-    "topk, α=0": ["--diloco.wire", "topk", *NO_MIXING],
-    "topk, error feedback, α=0": ["--diloco.wire", "topk", *NO_MIXING, *FEEDBACK],
-    "feddropout, error feedback, α=0": ["--diloco.wire", "feddropout", *NO_MIXING, *FEEDBACK],
-    "fp32, α=0, η=1, μ=0": ["--diloco.wire", "fp32", *NO_MIXING, *AVERAGING],
-    "topk, α=0, η=1, μ=0": ["--diloco.wire", "topk", *NO_MIXING, *AVERAGING],
-    "topk, error feedback, α=0, η=1, μ=0": ["--diloco.wire", "topk", *NO_MIXING, *AVERAGING, *FEEDBACK],
-    "fp32, α=0, η=1, μ=0, H=5": ["--diloco.wire", "fp32", *NO_MIXING, *AVERAGING, *OFTEN],
-    "topk, α=0, η=1, μ=0, H=5": ["--diloco.wire", "topk", *NO_MIXING, *AVERAGING, *OFTEN],
-    "topk, error feedback, α=0, η=1, μ=0, H=5": [
-        *("--diloco.wire", "topk", *NO_MIXING, *AVERAGING, *OFTEN, *FEEDBACK)
-    ],
-    "dare:density=0.75": ["--diloco.wire", "dare:density=0.75"],
-    "dare:density=0.75, error feedback": ["--diloco.wire", "dare:density=0.75", *FEEDBACK],
-    **{f"{wire}, stochastic": ["--diloco.wire", f"{wire}:stochastic=true"] for wire in ("e3m0", "int4", "int2")},
+    **{f"{wire}:density=0.25": {"wire": f"{wire}:density=0.25"} for wire in SPARSE},
+    "fp32, α=0": {"wire": "fp32", **NO_MIXING},
+    "topk, α=0": {"wire": "topk", **NO_MIXING},
+    "topk, error feedback, α=0": {"wire": "topk", **NO_MIXING, **FEEDBACK},
+    "feddropout, error feedback, α=0": {"wire": "feddropout", **NO_MIXING, **FEEDBACK},
+    "fp32, α=0, η=1, μ=0": {"wire": "fp32", **AVERAGING},
+    "topk, α=0, η=1, μ=0": {"wire": "topk", **AVERAGING},
+    "topk, error feedback, α=0, η=1, μ=0": {"wire": "topk", **AVERAGING, **FEEDBACK},
+    "fp32, α=0, η=1, μ=0, H=5": {"wire": "fp32", **OFTEN},
+    "topk, α=0, η=1, μ=0, H=5": {"wire": "topk", **OFTEN},
+    "topk, error feedback, α=0, η=1, μ=0, H=5": {"wire": "topk", **OFTEN, **FEEDBACK},
+    "dare:density=0.75": {"wire": "dare:density=0.75"},
+    "dare:density=0.75, error feedback": {"wire": "dare:density=0.75", **FEEDBACK},
+    **{f"{wire}, stochastic": {"wire": f"{wire}:stochastic=true"} for wire in ("e3m0", "int4", "int2")},
     **{
-        f"{wire}, M=4, {combine}": ["--diloco.wire", wire, "--diloco.combine", combine, "--num-replicas", "4"]
+        f"{wire}, M=4, {combine}": {"wire": wire, "combine": combine, "num_replicas": 4}
         for wire in ("fp32", "e3m0", "int4")
         for combine in ("gather", "reduce_scatter")
     },
 }
-MODEL = ["--model.width", "64", "--global-batch", "8", "--sequence-length", "256", "--num-tokens", "1048576"]
+"""Fields of DilocoConfig by name, and the number of replicas."""
 
 
 def main() -> None:
     arguments = parser(__doc__, seeds=(0, 1, 2)).parse_args()
-    rows: list[dict] = []
+    base = base_config(arguments)
+    base = replace(base, num_tokens=1_048_576, model=replace(base.model, width=64))
 
-    def run(variant: str, seed: int, rate: float) -> float:
-        words = re.findall(r"[\w.]+", variant.replace("=", "").replace("α", "alpha"))
-        name = f"{'-'.join(words)}-seed{seed}-lr{rate:g}"
-        flags = [*MODEL, "--seed", str(seed), "--optimizer.learning-rate", str(rate), *VARIANTS[variant]]
-        found = train(name, flags, arguments)
-        rows.append({"variant": variant, "seed": seed, "learning_rate": rate, **found})
-        write(rows, arguments.output)
-        return found["eval_loss"]
+    def run(variant: str, seed: int, rate: float) -> LabelledRun:
+        diloco = {"num_replicas": base.num_replicas, **VARIANTS[variant]}
+        config = replace(
+            base,
+            seed=seed,
+            num_replicas=diloco.pop("num_replicas"),
+            optimizer=replace(base.optimizer, learning_rate=rate),
+            diloco=replace(base.diloco, **diloco),
+        )
+        return LabelledRun(labels={"variant": variant, "seed": seed, "learning_rate": rate}, config=config)
 
-    best = min(LEARNING_RATES, key=lambda rate: run("fp32", arguments.seeds[0], rate))
-    for seed in arguments.seeds:
-        for variant in VARIANTS:
-            if (variant, seed) != ("fp32", arguments.seeds[0]):
-                run(variant, seed, best)
+    grid = [run("fp32", arguments.seeds[0], rate) for rate in LEARNING_RATES]
+    best = min(finish(grid, arguments.output), key=lambda row: row["eval_loss"])["learning_rate"]
+    others = [run(variant, seed, best) for seed in arguments.seeds for variant in VARIANTS]
+    rows = finish(list({one.config: one for one in grid + others}.values()), arguments.output)
     print_table([row for row in rows if row["learning_rate"] == best])
 
 

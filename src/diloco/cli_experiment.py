@@ -2,8 +2,9 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +18,7 @@ from diloco.experiments.grid import LocalMachine, Machines, make_job, run_grid
 from diloco.experiments.recipes import EXPERIMENTS, experiment
 from diloco.experiments.rows import write_rows
 from diloco.experiments.tiers import TIERS
+from diloco.training.config import TrainConfig
 from diloco.training.recipes import flags
 
 
@@ -30,6 +32,7 @@ def run(
     cores: int | None = None,
     ray: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None,
     commands: bool = False,
+    tabulate: bool = False,
 ) -> None:
     """Run a paper's experiments; call it again after an interruption, and nothing is run twice.
 
@@ -45,6 +48,7 @@ def run(
         cores: How many to use at once; left out, all.
         ray: Run on the Ray cluster at this address, `auto` for the one that this machine belongs to.
         commands: Run nothing, and print each run's command, to be started with torchrun on a cluster.
+        tabulate: Run nothing but the evaluation of what was trained: table and figure of the runs that are over.
     """
     experiments = [
         experiment(name, TIERS[tier](corpus, held_out)) for name in (EXPERIMENTS if names == ("all",) else names)
@@ -52,15 +56,20 @@ def run(
     if not experiments:
         raise ValueError(f"name an experiment, or all: {', '.join(EXPERIMENTS)}")
     if commands:
-        for one in experiments:
-            _print_commands(one, output)
+        _print_commands(experiments, output)
         return
     require("matplotlib", extra="pictures")
     if eval_data:
         require("lm_eval", extra="eval")
     for file in eval_data:
         read_questions(file)
+    if len({file.stem for file in eval_data}) < len(eval_data):
+        raise ValueError(
+            f"{', '.join(map(str, eval_data))}: tasks are known by their files' names, and two are equal"
+        )
     machines = machines_of(cores, ray)
+    if tabulate:
+        experiments = [_over(one, output) for one in experiments]
     num_failed = sum(
         _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ()) for one in experiments
     )
@@ -120,9 +129,22 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     return sum("failed" in row for row in rows)
 
 
-def _print_commands(one: Experiment, output: Path) -> None:
-    for labelled in one.runs:
-        config = make_job(labelled.config, output / "runs").config
-        print(f"# {one.name}: {labelled.labels}")
+def _over(one: Experiment, output: Path) -> Experiment:
+    """The experiment without the runs that are not over."""
+    over = [run for run in one.runs if (make_job(run.config, output / "runs").directory / "summary.json").exists()]
+    if not over:
+        raise ValueError(f"no run of {one.name} is over in {output / 'runs'}: leave out --tabulate to run them")
+    return replace(one, runs=over)
+
+
+def _print_commands(experiments: Sequence[Experiment], output: Path) -> None:
+    """Each different run once, under all its labels."""
+    labels: dict[TrainConfig, list[str]] = {}
+    for one in experiments:
+        for run in one.runs:
+            labels.setdefault(make_job(run.config, output / "runs").config, []).append(f"{one.name}: {run.labels}")
+    for config, names in labels.items():
+        for name in names:
+            print(f"# {name}")
         told = shlex.join(word for words in flags(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {told}")

@@ -49,20 +49,19 @@ def evaluate(
 
 
 def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
-    names = [name for name in tasks.split(",") if name]
-    if not names:
-        return {path.stem: path for path in data}
+    names = [name for name in tasks.split(",") if name] or [path.stem for path in data]
     found: dict[str, Path | None] = {}
     for name in names:
         paths = [path for path in data if path.stem == name or path.stem.startswith(f"{name}_")]
         if len(paths) > 1:
             raise ValueError(f"{paths[0]} and {paths[1]} both belong to the task {name!r}: name one of them")
-        if data and not paths:
-            raise ValueError(
-                f"no file of --data begins with the name of the task {name!r}: there are "
-                f"{', '.join(path.name for path in data)}"
-            )
         found[name] = paths[0] if paths else None
+    for path in data:
+        if path not in found.values():
+            raise ValueError(
+                f"the name of {path} begins with that of none of the tasks {', '.join(map(repr, found))}: "
+                "name its task by --tasks, or rename the file"
+            )
     return found
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.scaling.judgement import judge
-from diloco.scaling.prediction import Fit, Laws
+from diloco.scaling.prediction import Kind, Laws
 from diloco.scaling.prediction import predict as predict_from
 from diloco.scaling.table import read_table
 
@@ -13,19 +13,21 @@ from diloco.scaling.table import read_table
 def predict(
     num_params: float,
     num_replicas: int = 2,
-    fit: Fit | None = None,
+    fit: Kind | None = None,
     data: Path | None = None,
     overtraining: float = 1.0,
     json: bool = False,
 ) -> None:
     """Loss, learning rates, batch and tokens for a model, each with a 95 % interval where data says one.
 
+    An interval is that of the law, its mean over runs, not of one run.
+
     Args:
         num_params: N, such as 1.3e9.
         num_replicas: M; 0 is Data-Parallel.
         fit: joint, over all M, or independent, this M's own; left out, joint where M ≥ 1.
-        data: CSV of your own sweep; left out, the published laws of arXiv 2503.09799.
-        overtraining: Tokens as a multiple of 20 a parameter.
+        data: CSV of your own sweep; left out, the published losses and laws of arXiv 2503.09799.
+        overtraining: Tokens as a multiple of 20 a parameter; the loss stays that of the table's budget.
         json: Print JSON.
     """
     found = predict_from(num_params, num_replicas, fit=fit, laws=_laws(data), overtraining=overtraining)
@@ -58,13 +60,41 @@ def fit(data: Path | None = None, json: bool = False) -> None:
             kind = "Data-Parallel" if name == "0" else name if name == "joint" else f"M = {name}"
             parts = [f"{symbol} {_estimate(value)}" for symbol, value in law.items()]
             print(f"  {kind:14} {'   '.join(parts)}")
-        print("  residual |log y − log ŷ| at the largest size, left out of the fit (forms are selected by it):")
-        for residual in found["residuals"][quantity]:
-            each = ", ".join(f"M = {m}: {value:.4f}" for m, value in residual["by_replicas"].items())
-            print(f"    {residual['law']:17} {residual['mean']:.4f}   {each}")
-    for replicas, num_params in found["crossings"].items():
-        where = "never" if num_params is None else f"at {num_params:.3g} parameters"
-        print(f"the laws of M = {replicas} and Data-Parallel cross {where}")
+        print("  |log y − log ŷ| at the largest size, left out of the fit:")
+        for error in found["test_errors"][quantity]:
+            print(f"    {error['law']:17} {error['mean']:.4f}   {_by_replicas(error)}")
+    print("forms of the loss, N in millions, and their |log y − log ŷ| at the largest size, which selected them:")
+    for form in found["forms"]:
+        values = ", ".join(f"{symbol} = {value:.4g}" for symbol, value in form["coefficients"].items())
+        print(f"    {form['formula']:17} {form['selected_at_largest']:.4f}   {_by_replicas(form)}   {values}")
+    for name, reason in found["forms_refused"].items():
+        print(f"    {name}: {reason}")
+    for replicas, crossing in found["crossings"].items():
+        print(_crossing(replicas, crossing))
+    for point in found["batches_on_edge"]:
+        print(
+            f"the best batch of {point['params']:g} parameters, M = {point['replicas']:g}, is the smallest or "
+            "largest that was tried: it may lie beyond"
+        )
+
+
+def _by_replicas(residual: dict[str, Any]) -> str:
+    return ", ".join(f"M = {m}: {value:.4f}" for m, value in residual["by_replicas"].items())
+
+
+def _crossing(replicas: str, crossing: dict[str, Any]) -> str:
+    if crossing["num_params"] is None:
+        return f"the laws of M = {replicas} and Data-Parallel never cross"
+    side = "above" if crossing["is_lower_above"] else "below"
+    where = f"{crossing['num_params']:.3g}"
+    interval = (
+        f"({crossing['low']:.3g} … {crossing['high']:.3g})"
+        if crossing["low"] is not None
+        else "(or anywhere: the two exponents don't differ for certain)"
+    )
+    outside = "" if crossing["is_measured"] else ", outside the sizes that were fitted"
+    whose = f"by the laws M = {replicas} has less loss than Data-Parallel"
+    return f"{whose} {side} {where} parameters {interval}{outside}"
 
 
 def _laws(data: Path | None) -> Laws:

@@ -1,7 +1,7 @@
 """`diloco sweep`: runs over hyperparameters, whose table `diloco scaling fit` reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import load_tokenizer
 from diloco.experiments.grid import LabelledRun
 from diloco.experiments.rows import write_rows
-from diloco.experiments.sweep import Sweep, run_sweep
+from diloco.experiments.sweep import EXTENDED, Sweep, run_sweep
 from diloco.measure import flops_per_second
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
@@ -86,20 +86,24 @@ def _axes(told: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def _print_plan(planned: Sweep, cores: int) -> None:
-    runs = [planned.run(setting) for setting in planned.settings()]
+    settings = planned.settings()
+    runs = [planned.run(setting) for setting in settings]
+    # Afterwards, at the best of each group, which costs as much as at any other of it.
+    groups = {tuple((name, value) for name, value in s if name not in EXTENDED): s for s in settings}
+    planned_later = map(planned.run, planned.later(groups.values()))
+    later = [run for run in planned_later if run.config not in {known.config for known in runs}]
     for run in runs:
         labels = ", ".join(f"{name}={value:g}" for name, value in run.labels.items())
         print(f"{_flops(run):9.2e} FLOPs  {labels}")
-    # At the best of each group, whose tokens are as many for each value.
-    groups = {
-        tuple((k, v) for k, v in s if k not in ("learning_rate", "batch_tokens")): s for s in planned.settings()
+    total = sum(map(_flops, runs + later))
+    speeds = {
+        one.labels["params"]: flops_per_second(
+            replace(one.config, model=replace(one.config.model, vocab_size=planned.vocab_size)), num_cores=cores
+        )
+        for one in _of_each_size(runs)
     }
-    each = sum(len(values) for values in planned.then.values())
-    later = sum(_flops(planned.run(setting)) for setting in groups.values()) * each
-    total = sum(map(_flops, runs)) + later
-    hours = sum(_flops(run) / flops_per_second(run.config, num_cores=cores) for run in _of_each_size(runs)) / 3600
-    hours *= total / sum(_flops(run) for run in _of_each_size(runs))
-    print(f"{len(runs)} runs, then up to {each * len(groups)}, and those by which the grid is extended:")
+    hours = sum(_flops(run) / speeds[run.labels["params"]] for run in runs + later) / 3600
+    print(f"{len(runs)} runs, then up to {len(later)}, and those by which the grid is extended:")
     print(f"{total:.3g} FLOPs, about {hours:.2g} hours on {cores} cores like this machine's")
 
 

@@ -1,18 +1,19 @@
 """Grids of runs: what is run, what is not, and what is left after a kill."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco.data.config import DataConfig
+from diloco.experiments import grid
 from diloco.experiments.grid import LabelledRun, LocalMachine, make_job, run_grid
 from diloco.experiments.rows import read_rows, write_rows
 from diloco.training.recipes import recipe
@@ -25,7 +26,8 @@ from diloco.experiments.grid import LocalMachine, run_grid
 from diloco.experiments.rows import write_rows
 
 output = Path(sys.argv[2])
-for rows in run_grid(real_runs(Path(sys.argv[1]), output), output / "runs", LocalMachine(1)):
+wanted = {"parameters": ("replica", "average")}
+for rows in run_grid(real_runs(Path(sys.argv[1]), output), output / "runs", LocalMachine(1), **wanted):
     write_rows(rows, output / "grid.csv")
 """
 
@@ -39,7 +41,7 @@ def config(corpus: Path, output: Path, **changes):
 
 
 def real_runs(corpus: Path, output: Path) -> list[LabelledRun]:
-    """Four of which two are equal and one fails."""
+    """Five of which two are equal, one has two replicas, and one fails."""
     one = config(corpus, output)
     rates = {"low": 1e-3, "same": 1e-3, "other": 2e-3}
     runs = [
@@ -49,6 +51,7 @@ def real_runs(corpus: Path, output: Path) -> list[LabelledRun]:
         for name, rate in rates.items()
     ]
     wrong = replace(one, diloco=replace(one.diloco, layers_per_fragment=7))
+    runs.append(LabelledRun(labels={"rate": "two"}, config=replace(one, num_replicas=2)))
     return [*runs, LabelledRun(labels={"rate": "wrong"}, config=wrong)]
 
 
@@ -68,8 +71,9 @@ class Instead:
             {"sent_step": step, "cosine": step / 10, "layer_cosine": {"blocks.1": 0.5}} for step in (1, 2, 5, 9)
         ]
         tasks = {task.stem: {"acc": 0.25} for task in job.tasks}
+        evaluated = {name: {"eval_loss": 2.0, "tasks": tasks} for name in ("outer", *job.parameters)}
         future: Future = Future()
-        future.set_result({"summary": summary, "losses": {}, "tasks": tasks, "outer_steps": outer_steps})
+        future.set_result({"summary": summary, "evaluated": evaluated, "outer_steps": outer_steps})
         return future
 
 
@@ -81,9 +85,9 @@ def test_equal_configs_are_run_once_also_by_another_grid(small_corpus, tmp_path)
     runs, machine = real_runs(small_corpus, tmp_path), Instead()
     parts = []
     rows = rows_of(runs, tmp_path / "runs", machine, on_finished=parts.append)
-    assert len(machine.asked) == 3 and [row["rate"] for row in rows] == ["low", "same", "other", "wrong"]
+    assert len(machine.asked) == 4 and [r["rate"] for r in rows] == ["low", "same", "other", "two", "wrong"]
     assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
-    assert parts == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1]
+    assert parts == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1])
     again = Instead()
     assert rows_of(runs[1:], tmp_path / "runs", again) == rows[1:] and not again.asked
     # The name, the place and the cache of a config are not what is run.
@@ -92,6 +96,18 @@ def test_equal_configs_are_run_once_also_by_another_grid(small_corpus, tmp_path)
         make_job(renamed, tmp_path / "runs", ()).directory
         == make_job(runs[0].config, tmp_path / "runs", ()).directory
     )
+
+
+def test_a_run_is_known_by_its_text_wherever_that_lies(small_corpus, tmp_path):
+    def directory(corpus: Path) -> str:
+        return make_job(config(corpus, tmp_path), tmp_path / "runs").directory.name
+
+    copy = tmp_path / "elsewhere" / small_corpus.name
+    copy.parent.mkdir()
+    copy.write_bytes(small_corpus.read_bytes())
+    assert directory(copy) == directory(small_corpus)
+    copy.write_bytes(small_corpus.read_bytes() + b'{"text": "one more"}\n')
+    assert directory(copy) != directory(small_corpus)
 
 
 def test_a_run_is_scored_again_only_if_a_task_is_new(small_corpus, tmp_path):
@@ -131,12 +147,6 @@ def results(output: Path) -> list[Path]:
     return sorted((output / "runs").glob("*/result.json"))
 
 
-def alive(output: Path) -> list[str]:
-    """Processes that still work for a grid."""
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if str(output) in line and "diloco.experiments.job" in line]
-
-
 def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
     undisturbed = tmp_path / "undisturbed"
     process = start(small_corpus, undisturbed)
@@ -150,16 +160,14 @@ def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     done = {path: path.stat().st_mtime_ns for path in results(output)}
-    assert 0 < len(done) < 3
-    while alive(output):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process = start(small_corpus, output)
+    assert 0 < len(done) < 4
+    process = start(small_corpus, output)  # while what the first one started may still be at it
     assert process.wait(timeout=200) == 0
     assert {path: path.stat().st_mtime_ns for path in done} == done
     assert (output / "grid.csv").read_text() == (undisturbed / "grid.csv").read_text()
-    low, same, other, wrong = read_rows(output / "grid.csv")
+    low, same, other, two, wrong = read_rows(output / "grid.csv")
     assert low["eval_loss"] == same["eval_loss"] != other["eval_loss"]
+    assert len({two[f"eval_loss{whose}"] for whose in ("", "_replica", "_average")}) == 3
     assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
 
 
@@ -180,9 +188,66 @@ def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path):
     assert there == here
 
 
-def test_a_run_whose_process_dies_is_a_row_that_says_so(small_corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    (row,) = rows_of(real_runs(small_corpus, tmp_path)[:1], tmp_path / "runs", LocalMachine())
+def test_a_failure_that_may_pass_is_tried_again(small_corpus, tmp_path, monkeypatch):
+    runs = real_runs(small_corpus, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/bin/false")
+        (row,) = rows_of(runs[:1], tmp_path / "runs", LocalMachine())
     assert "the run's process ended with exit code 1: see" in row["failed"]
-    written = json.loads(next((tmp_path / "runs").glob("*/result.json")).read_text())
-    assert written == {"failed": row["failed"]}
+    missing = tmp_path / "piqa.jsonl"
+    (row,) = rows_of(runs[:1], tmp_path / "runs", LocalMachine(), tasks=(missing,))
+    assert "piqa.jsonl can't be read" in row["failed"]
+    (row,) = rows_of(runs[:1], tmp_path / "runs", Instead())
+    assert "failed" not in row
+    # But not one that would fail again.
+    rows_of(runs[-1:], tmp_path / "runs", LocalMachine())
+    again = Instead()
+    assert "layers_per_fragment=7" in rows_of(runs[-1:], tmp_path / "runs", again)[0]["failed"]
+    assert not again.asked
+
+
+def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, monkeypatch):
+    one = make_job(config(small_corpus, tmp_path), tmp_path)
+    two = make_job(config(small_corpus, tmp_path, num_replicas=2), tmp_path)
+    busy, most, lock = 0, 0, threading.Lock()
+
+    def run(job):
+        nonlocal busy, most
+        with lock:
+            busy += job.config.num_processes
+            most = max(most, busy)
+        time.sleep(0.05)
+        with lock:
+            busy -= job.config.num_processes
+        return {}
+
+    monkeypatch.setattr(grid, "run_job", run)
+    machine = LocalMachine(3)
+    for future in [machine.submit(job) for job in (two, one, two, one, one, two)]:
+        future.result(timeout=20)
+    assert most == 3
+    with pytest.raises(ValueError, match="--cores must be at least 1, not 0"):
+        LocalMachine(0)
+
+
+def test_a_closed_machine_begins_nothing(small_corpus, tmp_path, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+    asked = []
+
+    def run(job):
+        asked.append(job)
+        begun.set()
+        assert may_end.wait(20)
+        return {}
+
+    monkeypatch.setattr(grid, "run_job", run)
+    two = make_job(config(small_corpus, tmp_path, num_replicas=2), tmp_path)
+    machine = LocalMachine(2)
+    first, second = machine.submit(two), machine.submit(two)
+    assert begun.wait(20)
+    machine.close()
+    may_end.set()
+    assert first.result(timeout=20) == {}
+    with pytest.raises(CancelledError):
+        second.result(timeout=20)
+    assert asked == [two]

@@ -20,17 +20,20 @@ def tier(request):
     return TIERS[request.param]()
 
 
-def made_up(one) -> list[dict]:
-    """A row a run, whose losses fall with tokens and parameters, and differ a little."""
+def made_up(one, effect=lambda row: 1.0) -> list[dict]:
+    """A row a run, whose losses fall with tokens and parameters, differ with the seed, and have an effect."""
     rows = []
     for number, run in enumerate(one.runs):
         config = run.config
         params = num_matrix_params(replace(config.model, vocab_size=config.model.vocab_size or 257))
-        loss = 3.0 * (params * config.num_tokens) ** -0.02 + 0.001 * (number % 3)
+        loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(run.labels)
         row = {**run.labels, "run": str(number), "eval_loss": loss, "num_params": params}
-        row |= {"num_tokens": config.num_tokens, "eval_loss_replica": loss + 0.1, "eval_loss_average": loss + 0.01}
-        row |= {f"cosine_{part}_third": 0.5 for part in ("first", "middle", "last")}
+        row |= {"num_tokens": config.num_tokens}
+        sign = 1 if effect(row) >= 1 else -1
+        row |= {"eval_loss_replica": loss + 0.1 * sign, "eval_loss_average": loss + 0.01 * sign}
+        row |= {f"cosine_{part}_third": 0.5 * sign for part in ("first", "middle", "last")}
         row |= {f"cosine_block_{block}": 0.4 for block in range(config.model.num_layers)}
+        row |= {"piqa_val_acc": 0.5, "piqa_val_acc_replica": 0.4, "piqa_val_acc_average": 0.45}
         rows.append(row)
     return rows
 
@@ -52,10 +55,63 @@ def test_rows_are_drawn_and_judged(name, tier):
     assert all(points for panel in panels for points in panel.curves.values()), name
     measured, verdict = one.finding(rows)
     assert measured and "nan" not in measured and verdict in ("agrees", "disagrees", "cannot tell")
+    if one.with_accuracy:
+        accuracies = [panel for panel in panels if "piqa" in panel.title and not panel.published]
+        assert accuracies and all(
+            0.4 <= p.mean <= 0.5 for panel in accuracies for c in panel.curves.values() for p in c
+        )
     # With half of the runs, of which some failed, there is still a picture.
     half = [row if number % 4 else {**row, "failed": "lost"} for number, row in enumerate(rows[: len(rows) // 2])]
     one.panels(half)
     one.finding(half)
+
+
+SIZES = {"0.10M": 0, "0.15M": 1, "0.24M": 2}
+WIRES = {"topk": 0.06, "e3m0": 0.001} | {f"{wire}:density=0.25": 0.02 for wire in ("topk", "feddropout", "dare")}
+BEST_RATE = {5: 0.4, 30: 0.6, 100: 0.8}
+# What makes the loss of a run larger, so that the claim holds, and so that it doesn't.
+EFFECTS = {
+    "scaling": (
+        lambda r: 0.009 - 0.003 * SIZES[r["size"]] if r["method"] == "streaming" else 0.0,
+        lambda r: 0.02 if r["method"] == "streaming" else 0.0,
+    ),
+    "overtraining": (
+        lambda r: 0.005 * (r["method"] != "Data-Parallel"),
+        lambda r: 0.02 * (r["method"] != "Data-Parallel"),
+    ),
+    "overlap": (lambda r: 0.001 * r["tau"], lambda r: 0.01 * r["tau"]),
+    "compression": (lambda r: WIRES.get(r["wire"], 0.0), lambda r: 0.01 * (r["wire"] == "e3m0")),
+    "fragment_size": (lambda r: 0.001 * r["layers"], lambda r: 0.02 * r["layers"]),
+    "freezing": (lambda r: 0.2 * (r["frozen"] == "yes"), lambda r: 0.001 * (r["frozen"] == "yes")),
+    "num_replicas": (lambda r: 0.01 * r["replicas"], lambda r: 0.2 - 0.01 * r["replicas"]),
+    "sync_every": (lambda r: 0.001 * r["H"], lambda r: 0.2 - 0.001 * r["H"]),
+    "evaluated_parameters": (lambda r: 0.0, lambda r: -0.1),
+    "slack": (lambda r: 0.001 * r["tau_2"], lambda r: 0.01 * r["tau_2"]),
+    "outer_cosine": (lambda r: 0.0, lambda r: -0.1),
+    "sync_cadence": (
+        lambda r: (r["outer_learning_rate"] - BEST_RATE[r["H"]]) ** 2,
+        lambda r: (r["outer_learning_rate"] - 0.6) ** 2,
+    ),
+    "batch_size": (
+        lambda r: r["batch_tokens"] * (2e-5 if r["method"] == "Data-Parallel" else 1e-5),
+        lambda r: r["batch_tokens"] * (1e-5 if r["method"] == "Data-Parallel" else 2e-5),
+    ),
+    "single_replica": (
+        lambda r: 0.02 * (r["method"] == "data_parallel"),
+        lambda r: 0.02 * (r["method"] != "data_parallel"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_a_verdict_follows_the_losses(name):
+    one = experiment(name, TIERS["small"]())
+    holds, fails = EFFECTS[name]
+    assert one.finding(made_up(one, lambda r: 1 + holds(r))).verdict == "agrees"
+    assert one.finding(made_up(one, lambda r: 1 + fails(r))).verdict == "disagrees"
+    mixed = made_up(one, lambda r: 1 + (holds if r["seed"] else fails)(r))
+    assert one.finding(mixed).verdict == "cannot tell"
+    assert one.finding([{**row, "failed": "lost"} for row in mixed]).verdict == "cannot tell"
 
 
 def test_the_small_tier_is_small():
@@ -89,6 +145,8 @@ def test_seeds_are_compared_with_themselves():
     found = change(rows, {"method": "b"}, {"method": "a"})
     assert found.by_seed == pytest.approx((0.1, 0.1))
     assert (found.within(0.11), found.within(0.09), found.rises()) == ("agrees", "disagrees", "agrees")
+    assert (found.rises(0.2), Change((0.3, 0.1)).rises()) == ("disagrees", "cannot tell")
+    assert Change((0.3, 0.2)).rises_over(found) == "agrees" and found.rises_over(found) == "cannot tell"
     assert Change((0.1, -0.1)).rises() == "cannot tell" and str(Change(())) == "no run"
     (points,) = curves([row | {"x": 1} for row in rows if row["method"] == "a"], "x").values()
     assert points == [(1, 1.5, 1.0, 2.0)]
@@ -100,3 +158,16 @@ def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):
     assert lines[0] == "# freezing: {'frozen': 'no', 'seed': 0}"
     assert lines[1].startswith("torchrun --nproc-per-node 2 -m diloco train 550m ")
     assert lines[3].split().count("--diloco.freeze") == 1 and "hf:allenai/c4:en:train" in lines[3]
+
+
+def test_equal_runs_are_one_command_with_all_labels(capsys, tmp_path):
+    main(["experiment", "all", "--commands", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line for line in lines if line.startswith("torchrun ")]
+    assert len(set(commands)) == len(commands) < len(lines) - len(commands)
+
+
+def test_a_larger_batch_has_a_larger_learning_rate():
+    tier = TIERS["small"]()
+    rates = [tier.run(batch=batch).optimizer.learning_rate for batch in (1, 4)]
+    assert rates[1] == 2 * rates[0] == 2 * tier.base_config.optimizer.learning_rate

@@ -24,14 +24,16 @@ class Valley:
         self.asked.append(job.config)
         config = job.config
         is_baseline = config.method == "data_parallel"
-        loss = 3 + math.log(config.optimizer.learning_rate / 0.01) ** 2
-        loss += math.log2(config.tokens_per_step / (4096 * config.num_replicas)) ** 2 / 10
+        octaves = math.log2(config.tokens_per_step / (4096 * config.num_replicas))
+        loss = 3 + math.log(config.optimizer.learning_rate / 0.01) ** 2 + octaves**2 / 10
+        # Larger batches want larger rates: the valley is a diagonal one.
+        loss -= 0.5 * octaves * math.log(config.optimizer.learning_rate / 0.01)
         loss += 0 if is_baseline else (config.diloco.outer_learning_rate - 0.6) ** 2
         summary = {"eval_loss": loss, "num_tokens": config.num_tokens, "num_steps": config.num_steps}
         names = ("eval_standard_error", "eval_bits_per_byte", "num_params", "outer_hash")
         summary |= dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1)
         future: Future = Future()
-        future.set_result({"summary": summary, "losses": {}, "tasks": {}, "outer_steps": []})
+        future.set_result({"summary": summary, "evaluated": {}, "outer_steps": []})
         return future
 
 
@@ -54,6 +56,9 @@ def test_the_grid_is_extended_until_the_best_is_inside(base, tmp_path):
         mine = [row for row in rows if row["replicas"] == replicas]
         best = min(mine, key=lambda row: row["eval_loss"])
         assert best["learning_rate"] == pytest.approx(0.01, rel=0.15)
+        around = [row for row in mine if 0.5 <= row["batch_tokens"] / best["batch_tokens"] <= 2]
+        around = [row for row in around if 0.7 <= row["learning_rate"] / best["learning_rate"] <= 1.5]
+        assert len(around) == 9
         assert best["batch_tokens"] == 4096 * max(1, replicas)
         for name in ("learning_rate", "batch_tokens"):
             values = [row[name] for row in mine]
@@ -91,6 +96,13 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
         (["--axis", "learning_rate=high"], "'learning_rate=high' is not of the form NAME=NUMBER"),
         (["--axis", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
         (["--axis", "width=32.5"], "the axis width takes whole numbers, not 32.5"),
+        (["--axis", "batch_tokens=0"], "the axis batch_tokens takes finite numbers above 0, not 0"),
+        (["--axis", "learning_rate=inf"], "the axis learning_rate takes finite numbers above 0, not inf"),
+        (["--axis", "num_replicas=-1"], "the axis num_replicas takes finite numbers of 0 or more, not -1"),
+        (["--then", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
+        (["--then", "width=33"], "width=33"),
+        (["--tokens-per-param", "-5"], "tokens_per_param=-5 must be above 0 and finite"),
+        (["--method", "data_parallel"], "leave out --method data_parallel"),
         (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
     ],
 )
@@ -115,4 +127,4 @@ def test_a_plan_tells_runs_and_cost(small_corpus, tmp_path, capsys):
     main(["sweep", "tiny", *text, *axes, "--plan", "--cores", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 + 2 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
-    assert lines[4].startswith("4 runs, then up to 4") and " hours on 2 cores" in lines[5]
+    assert lines[4].startswith("4 runs, then up to 2,") and " hours on 2 cores" in lines[5]

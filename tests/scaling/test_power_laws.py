@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.scaling.parametric import FORMS, HUBER_DELTA, fit_parametric
+from diloco.scaling.parametric import FORMS, fit_parametric
 from diloco.scaling.power_laws import PowerLaw, PowerLawFit
 from diloco.scaling.prediction import Laws
 from diloco.scaling.published import EXTRAPOLATED, JOINT, LAWS, LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens
@@ -83,12 +83,52 @@ def test_a_form_is_recovered_from_its_own_values(name):
     for replicas in (1, 4):
         expected = form.predict(values, np.array(10e3), np.array(float(replicas)))
         assert fit(10e9, replicas) == pytest.approx(float(expected), rel=5e-3)
-    assert HUBER_DELTA == 1e-3
+
+
+def made_up(seed: int = 0) -> tuple[list[float], list[int], list[float]]:
+    law, noise = PowerLaw(18.0, -0.095, 0.012), np.random.default_rng(seed).normal(0, 0.002, (4, len(SIZES)))
+    points = [
+        (n, m, law(n, m) * math.exp(noise[i, j])) for i, m in enumerate((1, 2, 4, 8)) for j, n in enumerate(SIZES)
+    ]
+    n, m, y = zip(*points, strict=True)
+    return list(n), list(m), list(y)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_derivatives_are_those_of_the_form(name):
+    form = FORMS[name]
+    c = np.array(
+        [{"log A": 1.2, "α": -0.35, "log B": -4.0, "β": 0.05, "C": 1.5}[symbol] for symbol in form.ranges]
+    )
+    n, m = np.array([35.0, 300.0]), np.array([2.0, 4.0])
+    for index, derivative in enumerate(form.evaluate(c, n, m)[1]):
+        step = 1e-6 * np.eye(len(c))[index]
+        slope = (form.predict(c + step, n, m) - form.predict(c - step, n, m)) / 2e-6
+        assert derivative == pytest.approx(slope, rel=1e-5)
+
+
+def test_an_outlier_hardly_moves_a_huber_fit_and_the_largest_size_is_not_fitted():
+    n, m, loss = made_up()
+    form, expected = FORMS["product"], fit_parametric(FORMS["product"], n, m, loss)
+    wild = [2 * y if (a, b) == (SIZES[1], 1) else y for a, b, y in zip(n, m, loss, strict=True)]
+    assert fit_parametric(form, n, m, wild)(1e9, 2) == pytest.approx(expected(1e9, 2), rel=0.005)
+    squares = [PowerLawFit(n, values, m).law(1e9, 2) for values in (loss, wild)]
+    assert abs(squares[1] / squares[0] - 1) > 0.005
+    # The form has one valley: whatever the largest size says, the fit is that of the others.
+    beyond = [1.5 * y if a == SIZES[-1] else y for a, y in zip(n, loss, strict=True)]
+    assert fit_parametric(form, n, m, beyond)(1e9, 2) == pytest.approx(expected(1e9, 2), rel=1e-3)
 
 
 def test_too_few_points_are_refused():
-    with pytest.raises(ValueError, match="has 5 coefficients, and there are 4 points below the largest"):
-        fit_parametric(FORMS["sum"], [1e6, 2e6, 3e6] * 2, [1, 1, 1, 2, 2, 2], [3.0, 2.9, 2.8, 3.1, 3.0, 2.9])
+    n, m, loss = [1e6, 2e6, 3e6] * 2, [1, 1, 1, 2, 2, 2], [3.0, 2.9, 2.8, 3.1, 3.0, 2.9]
+    with pytest.raises(
+        ValueError, match="needs 3 sizes below the largest and 3 numbers of replicas, and there are 2"
+    ):
+        fit_parametric(FORMS["sum"], n, m, loss)
+    with pytest.raises(ValueError, match="and 2 numbers of replicas, and there are 2 and 1"):
+        fit_parametric(FORMS["product"], n[:3], m[:3], loss[:3])
+    with pytest.raises(ValueError, match="M = 4 don't tell α from β"):
+        PowerLawFit([1e6, 2e6, 4e6], [3.0, 2.9, 2.8], [1, 2, 4])
     with pytest.raises(ValueError, match="two sizes or more"):
         PowerLawFit([1e6, 1e6], [2.0, 2.1])
     with pytest.raises(ValueError, match="two numbers of replicas"):
@@ -107,9 +147,28 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
 
 
+@pytest.mark.parametrize("shared", [0.0, 0.9])
+@pytest.mark.parametrize("replicas", [(1, 2, 4, 8), (1, 2)])
+def test_joint_intervals_cover_the_truth_also_if_a_size_errs_alike_for_every_m(shared, replicas):
+    truth, repeats = PowerLaw(18.0, -0.095, 0.012), 200
+    n, m = zip(*((size, m) for size in SIZES for m in replicas), strict=True)
+    covered = {"α": 0, "β": 0, "prediction": 0}
+    for seed in range(repeats):
+        generator = np.random.default_rng(seed)
+        by_size = dict(zip(SIZES, generator.normal(0, 0.005 * math.sqrt(shared), len(SIZES)), strict=True))
+        alone = generator.normal(0, 0.005 * math.sqrt(1 - shared), len(n))
+        values = [truth(a, b) * math.exp(by_size[a] + e) for a, b, e in zip(n, m, alone, strict=True)]
+        fit = PowerLawFit(n, values, m)
+        exponent, beta, far = fit.exponent(), fit.replicas_exponent(), fit.predict(10e9, 2)
+        covered["α"] += exponent.low <= truth.exponent <= exponent.high
+        covered["β"] += beta.low <= truth.replicas_exponent <= beta.high
+        covered["prediction"] += far.low <= truth(10e9, 2) <= far.high
+    assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
+
+
 def test_points_on_a_law_leave_no_interval_but_the_law():
     law = PowerLaw(20.0, -0.1, 0.01)
-    n, m = [1e6, 1e7, 1e8] * 2, [1, 1, 1, 4, 4, 4]
+    n, m = [1e6, 3e6, 1e7, 3e7, 1e8] * 2, [1] * 5 + [4] * 5
     fit = PowerLawFit(n, [law(a, b) for a, b in zip(n, m, strict=True)], m)
     assert fit.law.factor == pytest.approx(20.0) and fit.law.replicas_exponent == pytest.approx(0.01)
     found = fit.predict(1e9, 2)

@@ -1,6 +1,7 @@
 """Documents of text, streamed from the standard library, from files, or from the Hugging Face Hub."""
 
 import gzip
+import hashlib
 import io
 import json
 import platform
@@ -8,6 +9,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,6 +58,27 @@ def fingerprint(source: str) -> list[Any]:
     root, paths = _match(source)
     stats = [(path, path.stat()) for path in paths]
     return [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def content(source: str) -> list[Any]:
+    """What is the same wherever the text of `source` lies: Python's version, or each file's name and SHA-256.
+
+    Of the Hub it is the dataset's name.
+    """
+    if source == "stdlib":
+        return [source, platform.python_version()]
+    if source.startswith("hf:"):
+        return [source]
+    root, paths = _match(source)
+    stats = [(path, path.stat()) for path in paths]
+    return [[path.relative_to(root).as_posix(), _sha256(path, s.st_size, s.st_mtime_ns)] for path, s in stats]
+
+
+@cache
+def _sha256(path: Path, size: int, modified_ns: int) -> str:
+    """Of a file, read again only when its size or time has changed."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stdlib() -> Iterator[Document]:

@@ -82,7 +82,12 @@ class HarnessLM(TemplateLM):
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         tokens = self.tok_encode(context)
-        num_wanted = min(settings.get("max_gen_toks", 256), self.max_length - 1)
+        num_wanted = settings.get("max_gen_toks", 256)
+        if num_wanted >= self.max_length:
+            raise ValueError(
+                f"the task wants {num_wanted} tokens written, and the model was trained on sequences of "
+                f"{self.max_length}, which leaves none for the question: evaluate it on other tasks"
+            )
         tokens, written = tokens[-(self.max_length - num_wanted) :], []
         cache, unread = self.model.new_cache(), tokens
         with torch.inference_mode():
@@ -121,11 +126,11 @@ def score_tasks(
     Raises:
         ValueError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
     """
+    check_tasks(tasks)
     with tempfile.TemporaryDirectory() as scratch:
         manager = TaskManager(include_defaults=None in tasks.values())
         configs: list[Any] = [
-            _hub_task(name, manager) if path is None else _file_task(name, path, Path(scratch))
-            for name, path in tasks.items()
+            name if path is None else _file_task(name, path, Path(scratch)) for name, path in tasks.items()
         ]
         harness = HarnessLM(model, tokenizer, max_length=max_length, device=device)
         try:
@@ -149,13 +154,18 @@ _OWN = "diloco_"
 """Before the name of a task of our own, lest the harness take it for one of its."""
 
 
-def _hub_task(name: str, manager: TaskManager) -> str:
-    if name not in manager.all_tasks:
+def check_tasks(tasks: Mapping[str, Path | None]) -> None:
+    """Refuse a task that neither has a file nor is one of the harness's.
+
+    Raises:
+        ValueError: naming it.
+    """
+    manager = TaskManager(include_defaults=None in tasks.values())
+    for name in (name for name, path in tasks.items() if path is None and name not in manager.all_tasks):
         raise ValueError(
             f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them; "
             "for questions of your own name their file by --data"
         )
-    return name
 
 
 def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
@@ -178,9 +188,9 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _metrics(scores: Mapping[str, object]) -> dict[str, float]:
-    """By the metric's name, without the harness's filters."""
+    """By the metric's name, with the harness's filter where there is one."""
     return {
-        name.partition(",")[0]: float(value)
+        name.removesuffix(",none"): float(value)
         for name, value in scores.items()
         if isinstance(value, int | float) and "," in name
     }

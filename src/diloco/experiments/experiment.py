@@ -1,6 +1,5 @@
 """What an experiment is: runs, the picture of a paper's figure, and what is found."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,18 +104,27 @@ def flops(row: Row) -> float:
     return float(row["flops"]) if "flops" in row else 6.0 * float(row["num_params"]) * float(row["num_tokens"])
 
 
-def accuracy_panels(rows: Sequence[Row], x: str | Callable[[Row], Any], series: str, **labels: Any) -> list[Panel]:
-    """A panel for each task that the rows have an accuracy of."""
-    names = [name for row in finished(rows) for name in row if name.endswith("_acc")]
-    return [
-        Panel(
-            title=name.removesuffix("_acc"),
-            y_label="zero-shot accuracy",
-            curves=curves(rows, x, series, y=name),
-            **labels,
-        )
-        for name in dict.fromkeys(names)
-    ]
+def accuracy_panels(
+    rows: Sequence[Row],
+    x: str | Callable[[Row], Any],
+    series: str | None,
+    published: Sequence[Row] = (),
+    **labels: Any,
+) -> list[Panel]:
+    """A panel for each task that the rows have an accuracy of, and the paper's beside it where it has that task.
+
+    A task has the name of its file, which begins with the paper's name of it.
+    """
+    names = dict.fromkeys(name for row in finished(rows) for name in row if name.endswith("_acc"))
+    panels, labels = [], {"y_label": "zero-shot accuracy", **labels}
+    for name in names:
+        ours = curves(rows, x, series, y=name)
+        panels.append(Panel(title=f"{name.removesuffix('_acc')}, here", curves=ours, **labels))
+        known = {column for row in published for column in row if column.endswith("_acc")}
+        for column in (c for c in known if name.startswith(c.removesuffix("_acc"))):
+            theirs = curves(published, x, series, y=column)
+            panels.append(Panel(title=column.removesuffix("_acc"), curves=theirs, published=True, **labels))
+    return panels
 
 
 def change(rows: Sequence[Row], of: Mapping[str, Any], to: Mapping[str, Any], y: str = "eval_loss") -> "Change":
@@ -146,26 +154,28 @@ class Change(NamedTuple):
         return f"{100 * self.mean:+.2f} % ({low:+.2f} … {high:+.2f})"
 
     def rises(self, at_least: float = 0.0) -> Verdict:
-        """Whether it is above a bound in every seed, in none, or in some."""
-        return _common(value > at_least for value in self.by_seed)
+        """Whether it is above a bound in every seed, or in none, its mean further from it than seeds differ."""
+        if self.by_seed and abs(self.mean - at_least) <= max(self.by_seed) - min(self.by_seed):
+            return "cannot tell"
+        return common(value > at_least for value in self.by_seed)
+
+    def rises_over(self, other: "Change") -> Verdict:
+        """Whether it is larger than another, in the sense of `rises`, seed by seed."""
+        return Change(tuple(a - b for a, b in zip(self.by_seed, other.by_seed, strict=False))).rises()
 
     def within(self, bound: float) -> Verdict:
         """Whether no seed is further than `bound` from no difference, or every one is, or some are."""
-        return _common(abs(value) <= bound for value in self.by_seed)
+        return common(abs(value) <= bound for value in self.by_seed)
 
     def at_most(self, bound: float) -> Verdict:
         """Whether no seed lies above a bound, or every one does, or some do."""
-        return _common(value <= bound for value in self.by_seed)
+        return common(value <= bound for value in self.by_seed)
 
 
-def _common(answers: Iterable[bool]) -> Verdict:
+def common(answers: Iterable[bool]) -> Verdict:
+    """Agrees if all answers are yes, disagrees if all are no."""
     found = list(answers)
     return "cannot tell" if not found or any(found) != all(found) else "agrees" if all(found) else "disagrees"
-
-
-def judged(holds: bool, *numbers: float) -> Verdict:
-    """Whether a comparison of numbers holds, if they are all there."""
-    return "cannot tell" if any(map(math.isnan, numbers)) else "agrees" if holds else "disagrees"
 
 
 def all_of(*verdicts: str) -> Verdict:

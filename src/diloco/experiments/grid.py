@@ -9,12 +9,13 @@ import json
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.data.atomic import write_atomically
+from diloco.data.corpora import content
 from diloco.data.prepare import resolve as resolve_data
 from diloco.experiments.job import Job, end_running_jobs, run_job
 from diloco.models.ladder import num_matrix_params
@@ -57,14 +58,15 @@ def run_grid(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run what has not been run, and yield the rows of all runs so far whenever one has finished.
 
-    A run that fails is a row whose `failed` says why; it is not tried again until its directory is deleted.
+    A run that fails is a row whose `failed` says why. One that would fail again is not tried again until its
+    directory is deleted.
 
     Args:
         runs: with the same labels each.
         directory: where the runs are kept, one directory each.
         machines: where they take place.
-        tasks: files of questions to score the outer parameters on, as `read_questions` reads them.
-        parameters: of replica and average, whose held-out loss is wanted, too.
+        tasks: files of questions, as `read_questions` reads them, to score the outer parameters on.
+        parameters: of replica and average, to be evaluated like the outer ones.
         on_finished: told what part of the work, by floating-point operations, is done.
     """
     jobs = [make_job(run.config, directory, tasks, parameters) for run in runs]
@@ -105,14 +107,18 @@ def run_grid(
 
 
 def _kept(path: Path, future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """A job's result, written down beside what earlier ones said; not so if the machine is to blame."""
+    """A job's result, written down with what earlier ones say; not so a failure that may pass."""
     try:
         result = future.result()
     except Exception as error:  # whatever a cluster raises
         return {"failed": f"lost: {error}"}
+    if "failed" in result and not result.pop("is_final"):
+        return result
+    earlier = _read(path).get("evaluated", {})
+    for name, found in result.get("evaluated", {}).items():
+        found["tasks"] = earlier.get(name, {}).get("tasks", {}) | found["tasks"]
     if "failed" not in result:
-        for kind in ("losses", "tasks"):
-            result[kind] = {**_read(path).get(kind, {}), **result[kind]}
+        result["evaluated"] = earlier | result["evaluated"]
     path.mkdir(parents=True, exist_ok=True)
     write_atomically(path / RESULT_FILE, [json.dumps(result, indent=1).encode()])
     return result
@@ -123,7 +129,8 @@ def make_job(
 ) -> Job:
     """What a machine is told of a run, whose directory has the name of its config's digest."""
     facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
-    facts["data"] = {name: value for name, value in facts["data"].items() if name != "cache"}
+    texts = {split: [content(source) for source in getattr(config.data, split)] for split in ("train", "held_out")}
+    facts["data"] = {name: value for name, value in facts["data"].items() if name != "cache"} | texts
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     data = replace(
         config.data,
@@ -145,10 +152,11 @@ def _absolute(source: str) -> str:
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """What an earlier call left of a run, if it lacks nothing that is asked for now."""
-    result = _read(job.directory)
-    wanted = {task.stem for task in job.tasks} <= set(result.get("tasks", ()))
-    wanted &= set(job.parameters) <= set(result.get("losses", ()))
-    return result if "failed" in result or (result and wanted) else None
+    result, tasks = _read(job.directory), {task.stem for task in job.tasks}
+    found = {name: set(evaluated["tasks"]) for name, evaluated in result.get("evaluated", {}).items()}
+    has_all = all(name in found and tasks <= found[name] for name in job.parameters)
+    has_all &= tasks <= found.get("outer", set())
+    return result if "failed" in result or (result and has_all) else None
 
 
 def _read(directory: Path) -> dict[str, Any]:
@@ -161,9 +169,12 @@ def columns(result: dict[str, Any], job: Job) -> dict[str, Any]:
     if "failed" in result:
         return {"failed": " ".join(result["failed"].split())}
     row = {name: result["summary"][name] for name in _SUMMARY}
-    row |= {f"eval_loss_{name}": result["losses"][name] for name in job.parameters}
-    for task in job.tasks:
-        row |= {f"{task.stem}_{name}": value for name, value in result["tasks"][task.stem].items()}
+    row |= {f"eval_loss_{name}": result["evaluated"][name]["eval_loss"] for name in job.parameters}
+    for name in ("outer", *job.parameters):
+        whose = "" if name == "outer" else f"_{name}"
+        for task in job.tasks:
+            scores = result["evaluated"][name]["tasks"][task.stem]
+            row |= {f"{task.stem}_{metric}{whose}": value for metric, value in scores.items()}
     return row | _cosines(result)
 
 
@@ -205,8 +216,10 @@ class LocalMachine:
     """
 
     def __init__(self, num_cores: int | None = None) -> None:
+        if num_cores is not None and num_cores < 1:
+            raise ValueError(f"--cores must be at least 1, not {num_cores}; left out, all are used")
         self._num_cores = num_cores or available_cores()
-        self._num_free, self._changed = self._num_cores, threading.Condition()
+        self._num_free, self._changed, self._is_closed = self._num_cores, threading.Condition(), False
         self._threads = ThreadPoolExecutor(self._num_cores)
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
@@ -214,13 +227,18 @@ class LocalMachine:
         return self._threads.submit(self._run, job)
 
     def close(self) -> None:
-        """End what is running."""
-        end_running_jobs()
+        """End what is running, and begin nothing more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            end_running_jobs()
 
     def _run(self, job: Job) -> dict[str, Any]:
         wanted = min(job.config.num_processes, self._num_cores)
         with self._changed:
-            self._changed.wait_for(lambda: self._num_free >= wanted)
+            self._changed.wait_for(lambda: self._is_closed or self._num_free >= wanted)
+            if self._is_closed:
+                raise CancelledError
             self._num_free -= wanted
         try:
             return run_job(job)

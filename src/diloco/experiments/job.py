@@ -1,16 +1,16 @@
 """One run of a grid, in a process of its own: train, evaluate, and say what it came to or why it failed."""
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from diloco.data.atomic import write_atomically
 from diloco.training.config import TrainConfig, from_json, to_json
 
 
@@ -23,7 +23,7 @@ class Job:
     tasks: tuple[Path, ...] = ()
     """Files of questions for the outer parameters."""
     parameters: tuple[str, ...] = ()
-    """Of replica and average, whose held-out loss is wanted, too."""
+    """Of replica and average, which are to be evaluated, too."""
 
     @property
     def directory(self) -> Path:
@@ -32,31 +32,34 @@ class Job:
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """Train what is left to train, evaluate, and return the result, or `{"failed": why}`; a thread a process."""
-    directory = job.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    answer = directory / "answer.json"
-    answer.unlink(missing_ok=True)
+    """Train what is left to train, evaluate, and return the result; a thread a process.
+
+    Of a run that fails it is `{"failed": why, "is_final": whether it would fail again}`.
+    """
+    job.directory.mkdir(parents=True, exist_ok=True)
     told = {"config": to_json(job.config), "parameters": job.parameters, "parent": os.getpid()}
     told["tasks"] = [str(task) for task in job.tasks]
-    write_atomically(directory / "job.json", [json.dumps(told).encode()])
     environment = {name: value for name, value in os.environ.items() if name not in _A_LAUNCHERS}
-    with (directory / "log.txt").open("ab") as log:
+    with (job.directory / "log.txt").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.experiments.job", str(directory / "job.json"), str(answer)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
+            [sys.executable, "-m", "diloco.experiments.job", str(job.directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=log,
             env=environment | {"OMP_NUM_THREADS": "1"},
         )
     _RUNNING.add(process)
     try:
-        exit_code = process.wait()
+        answer, _ = process.communicate(json.dumps(told).encode())
     finally:
         _RUNNING.discard(process)
-    if answer.exists():
-        return json.loads(answer.read_text())
-    return {"failed": f"the run's process ended with exit code {exit_code}: see {directory.name}/log.txt"}
+    if answer:
+        return json.loads(answer)
+    where = f"{job.directory.name}/log.txt"
+    return {
+        "failed": f"the run's process ended with exit code {process.returncode}: see {where}",
+        "is_final": False,
+    }
 
 
 _RUNNING: set["subprocess.Popen[bytes]"] = set()
@@ -79,25 +82,43 @@ def _end_with(parent: int) -> None:
         raise SystemExit(1)
 
 
-def _main(job_file: Path, answer: Path) -> None:
-    from diloco.training.launcher import exit_code_of, launch
-    from diloco.training.run_directory import CONFIG_FILE
+def _main(directory: Path) -> None:
+    told = json.load(sys.stdin)
+    _end_with(told["parent"])
+    answer = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints does so into the log
+    with (directory / "lock").open("w") as lock:
+        # Another call may be at this run; the operating system drops the lock of a process that is killed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = _trained(from_json(TrainConfig, told["config"])) or _evaluated(
+            directory, told["tasks"], told["parameters"]
+        )
+    with os.fdopen(answer, "w") as file:
+        json.dump(result, file)
+
+
+def _trained(asked: TrainConfig) -> dict[str, Any] | None:
+    """Train what is left to train; what went wrong, or None."""
+    from diloco.data.prepare import resolve
+    from diloco.training.launcher import MISTAKE, exit_code_of, launch
+    from diloco.training.run_directory import CONFIG_FILE, read_config
     from diloco.training.start import prepare_run
 
-    told = json.loads(job_file.read_text())
-    _end_with(told["parent"])
-    asked = from_json(TrainConfig, told["config"])
+    if (asked.directory / "summary.json").exists():
+        return None
     try:
-        if not (asked.directory / "summary.json").exists():
-            begun = (asked.directory / CONFIG_FILE).exists()
-            config = prepare_run(asked, resume=asked.directory if begun else None)
-            launch(_train, config.num_replicas, config.num_shards, config, begun)
-        result = _result(asked.directory, told["tasks"], told["parameters"])
+        begun = (asked.directory / CONFIG_FILE).exists()
+        if begun:  # the same run, whose text may by now be found under another name
+            config = read_config(asked.directory)
+            config = replace(config, data=replace(config.data, prepared=resolve(asked.data)))
+        else:
+            config = prepare_run(asked, resume=None)
+        launch(_train, config.num_replicas, config.num_shards, config, begun)
     except Exception as error:
         if exit_code_of(error) is None:
             raise
-        result = {"failed": str(error)}
-    write_atomically(answer, [json.dumps(result).encode()])
+        return {"failed": str(error), "is_final": exit_code_of(error) == MISTAKE}
+    return None
 
 
 def _train(config: TrainConfig, resume: bool) -> None:
@@ -107,17 +128,22 @@ def _train(config: TrainConfig, resume: bool) -> None:
     train(config, resume=resume)
 
 
-def _result(directory: Path, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
+def _evaluated(directory: Path, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
     from diloco.training.finished import Parameters, evaluate_run
+    from diloco.training.launcher import exit_code_of
 
     named = {Path(task).stem: Path(task) for task in tasks}
-    wanted = [name for name in get_args(Parameters) if name in parameters]
-    found = {
-        "summary": json.loads((directory / "summary.json").read_text()),
-        "losses": {name: evaluate_run(directory, parameters=name)["eval_loss"] for name in wanted},
-        "tasks": evaluate_run(directory, tasks=named, held_out=False)["tasks"] if named else {},
-    }
-    return found | {"outer_steps": _outer_steps(directory)}
+    evaluated: dict[str, Any] = {}
+    try:
+        for name in get_args(Parameters):
+            if name in parameters or (name == "outer" and named):
+                evaluated[name] = evaluate_run(directory, parameters=name, tasks=named, held_out=name != "outer")
+    except Exception as error:
+        if exit_code_of(error) is None:
+            raise
+        return {"failed": str(error), "is_final": False}
+    summary = json.loads((directory / "summary.json").read_text())
+    return {"summary": summary, "evaluated": evaluated, "outer_steps": _outer_steps(directory)}
 
 
 def _outer_steps(directory: Path) -> list[dict[str, Any]]:
@@ -127,4 +153,4 @@ def _outer_steps(directory: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    _main(Path(sys.argv[1]))

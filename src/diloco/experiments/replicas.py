@@ -4,18 +4,20 @@ from collections.abc import Sequence
 
 from diloco.experiments import published
 from diloco.experiments.experiment import (
+    Change,
     Experiment,
     Finding,
     LabelledConfigs,
     Panel,
     Point,
     Row,
+    accuracy_panels,
     all_of,
     change,
     chosen,
+    common,
     curves,
     finished,
-    judged,
     over_seeds,
 )
 from diloco.experiments.tiers import Tier
@@ -104,6 +106,7 @@ def evaluated_parameters(tier: Tier) -> Experiment:
         return [
             Panel(title="here", x_label="evaluated parameters", curves={"": points}),
             Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
+            *_accuracies(rows),
         ]
 
     def finding(rows: Sequence[Row]) -> Finding:
@@ -116,9 +119,8 @@ def evaluated_parameters(tier: Tier) -> Experiment:
             for name, values in relative.items()
             if name != "outer_parameters" and values
         )
-        best = all(value >= 0 for values in relative.values() for value in values)
-        verdict = judged(best) if relative["first_replica"] else "cannot tell"
-        return Finding(f"over the outer parameters: {said}", verdict)
+        others = (values for name, values in relative.items() if name != "outer_parameters")
+        return Finding(f"over the outer parameters: {said}", all_of(*(Change(tuple(v)).rises() for v in others)))
 
     return Experiment(
         name="evaluated_parameters",
@@ -131,6 +133,21 @@ def evaluated_parameters(tier: Tier) -> Experiment:
         with_accuracy=True,
         parameters=("replica", "average"),
     )
+
+
+def _accuracies(rows: Sequence[Row]) -> list[Panel]:
+    """A panel a task, beside the paper's HellaSwag if that is one."""
+    whose = {"": "outer_parameters", "_average": "replica_average", "_replica": "first_replica"}
+    named = [
+        {"evaluated": name, **{c.removesuffix(end): row[c] for c in row if c.endswith(f"_acc{end}")}}
+        for row in finished(rows)
+        for end, name in whose.items()
+    ]
+    theirs = [
+        {"evaluated": name, "hellaswag_acc": accuracy}
+        for name, accuracy in published.EVALUATED_PARAMETERS_HELLASWAG.items()
+    ]
+    return accuracy_panels(named, "evaluated", None, theirs, x_label="evaluated parameters")
 
 
 def slack(tier: Tier) -> Experiment:
@@ -202,7 +219,7 @@ def outer_cosine(tier: Tier) -> Experiment:
             f"mean cosine {min(first):.2f} … {max(first):.2f} in the first third of training, "
             f"{min(last):.2f} … {max(last):.2f} in the last"
         )
-        return Finding(measured, "agrees" if min(first + last) > 0 else "disagrees")
+        return Finding(measured, common(cosine > _CORRELATED for cosine in first + last))
 
     return Experiment(
         name="outer_cosine",
@@ -212,3 +229,6 @@ def outer_cosine(tier: Tier) -> Experiment:
         panels=panels,
         finding=finding,
     )
+
+
+_CORRELATED = 0.1  # far above what vectors of this many elements have by chance, 0.003

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from diloco.training.recipes import recipe
 Setting = tuple[tuple[str, float], ...]
 """A value of each axis, by name."""
 
-_STEPS = {"learning_rate": math.sqrt(2), "batch_tokens": 2.0}
+EXTENDED = {"learning_rate": math.sqrt(2), "batch_tokens": 2.0}
 """Axes along which a grid is extended, and by what factor."""
-_AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *_STEPS)
+_AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *EXTENDED)
+_MAY_BE_0 = ("num_replicas", "seed")
 _WHOLE = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
 _MOST_EXTENSIONS = 20
 
@@ -44,44 +45,58 @@ class Sweep:
 
     def __post_init__(self) -> None:
         """Refuse axes that are none."""
+        if self.base.method == "data_parallel":
+            raise ValueError(
+                "leave out --method data_parallel: in a sweep the axis num_replicas=0 is Data-Parallel"
+            )
+        if not 0 < self.tokens_per_param < math.inf:
+            raise ValueError(f"tokens_per_param={self.tokens_per_param:g} must be above 0 and finite")
         for name, values in {**self.axes, **self.then}.items():
             if name not in _AXES:
                 raise ValueError(f"{name!r} is not an axis: choose from {', '.join(_AXES)}")
-            if not values:
-                raise ValueError(f"the axis {name} has no value")
+            least = 0.0 if name in _MAY_BE_0 else math.ulp(0.0)
+            told = ", ".join(f"{value:g}" for value in values)
+            if not values or not all(least <= value < math.inf for value in values):
+                bound = "of 0 or more" if name in _MAY_BE_0 else "above 0"
+                raise ValueError(f"the axis {name} takes finite numbers {bound}, not {told or 'none'}")
             if name in _WHOLE and any(value != int(value) for value in values):
-                raise ValueError(f"the axis {name} takes whole numbers, not {', '.join(map(str, values))}")
-        for setting in self.settings():
-            self.check(setting)
+                raise ValueError(f"the axis {name} takes whole numbers, not {told}")
+        for setting in (*self.settings(), *self.later(self.settings())):
+            self.run(setting)
 
     def settings(self) -> list[Setting]:
         """All combinations of the axes, without those that differ in what Data-Parallel does not have."""
         found = [tuple(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         return list(dict.fromkeys(map(_without_what_is_unused, found)))
 
-    def check(self, setting: Setting) -> None:
-        """Refuse a batch that can't be cut.
-
-        Raises:
-            ValueError: naming what it would have to be a multiple of.
-        """
-        values = dict(setting)
-        replicas = max(1, int(values.get("num_replicas", self.base.num_replicas)))
-        batch = values.get("batch_tokens", self.base.tokens_per_step)
-        if batch % (replicas * self.base.sequence_length):
-            raise ValueError(
-                f"batch_tokens={batch:g} must be a multiple of num_replicas={replicas} · "
-                f"sequence_length={self.base.sequence_length}"
-            )
+    def later(self, settings: Iterable[Setting]) -> list[Setting]:
+        """Settings with each value of `then`, without those that differ in what Data-Parallel does not have."""
+        found = (
+            tuple((dict(setting) | {name: value}).items())
+            for setting in settings
+            for name, values in self.then.items()
+            for value in values
+        )
+        return list(dict.fromkeys(map(_without_what_is_unused, found)))
 
     def run(self, setting: Setting) -> LabelledRun:
-        """The run of a setting, labelled with the columns that `diloco.scaling.table` reads."""
+        """The run of a setting, labelled with the columns that `diloco.scaling.table` reads.
+
+        Raises:
+            ValueError: if it can't be run, as its batch can't be cut into sequences for each replica.
+        """
         values = dict(setting)
         replicas = int(values.get("num_replicas", self.base.num_replicas))
         base, is_baseline = self.base, replicas == 0
+        batch = values.get("batch_tokens", base.tokens_per_step)
+        if batch % (max(1, replicas) * base.sequence_length):
+            raise ValueError(
+                f"batch_tokens={batch:g} must be a multiple of num_replicas={max(1, replicas)} · "
+                f"sequence_length={base.sequence_length}"
+            )
         model = replace(base.model, width=int(values.get("width", base.model.width)))
         num_params = num_matrix_params(replace(model, vocab_size=self.vocab_size))
-        global_batch = int(values.get("batch_tokens", base.tokens_per_step)) // base.sequence_length
+        global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
         diloco = {
             "sync_every": int(values.get("sync_every", base.diloco.sync_every)),
@@ -107,7 +122,7 @@ class Sweep:
 def run_sweep(
     sweep: Sweep, directory: Path, machines: Machines, *, on_finished: Any = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run the grid, extend it while a best run lies on its edge, then vary `then`; yields as `run_grid` does.
+    """Run the grid, extend it while a best run lacks a neighbour, then vary `then`; yields as `run_grid` does.
 
     Raises:
         ValueError: if a best run still lies on the edge after so many extensions that something else is wrong.
@@ -123,7 +138,8 @@ def run_sweep(
     else:
         raise ValueError(f"after {_MOST_EXTENSIONS} extensions a best run lies on the edge: look at the table")
     if sweep.then:
-        settings = _different(sweep, [*settings, *_afterwards(sweep, settings, rows)])
+        best = [min(losses, key=losses.__getitem__) for losses in _groups(settings, rows)]
+        settings = _different(sweep, [*settings, *sweep.later(best)])
         yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
 
 
@@ -143,7 +159,7 @@ def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> I
     """Losses by setting, of the settings that differ in nothing but the axes that are extended."""
     found: dict[Setting, dict[Setting, float]] = {}
     for setting, row in zip(settings, rows, strict=True):
-        rest = tuple((name, value) for name, value in setting if name not in _STEPS)
+        rest = tuple((name, value) for name, value in setting if name not in EXTENDED)
         loss = float(row["eval_loss"]) if not row.get("failed") else math.inf
         found.setdefault(rest, {})[setting] = loss
     yield from found.values()
@@ -152,36 +168,31 @@ def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> I
 def _beyond_edges(
     sweep: Sweep, settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[Setting]:
-    """For the best of each group, its neighbours along the extended axes, where they were not tried."""
-    axes = [axis for axis in _STEPS if len(sweep.axes.get(axis, ())) > 1]
+    """Of the best of each group the neighbours along the extended axes, diagonal ones too, not tried yet."""
+    axes = [axis for axis in EXTENDED if len(sweep.axes.get(axis, ())) > 1]
     for losses in _groups(settings, rows):
         best = dict(min(losses, key=losses.__getitem__))
         if min(losses.values()) == math.inf:
             continue
-        for axis in axes:
-            others = {name: value for name, value in best.items() if name != axis}
-            tried = [dict(s)[axis] for s in losses if others.items() <= dict(s).items()]
-            for is_missing, value in (
-                (best[axis] == min(tried), best[axis] / _STEPS[axis]),
-                (best[axis] == max(tried), best[axis] * _STEPS[axis]),
-            ):
-                setting = tuple((best | {axis: value}).items())
-                if is_missing and _can_run(sweep, setting):
-                    yield setting
+        around = [
+            _around(best[axis], {dict(setting)[axis] for setting in losses}, EXTENDED[axis]) for axis in axes
+        ]
+        for values in itertools.product(*around):
+            setting = tuple((best | dict(zip(axes, values, strict=True))).items())
+            if setting not in losses and _can_run(sweep, setting):
+                yield setting
+
+
+def _around(value: float, tried: Collection[float], step: float) -> tuple[float, float, float]:
+    """The values next to one, of those tried or a step beyond, and itself."""
+    below, above = (other for other in tried if other < value), (other for other in tried if other > value)
+    return max(below, default=value / step), value, min(above, default=value * step)
 
 
 def _can_run(sweep: Sweep, setting: Setting) -> bool:
     """Whether its batch can still be cut into sequences."""
     try:
-        sweep.check(setting)
+        sweep.run(setting)
     except ValueError:
         return False
     return True
-
-
-def _afterwards(sweep: Sweep, settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
-    for losses in _groups(settings, rows):
-        best = dict(min(losses, key=losses.__getitem__))
-        for name, values in sweep.then.items():
-            for value in values:
-                yield _without_what_is_unused(tuple((best | {name: value}).items()))

@@ -1,5 +1,6 @@
 """The sizes at which an experiment is run: on a laptop in minutes, or as in the papers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,14 +24,14 @@ class Tier:
     """M of Data-Parallel, which changes nothing but how it is computed."""
     base: str
     """The size of all experiments but those about sizes."""
-    sync_every: int
-    """H where it is not varied."""
     sync_everies: tuple[int, ...]
-    """H where it is."""
-    least_budget: float
-    """Where models are overtrained: the smallest budget, as a part of the base's."""
+    """H where it is varied."""
+    overtrained: TrainConfig
+    """The model to be overtrained, at its smallest budget."""
     multiples: tuple[int, ...]
-    """Of that."""
+    """Of that budget."""
+    overtrained_replicas: tuple[int, ...]
+    """M of those runs."""
     layers_per_fragment: tuple[int, ...]
     """Where it is varied."""
     batches: tuple[float, ...]
@@ -43,6 +44,11 @@ class Tier:
         """The base's."""
         return self.sizes[self.base]
 
+    @property
+    def sync_every(self) -> int:
+        """H where it is not varied."""
+        return self.base_config.diloco.sync_every
+
     def run(
         self,
         method: Method = "streaming",
@@ -54,21 +60,29 @@ class Tier:
         batch: float = 1.0,
         **diloco: Any,
     ) -> TrainConfig:
-        """A run; tokens and batch are multiples of the size's own, `diloco` holds fields of DilocoConfig."""
-        config = self.sizes[size or self.base]
+        """A run; tokens and batch are multiples of the size's own, `diloco` holds fields of DilocoConfig.
+
+        The learning rate grows with the square root of the batch, as suits AdamW.
+        """
+        config = self.overtrained if size == OVERTRAINED else self.sizes[size or self.base]
         global_batch = int(config.global_batch * batch)
         num_steps = round(tokens * config.num_tokens / (global_batch * config.sequence_length))
         is_baseline = method == "data_parallel"
-        settings = {"sync_every": self.sync_every, **diloco}
+        optimizer = replace(config.optimizer, learning_rate=config.optimizer.learning_rate * math.sqrt(batch))
         return replace(
             config,
             method=method,
             num_replicas=self.data_parallel_replicas if is_baseline else num_replicas,
             seed=seed,
             global_batch=global_batch,
+            optimizer=optimizer,
             num_tokens=num_steps * global_batch * config.sequence_length,
-            diloco=recipe(config.recipe).diloco if is_baseline else replace(config.diloco, **settings),
+            diloco=recipe(config.recipe).diloco if is_baseline else replace(config.diloco, **diloco),
         )
+
+
+OVERTRAINED = "overtrained"
+"""Names that size."""
 
 
 def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
@@ -99,14 +113,15 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             log_layer_cosine=True,
         )
 
+    base = size(36)
     return Tier(
-        sizes={"0.10M": size(36), "0.15M": size(44), "0.24M": size(56)},
+        sizes={"0.10M": base, "0.15M": size(44), "0.24M": size(56)},
         data_parallel_replicas=1,  # two runs at once on two cores, instead of an all-reduce at every step
         base="0.10M",
-        sync_every=30,
         sync_everies=(5, 10, 30, 60, 100),
-        least_budget=0.5,
+        overtrained=replace(base, num_tokens=base.num_steps // 2 * base.tokens_per_step),
         multiples=(1, 4, 16),
+        overtrained_replicas=(2,),
         layers_per_fragment=(1, 2, 3, 6),
         batches=(0.5, 1, 2, 4),
         seeds=(0, 1),
@@ -117,7 +132,7 @@ _TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 0.016, 102_564
 
 
 def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
-    """The papers' sizes and tokens on C4, vocabulary 32,000, sequences of 1,024; overtraining wants Dolma."""
+    """The papers' sizes and tokens on C4, vocabulary 32,000, sequences of 1,024; overtraining on Dolma, 2,048."""
     data = DataConfig(
         train=corpus or ("hf:allenai/c4:en:train",),
         held_out=held_out or (() if corpus else ("hf:allenai/c4:en:validation",)),
@@ -136,14 +151,19 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             log_layer_cosine=True,
         )
 
+    overtrained = size("1.3b", 25e9)
+    if not corpus:
+        dolma = DataConfig(train=("hf:allenai/dolma:v1_7",), tokenizer=data.tokenizer)
+        overtrained = replace(overtrained, data=dolma)
+    overtrained = replace(overtrained, sequence_length=2048, global_batch=overtrained.global_batch // 2)
     return Tier(
         sizes={name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES},
         data_parallel_replicas=2,
         base="500M",
-        sync_every=30,
         sync_everies=(5, 10, 30, 100, 300),
-        least_budget=1.0,
-        multiples=(1, 4, 16),
+        overtrained=replace(overtrained, diloco=replace(overtrained.diloco, sync_every=100)),
+        multiples=(1, 4, 10),
+        overtrained_replicas=(2, 4),
         layers_per_fragment=(1, 2, 3, 6, 9),
         batches=(0.25, 0.5, 1, 2, 4),
         seeds=(0,),

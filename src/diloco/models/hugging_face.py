@@ -34,6 +34,8 @@ def persimmon_config(config: DecoderConfig, *, context: int, bos_id: int) -> dic
         "qk_layernorm": True,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+        "rope_theta": 10_000.0,  # where versions before 5 look for it
+        "partial_rotary_factor": 1.0,
         "bos_token_id": bos_id,
         "eos_token_id": bos_id,
         "dtype": "float32",

@@ -10,7 +10,9 @@ import numpy as np
 from diloco.experiments.experiment import Panel, Point
 from diloco.report.experiments import draw_panel
 from diloco.report.pictures import new_figure, save, viridis
+from diloco.scaling.batches import loss_of_batches
 from diloco.scaling.prediction import Laws
+from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.table import Point as Run
 
 if TYPE_CHECKING:
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def loss_over_params(laws: Laws) -> "Figure":
-    """Loss over N with its laws, and a decade beyond (Figure 13 of arXiv 2503.09799)."""
+    """Loss over N with its laws, and a decade beyond (Figure 13 of arXiv 2503.09799).
+
+    Of the published losses with those that were measured later, at 4B and 10B, as circles.
+    """
     curves = {_name(m): [_point(p.params, p.eval_loss) for p in _of(laws.best, m)] for m in laws.replicas}
     figure, axes = _panel(Panel(title="laws as thin lines", x_label="parameters", x_log=True, curves=curves))
     sizes = [point.params for point in laws.best]
@@ -29,6 +34,10 @@ def loss_over_params(laws: Laws) -> "Figure":
             law = laws.fit("loss", replicas, "independent").law
             shade = viridis(0.6 * index / max(1, len(laws.replicas) - 1))
             axes.plot(x, [law(n) for n in x], color=shade, lw=0.7)
+    if laws.points is None:
+        for (_, replicas), losses in EXTRAPOLATED.items():
+            shade = viridis(0.6 * laws.replicas.index(replicas) / max(1, len(laws.replicas) - 1))
+            axes.plot(EXTRAPOLATED_PARAMS, losses, ls="", marker="o", mfc="none", color=shade)
     axes.set_yscale("log")
     return figure
 
@@ -52,13 +61,21 @@ def difference_to_data_parallel(laws: Laws) -> "Figure":
 def loss_over_batch(laws: Laws) -> "Figure":
     """The best loss at each batch, a panel a size (Figure 4)."""
     runs = [run for run in laws.points or () if "batch_tokens" in run.settings]
-    return _panels(runs, "batch_tokens", "global batch, tokens", x_log=True)
+    return _panels(runs, loss_of_batches, "global batch, tokens", x_log=True)
 
 
 def loss_over_outer_learning_rate(laws: Laws) -> "Figure":
     """The best loss at each outer learning rate, a panel a size; its minima are those of Figure 7."""
     runs = [run for run in laws.points or () if "outer_learning_rate" in run.settings]
-    return _panels(runs, "outer_learning_rate", "outer learning rate η", x_log=False)
+    return _panels(runs, _loss_of_rates, "outer learning rate η", x_log=False)
+
+
+def _loss_of_rates(runs: Sequence[Run]) -> dict[float, float]:
+    lowest: dict[float, float] = {}
+    for run in runs:
+        rate = run.settings["outer_learning_rate"]
+        lowest[rate] = min(run.eval_loss, lowest.get(rate, math.inf))
+    return dict(sorted(lowest.items()))
 
 
 def best_outer_learning_rate(laws: Laws) -> "Figure":
@@ -123,17 +140,16 @@ def _panel(panel: Panel) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def _panels(runs: Sequence[Run], column: str, label: str, *, x_log: bool) -> "Figure":
+def _panels(
+    runs: Sequence[Run], losses: Callable[[Sequence[Run]], dict[float, float]], label: str, *, x_log: bool
+) -> "Figure":
     sizes = sorted({run.params for run in runs})
     figure = new_figure(4.2 * len(sizes) + 0.4, 3.9)
     for params, axes in zip(sizes, figure.subplots(1, len(sizes), squeeze=False)[0], strict=True):
-        curves = {}
-        for replicas in sorted({run.replicas for run in runs}):
-            lowest: dict[float, float] = {}
-            for run in _where(runs, params, replicas):
-                x = run.settings[column]
-                lowest[x] = min(run.eval_loss, lowest.get(x, math.inf))
-            curves[_name(replicas)] = [_point(x, lowest[x]) for x in sorted(lowest)]
+        curves = {
+            _name(m): [_point(x, y) for x, y in losses(_where(runs, params, m)).items()]
+            for m in sorted({run.replicas for run in runs if run.params == params})
+        }
         draw_panel(Panel(title="", x_label=label, x_log=x_log, curves=curves), axes)
         axes.set_title(f"{params:.3g} parameters", fontsize=9)
     return figure

@@ -32,7 +32,6 @@ figcaption { font-size: .85rem; color: #444; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-.agrees, .disagrees, .cannot { font-weight: 700; }
 @media print { body { max-width: none; font-size: 10pt; padding: 0; } h2 { break-after: avoid; }
   .table { overflow: visible; } table { font-size: 7pt; } th, td { padding: .1rem .3rem; white-space: normal; } }
 """

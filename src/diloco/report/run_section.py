@@ -37,7 +37,7 @@ def run_section(directory: Path) -> str:
     parts = [
         heading(f"Run {config.name}"),
         facts(_facts(config, summary, metrics)),
-        figures(_figures(config, metrics)),
+        figures(_figures(config, summary, metrics)),
     ]
     absent = [str(replica) for replica in range(config.num_replicas) if replica not in metrics]
     if absent:
@@ -94,13 +94,13 @@ def _tail(steps: _Metrics) -> float:
     return float(np.mean([step["loss"] for step in steps[-max(1, len(steps) // 20) :]]))
 
 
-def _figures(config: TrainConfig, metrics: dict[int, _Metrics]) -> "dict[str, Figure]":
+def _figures(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "dict[str, Figure]":
     drawn = {
         "Training loss of each replica, and their mean": _loss(metrics),
         "Compute utilization, and the share of time in which training waited": _utilization(metrics),
-        "Bytes sent by a replica, beside what Data-Parallel would have sent": _bytes(config, metrics),
+        "Bytes sent by a replica, beside what Data-Parallel would have sent": _bytes(config, summary, metrics),
     }
-    held_out = {step["step"]: step["eval_loss"] for step in next(iter(metrics.values())) if "eval_loss" in step}
+    held_out = _held_out(metrics)
     if held_out:
         figure, axes = _axes("step", "held-out loss, nats a token")
         axes.plot(list(held_out), list(held_out.values()), color=viridis(0.0), marker="o", ms=3)
@@ -115,6 +115,16 @@ def _figures(config: TrainConfig, metrics: dict[int, _Metrics]) -> "dict[str, Fi
                     _merges(next(iter(metrics.values()))), name, label
                 )
     return drawn
+
+
+def _held_out(metrics: dict[int, _Metrics]) -> dict[int, float]:
+    """By step, the mean over the replicas, of which each evaluates a share of the text."""
+    shares: dict[int, list[float]] = {}
+    for steps in metrics.values():
+        for step in steps:
+            if "eval_loss" in step:
+                shares.setdefault(step["step"], []).append(step["eval_loss"])
+    return {step: float(np.mean(losses)) for step, losses in sorted(shares.items())}
 
 
 def _merges(steps: _Metrics) -> list[dict[str, Any]]:
@@ -139,13 +149,13 @@ def _binned(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.nd
 
 def _loss(metrics: dict[int, _Metrics]) -> "Figure":
     figure, axes = _axes("step", "training loss, nats a token")
-    curves = {replica: _binned([step["loss"] for step in steps]) for replica, steps in metrics.items()}
+    shortest = min(map(len, metrics.values()))
+    curves = {replica: _binned([step["loss"] for step in steps[:shortest]]) for replica, steps in metrics.items()}
     for index, (replica, (x, y)) in enumerate(curves.items()):
         shade = viridis(0.6 * (index + 1) / (len(curves) + 1))
         axes.plot(x, y, color=shade, lw=0.8, ls=STYLES[index % len(STYLES)], label=f"replica {replica}")
-    shortest = min(len(y) for _, y in curves.values())
-    x = next(iter(curves.values()))[0][:shortest]
-    axes.plot(x, np.mean([y[:shortest] for _, y in curves.values()], axis=0), color="black", lw=1.6, label="mean")
+    x = next(iter(curves.values()))[0]
+    axes.plot(x, np.mean([y for _, y in curves.values()], axis=0), color="black", lw=1.6, label="mean")
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -167,13 +177,14 @@ def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
     return [sum(values) / len(values) for values in zip(*of_each, strict=False)]
 
 
-def _bytes(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
+def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "Figure":
     from diloco.models.ladder import num_matrix_params
 
     figure, axes = _axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
     x = [step["step"] for step in steps]
-    each = ring_all_reduce_bytes(num_matrix_params(config.model), config.num_replicas)
+    num_params = summary.get("num_params", num_matrix_params(config.model))
+    each = ring_all_reduce_bytes(num_params, config.num_replicas)
     axes.plot(x, np.cumsum([step["bytes_sent"] for step in steps]), color=viridis(0.0), label=config.method)
     if config.method != "data_parallel" and each:
         axes.plot(x, [each * step for step in x], color=viridis(0.5), ls="--", label="Data-Parallel, FP32")

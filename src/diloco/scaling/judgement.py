@@ -2,19 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco.scaling.parametric import FORMS, fit_parametric
+from diloco.scaling.batches import is_on_edge
+from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import PowerLawFit, log_residual
-from diloco.scaling.prediction import Laws
+from diloco.scaling.prediction import Kind, Laws
 from diloco.scaling.table import Point
 
 
 @dataclass(frozen=True)
 class Residual:
-    """How far a law, fitted without the largest size, is from what was measured there."""
+    """How far a law is from what was measured at the largest size."""
 
     law: str
     """independent, joint, or a parametric form."""
@@ -24,66 +25,144 @@ class Residual:
     """For each M."""
 
 
-def residuals(laws: Laws, quantity: str = "loss") -> list[Residual]:
-    """Of independent and joint laws of a quantity, and of the loss' parametric forms, the best first.
-
-    The parametric forms were selected at the size that was left out: their residuals are no test errors.
-    """
-    best = [point for point in laws.best if point.replicas > 0]
-    largest = max((point.params for point in best), default=math.nan)
-    left_out = [point for point in best if point.params == largest]
-    fitted = Laws([point for point in laws.points or laws.best if point.params < largest])
-    found = []
-    for kind in ("independent", "joint"):
-        values = {}
+def held_out_errors(laws: Laws, quantity: str = "loss") -> list[Residual]:
+    """Of independent and joint laws fitted without the largest size, at every M that both know; the best first."""
+    left_out = _largest(laws)
+    fitted = Laws([p for p in laws.points or laws.best if left_out and p.params < left_out[0].params])
+    kinds: tuple[Kind, ...] = ("independent", "joint")
+    errors: dict[Kind, dict[int, float]] = {kind: {} for kind in kinds}
+    for kind, found in errors.items():
         for point in left_out:
             try:
                 law = fitted.fit(quantity, point.replicas, kind).law
             except ValueError:
                 continue
-            measured = laws.value(point, quantity)
-            values[point.replicas] = log_residual(measured, law(point.params, point.replicas))
-        found += _residual(kind, values)
-    if quantity == "loss":
-        for form in FORMS.values():
-            found += _parametric_residual(form.name, best, left_out)
+            found[point.replicas] = log_residual(laws.value(point, quantity), law(point.params, point.replicas))
+    told = [found for found in errors.values() if found]
+    common = set.intersection(*map(set, told)) if told else set()
+    return _ranked({kind: {m: v for m, v in found.items() if m in common} for kind, found in errors.items()})
+
+
+def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, str]]:
+    """The parametric forms, the best at the largest size first, and why others can't be fitted.
+
+    They were selected there, so that their residuals are no test errors.
+    """
+    best, fits, refused = _with_replicas(laws), {}, {}
+    columns = [p.params for p in best], [p.replicas for p in best], [p.eval_loss for p in best]
+    for name, form in FORMS.items():
+        try:
+            fits[name] = fit_parametric(form, *columns)
+        except ValueError as error:
+            refused[name] = str(error)
+    left_out = _largest(laws)
+    residuals = {
+        name: {p.replicas: log_residual(p.eval_loss, fit(p.params, p.replicas)) for p in left_out}
+        for name, fit in fits.items()
+    }
+    return [(fits[residual.law], residual) for residual in _ranked(residuals)], refused
+
+
+def _with_replicas(laws: Laws) -> list[Point]:
+    return [point for point in laws.best if point.replicas > 0]
+
+
+def _largest(laws: Laws) -> list[Point]:
+    points = _with_replicas(laws)
+    largest = max((point.params for point in points), default=math.nan)
+    return [point for point in points if point.params == largest]
+
+
+def _ranked(values: Mapping[str, dict[int, float]]) -> list[Residual]:
+    found = [Residual(law, statistics.mean(of.values()), of) for law, of in values.items() if of]
     return sorted(found, key=lambda residual: residual.mean)
 
 
-def _parametric_residual(name: str, best: Sequence[Point], left_out: Sequence[Point]) -> list[Residual]:
-    try:
-        fit = fit_parametric(FORMS[name], *_columns(best))
-    except ValueError:
-        return []
-    return _residual(name, {p.replicas: log_residual(p.eval_loss, fit(p.params, p.replicas)) for p in left_out})
+@dataclass(frozen=True)
+class Crossing:
+    """Where a law of DiLoCo gives the loss of Data-Parallel's."""
+
+    num_params: float | None
+    """N; None where they never meet at a size that can be told."""
+    low: float | None
+    high: float | None
+    """95 % interval; None where the ratio of the two may be 1 at any size, or there are too few sizes to say."""
+    is_lower_above: bool
+    """Whether DiLoCo's loss is the lower one beyond N."""
+    is_measured: bool
+    """Whether N lies among the sizes that were fitted."""
 
 
-def _residual(law: str, values: dict[int, float]) -> list[Residual]:
-    return [Residual(law, statistics.mean(values.values()), values)] if values else []
+def crossing(laws: Laws, num_replicas: int) -> Crossing:
+    """Where the loss of M replicas crosses Data-Parallel's: where a power law of their ratio is 1.
+
+    Raises:
+        ValueError: if there are no two sizes at which both were run.
+    """
+    one, other = ({p.params: p.eval_loss for p in laws.best if p.replicas == m} for m in (num_replicas, 0))
+    sizes = sorted(one.keys() & other.keys())
+    ratio = PowerLawFit(sizes, [one[n] / other[n] for n in sizes])
+    law, exponent = ratio.law, ratio.exponent()
+    log_n = -math.log(law.factor) / law.exponent if law.exponent else math.inf
+    if abs(log_n) > _MOST_LOG_N:
+        return Crossing(None, None, None, law.exponent < 0, is_measured=False)
+    low = high = None
+    if exponent.low is not None and exponent.high is not None and exponent.low * exponent.high > 0:
+        low, high = (math.exp(_end(ratio, log_n, away)) for away in (-1, 1))
+    num_params = math.exp(log_n)
+    return Crossing(num_params, low, high, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
 
 
-def _columns(points: Sequence[Point]) -> tuple[list[float], list[int], list[float]]:
-    return [p.params for p in points], [p.replicas for p in points], [p.eval_loss for p in points]
+_MOST_LOG_N = math.log(1e18)
 
 
-def crossing(one: PowerLawFit, other: PowerLawFit) -> float | None:
-    """N at which two independent laws give the same value; None where they never do at a finite, positive N."""
-    difference = one.law.exponent - other.law.exponent
-    if difference == 0:
-        return None
-    log_n = math.log(other.law.factor / one.law.factor) / difference
-    return math.exp(log_n) if abs(log_n) < 100 else None
+def _end(ratio: PowerLawFit, log_n: float, away: int) -> float:
+    """The log N nearest to the crossing, on one side, from which on the ratio's interval leaves out 1."""
+
+    def may_be_one(x: float) -> bool:
+        found = ratio.predict(math.exp(x))
+        assert found.low is not None and found.high is not None, "the ratio has intervals"
+        return found.low <= 1 <= found.high
+
+    inside, step = log_n, 0.1
+    while may_be_one(inside + away * step) and step < _MOST_LOG_N:
+        step *= 2
+    outside = inside + away * step
+    for _ in range(40):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if may_be_one(middle) else (inside, middle)
+    return inside
 
 
 def judge(laws: Laws) -> dict[str, Any]:
     """All laws of a table with their intervals, what extrapolates best, and the crossings, as JSON."""
     quantities = ["loss", *(name for name in ("learning_rate", "batch_tokens") if laws.has(name))]
-    found: dict[str, Any] = {"laws": {quantity: _laws(laws, quantity) for quantity in quantities}}
-    found["residuals"] = {quantity: [asdict(r) for r in residuals(laws, quantity)] for quantity in quantities}
-    ranked = found["residuals"]["loss"]
-    found["extrapolates_best"] = ranked[0]["law"] if ranked else None
-    found["crossings"] = _crossings(laws)
-    return found
+    ranked, refused = forms(laws)
+    errors = {quantity: held_out_errors(laws, quantity) for quantity in quantities}
+    return {
+        "laws": {quantity: _laws(laws, quantity) for quantity in quantities},
+        "test_errors": {quantity: [asdict(residual) for residual in found] for quantity, found in errors.items()},
+        "forms": [
+            {
+                "form": fit.form.name,
+                "formula": fit.form.formula,
+                "coefficients": fit.coefficients,
+                **_told(residual),
+            }
+            for fit, residual in ranked
+        ],
+        "forms_refused": refused,
+        "extrapolates_best": {
+            "law": errors["loss"][0].law if errors["loss"] else None,
+            "form": ranked[0][0].form.name if ranked else None,
+        },
+        "crossings": {str(m): asdict(crossing(laws, m)) for m in _crossed(laws)},
+        "batches_on_edge": _on_edge(laws) if laws.has("batch_tokens") else [],
+    }
+
+
+def _told(residual: Residual) -> dict[str, Any]:
+    return {"selected_at_largest": residual.mean, "by_replicas": residual.by_replicas}
 
 
 def _laws(laws: Laws, quantity: str) -> dict[str, Any]:
@@ -95,7 +174,7 @@ def _laws(laws: Laws, quantity: str) -> dict[str, Any]:
     return found
 
 
-def _coefficients(laws: Laws, quantity: str, replicas: int, kind: Any) -> dict[str, Any]:
+def _coefficients(laws: Laws, quantity: str, replicas: int, kind: Kind) -> dict[str, Any]:
     try:
         fit = laws.fit(quantity, replicas, kind)
     except ValueError as error:
@@ -104,14 +183,15 @@ def _coefficients(laws: Laws, quantity: str, replicas: int, kind: Any) -> dict[s
     return found | {"beta": fit.replicas_exponent()._asdict()} if kind == "joint" else found
 
 
-def _crossings(laws: Laws) -> dict[str, float | None]:
-    if 0 not in laws.replicas:
-        return {}
-    found = {}
-    for replicas in laws.replicas[1:]:
-        try:
-            one, other = (laws.fit("loss", m, "independent") for m in (replicas, 0))
-        except ValueError:
-            continue
-        found[str(replicas)] = crossing(one, other)
-    return found
+def _crossed(laws: Laws) -> list[int]:
+    """Every M that was run at two sizes at which Data-Parallel was, too."""
+    sizes = {m: {point.params for point in laws.best if point.replicas == m} for m in laws.replicas}
+    return [m for m in laws.replicas if m > 0 and len(sizes[m] & sizes.get(0, set())) > 1]
+
+
+def _on_edge(laws: Laws) -> list[dict[str, float]]:
+    return [
+        {"params": point.params, "replicas": point.replicas}
+        for point in laws.best
+        if is_on_edge(laws.runs_of(point))
+    ]

@@ -100,14 +100,17 @@ def fit_parametric(
     """The best fit of all starts.
 
     Raises:
-        ValueError: if there are too few points below the largest size for the form's coefficients.
+        ValueError: if the sizes below the largest, or the numbers of replicas, are too few for the form.
     """
     n, m, y = np.array(num_params) / _MILLION, np.array(num_replicas, dtype=float), np.array(loss)
     is_largest = n == n.max()
-    if (~is_largest).sum() < len(form.ranges):
+    # A constant beside a power needs three values to be told from it.
+    least = 3 if "C" in form.ranges else 2, 3 if "log B" in form.ranges else 2
+    found = len(set(n[~is_largest])), len(set(m[~is_largest]))
+    if found[0] < least[0] or found[1] < least[1]:
         raise ValueError(
-            f"{form.formula} has {len(form.ranges)} coefficients, and there are {(~is_largest).sum()} points "
-            "below the largest size: add sizes, or numbers of replicas"
+            f"{form.formula} needs {least[0]} sizes below the largest and {least[1]} numbers of replicas, and "
+            f"there are {found[0]} and {found[1]}"
         )
     generator = np.random.default_rng(seed)
     low, high = np.array(list(form.ranges.values())).T

@@ -3,7 +3,10 @@
     independent, for one method and one M:  y = A·N^α
     joint, for all M ≥ 1:                   y = A·N^α·M^β
 
-Shapes: n points, k coefficients, R bootstrap repeats.
+What a law misses at a size is much the same for every M. So errors have two strata, as in a split plot: one error
+a size, and one a point within its size; with a point a size, as of an independent law, there is only the first.
+
+Shapes: n points, g sizes, k coefficients, R bootstrap repeats.
 """
 
 import math
@@ -67,6 +70,9 @@ class PowerLawFit:
             raise ValueError("a power law in N needs two sizes or more, not one")
         if self.num_replicas is not None and len(set(self.num_replicas)) < 2:
             raise ValueError("a joint power law needs two numbers of replicas or more, not one")
+        if np.linalg.matrix_rank(self._design_nxk) < self._k:
+            points = ", ".join(f"N = {n:g}, M = {m}" for n, m in zip(self.num_params, self._replicas, strict=True))
+            raise ValueError(f"{points} don't tell α from β: add a size at which two numbers of replicas were run")
 
     @cached_property
     def law(self) -> PowerLaw:
@@ -98,12 +104,14 @@ class PowerLawFit:
     def _k(self) -> int:
         return 2 if self.num_replicas is None else 3
 
+    @property
+    def _replicas(self) -> Sequence[int]:
+        return self.num_replicas if self.num_replicas is not None else [1] * len(self.values)
+
     @cached_property
     def _design_nxk(self) -> Array:
-        columns = [np.ones(len(self.values)), np.log(self.num_params)]
-        if self.num_replicas is not None:
-            columns.append(np.log(self.num_replicas))
-        return np.stack(columns, axis=1)
+        columns = [np.ones(len(self.values)), np.log(self.num_params), np.log(self._replicas)]
+        return np.stack(columns[: self._k], axis=1)
 
     @cached_property
     def _pseudo_inverse_kxn(self) -> Array:
@@ -115,29 +123,66 @@ class PowerLawFit:
         return self._pseudo_inverse_kxn @ log_values_n
 
     @cached_property
-    def _bootstrap(self) -> tuple[Array, Array, float]:
-        """Coefficients minus the fit's (R, k), the residual deviation of each repeat (R,), and the fit's own."""
-        design, inverse = self._design_nxk, self._pseudo_inverse_kxn
-        freedom = len(self.values) - self._k
-        residuals_n = np.log(self.values) - design @ self._coefficients_k
-        leverage_n = np.einsum("nk,kn->n", design, inverse)
-        raised_n = residuals_n / np.sqrt(np.maximum(1 - leverage_n, 1e-9))
-        raised_n -= raised_n.mean()
-        drawn_Rxn = np.random.default_rng(0).choice(raised_n, size=(_REPEATS, len(raised_n)))
+    def _size_of_n(self) -> NDArray[np.intp]:
+        """The index of each point's size."""
+        return np.unique(np.asarray(self.num_params, dtype=np.float64), return_inverse=True)[1]
+
+    @cached_property
+    def _mean_gxn(self) -> Array:
+        """The mean over the points of each size."""
+        is_of_gxn = np.arange(self._size_of_n.max() + 1)[:, None] == self._size_of_n
+        return is_of_gxn / is_of_gxn.sum(1, keepdims=True)
+
+    @property
+    def _freedom(self) -> tuple[int, int]:
+        """Degrees of freedom between the sizes, and within them."""
+        num_points, num_sizes = len(self.values), len(self._mean_gxn)
+        return num_sizes - 2, num_points - num_sizes - (self._k - 2)
+
+    def _variances(self, row_k: Array, residuals_Rxn: Array) -> Array:
+        """Of a combination of the coefficients, for each repeat's residuals (R,)."""
+        weights_n = row_k @ self._pseudo_inverse_kxn
+        means_Rxg = residuals_Rxn @ self._mean_gxn.T
+        within_Rxn = residuals_Rxn - means_Rxg[:, self._size_of_n]
+        weights_g = self._mean_gxn @ weights_n
+        num_of_g = np.bincount(self._size_of_n)
+        between = (num_of_g * weights_g**2).sum() * (num_of_g * means_Rxg**2).sum(1) / self._freedom[0]
+        if not self._freedom[1]:
+            return between
+        left = ((weights_n - weights_g[self._size_of_n]) ** 2).sum()
+        return between + left * (within_Rxn**2).sum(1) / self._freedom[1]
+
+    @cached_property
+    def _residuals_n(self) -> Array:
+        return np.log(self.values) - self._design_nxk @ self._coefficients_k
+
+    @cached_property
+    def _bootstrap(self) -> tuple[Array, Array]:
+        """Coefficients minus the fit's (R, k), and the residuals of each repeat (R, n)."""
+        design, inverse, generator = self._design_nxk, self._pseudo_inverse_kxn, np.random.default_rng(0)
+        means_g = self._mean_gxn @ self._residuals_n
+        within_n = self._residuals_n - means_g[self._size_of_n]
+        # What a fit leaves is less than the error, by its leverage.
+        leverage_g = np.einsum("gn,nk,km,gm->g", self._mean_gxn, design, inverse, self._mean_gxn)
+        means_g = means_g / np.sqrt(np.maximum(1 - leverage_g * np.bincount(self._size_of_n), 1e-9))
+        means_g -= means_g.mean()
+        drawn_Rxn = generator.choice(means_g, size=(_REPEATS, len(means_g)))[:, self._size_of_n]
+        if self._freedom[1]:
+            within_n = within_n * math.sqrt(len(within_n) / self._freedom[1])
+            apart_Rxn = generator.choice(within_n, size=(_REPEATS, len(within_n)))
+            drawn_Rxn = drawn_Rxn + apart_Rxn - (apart_Rxn @ self._mean_gxn.T)[:, self._size_of_n]
         moved_Rxk = drawn_Rxn @ inverse.T
-        left_Rxn = drawn_Rxn - moved_Rxk @ design.T
-        return (
-            moved_Rxk,
-            np.sqrt((left_Rxn**2).sum(1) / freedom),
-            math.sqrt(float((residuals_n**2).sum()) / freedom),
-        )
+        return moved_Rxk, drawn_Rxn - moved_Rxk @ design.T
 
     def _interval(self, row_k: Array) -> Estimate:
         """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
         value = float(row_k @ self._coefficients_k)
-        if len(self.values) < self._k + _LEAST_FREEDOM:
+        between, within = self._freedom
+        if between < _LEAST_FREEDOM or 0 < within < _LEAST_FREEDOM or within < 0:
             return Estimate(value)
-        moved_Rxk, deviation_R, deviation = self._bootstrap
+        moved_Rxk, left_Rxn = self._bootstrap
+        deviation = math.sqrt(float(self._variances(row_k, self._residuals_n[None])[0]))
+        deviation_R = np.sqrt(self._variances(row_k, left_Rxn))
         kept = deviation_R > 1e-9 * deviation
         t_R = (moved_Rxk @ row_k)[kept] / deviation_R[kept]
         low, high = np.quantile(t_R, [0.025, 0.975]) if kept.any() else (0.0, 0.0)
@@ -145,7 +190,7 @@ class PowerLawFit:
 
 
 _REPEATS = 4000
-_LEAST_FREEDOM = 3  # with fewer points than that beyond the coefficients, residuals say too little
+_LEAST_FREEDOM = 3  # with fewer sizes, or points, than that beyond the coefficients, residuals say too little
 
 
 def _exp(estimate: Estimate) -> Estimate:

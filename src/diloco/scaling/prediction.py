@@ -1,23 +1,24 @@
 """What to train a model with, and what loss to expect: the papers' laws, or those of a user's own sweep."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from diloco.scaling.batches import best_batch
 from diloco.scaling.power_laws import Estimate, PowerLaw, PowerLawFit
-from diloco.scaling.published import JOINT, LAWS, SEQUENCE_LENGTH
+from diloco.scaling.published import JOINT, LAWS, NUM_PARAMS, SEQUENCE_LENGTH
 from diloco.scaling.table import Point, best_points, published_table
 
-Fit = Literal["joint", "independent"]
+Kind = Literal["joint", "independent"]
 DEFAULT_OUTER_LEARNING_RATE = 0.4
 
 
 @dataclass(frozen=True)
 class Laws:
-    """Laws of one kind, from a table; hyperparameters are the published ones where the table has none.
+    """Laws from a table; hyperparameters are the published ones where the table has none.
 
     Args:
         points: of a sweep; None takes the published losses, and with them the published hyperparameters.
@@ -35,16 +36,16 @@ class Laws:
         """All M that the table has, 0 for Data-Parallel."""
         return sorted({point.replicas for point in self.best})
 
-    def fit(self, quantity: str, num_replicas: int, fit: Fit) -> PowerLawFit:
+    def fit(self, quantity: str, num_replicas: int, kind: Kind) -> PowerLawFit:
         """The law of loss, learning_rate or batch_tokens, from the table.
 
         Raises:
             ValueError: if the table can't give it.
         """
-        self._check(num_replicas, fit)
-        chosen = [p for p in self.best if (p.replicas > 0 if fit == "joint" else p.replicas == num_replicas)]
+        self._check(num_replicas, kind)
+        chosen = [p for p in self.best if (p.replicas > 0 if kind == "joint" else p.replicas == num_replicas)]
         values = [self.value(point, quantity) for point in chosen]
-        replicas = [point.replicas for point in chosen] if fit == "joint" else None
+        replicas = [point.replicas for point in chosen] if kind == "joint" else None
         return PowerLawFit([point.params for point in chosen], values, replicas)
 
     def value(self, point: Point, quantity: str) -> float:
@@ -52,37 +53,47 @@ class Laws:
         if quantity == "loss":
             return point.eval_loss
         if quantity == "batch_tokens":
-            assert self.points is not None, "the published table has no batches"
-            same = [p for p in self.points if (p.params, p.replicas) == (point.params, point.replicas)]
-            return best_batch(same)
+            return best_batch(self.runs_of(point))
         return point.settings[quantity]
 
-    def _check(self, num_replicas: int, fit: Fit) -> None:
-        if fit == "joint" and num_replicas == 0:
+    def runs_of(self, point: Point) -> list[Point]:
+        """All points of the table with the size and M of one."""
+        return [p for p in self.points or () if (p.params, p.replicas) == (point.params, point.replicas)]
+
+    def _check(self, num_replicas: int, kind: Kind) -> None:
+        known = ", ".join(map(str, self.replicas))
+        if kind == "joint" and num_replicas == 0:
             raise ValueError(
-                "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent"
+                "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent (there are "
+                f"independent laws for M = {known})"
             )
-        if fit == "joint" and len([m for m in self.replicas if m > 0]) < 2:
+        if kind == "joint" and len([m for m in self.replicas if m > 0]) < 2:
             raise ValueError(
-                f"a joint law needs runs with two numbers of replicas or more, and there are M = "
-                f"{', '.join(map(str, self.replicas))}: pass --fit independent"
+                f"a joint law needs runs with two numbers of replicas or more, and there are M = {known}: pass "
+                "--fit independent"
             )
-        if fit == "independent" and num_replicas not in self.replicas:
+        if kind == "independent" and num_replicas not in self.replicas:
             raise ValueError(
-                f"there is no independent law for {num_replicas} replicas: there are those for M = "
-                f"{', '.join(map(str, self.replicas))} (0 is Data-Parallel); a joint law takes any M ≥ 1"
+                f"there is no independent law for {num_replicas} replicas: there are those for M = {known} (0 is "
+                "Data-Parallel); a joint law takes any M ≥ 1"
             )
 
     def has(self, quantity: str) -> bool:
         """Whether the table itself tells the quantity."""
         return self.points is not None and all(quantity in point.settings for point in self.points)
 
+    @property
+    def tokens_per_param(self) -> float:
+        """Of the runs; the papers' 20 where the table doesn't say."""
+        ratios = [p.settings["tokens"] / p.params for p in self.points or () if "tokens" in p.settings]
+        return statistics.mean(ratios) if ratios else TOKENS_PER_PARAM
+
 
 def predict(
     num_params: float,
     num_replicas: int,
     *,
-    fit: Fit | None = None,
+    fit: Kind | None = None,
     laws: Laws | None = None,
     overtraining: float = 1.0,
 ) -> dict[str, Any]:
@@ -104,30 +115,34 @@ def predict(
         raise ValueError(f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}")
     laws = laws or Laws()
     fit = fit or ("joint" if num_replicas > 0 else "independent")
-    loss = laws.fit("loss", num_replicas, fit).predict(num_params, num_replicas)
-    rate = _hyperparameter(laws, "learning_rate", num_params, num_replicas, fit)
-    batch = _hyperparameter(laws, "batch_tokens", num_params, num_replicas, fit)
-    tokens = 20 * num_params * overtraining
-    sizes = [point.params for point in laws.best]
-    warnings = []
-    if not min(sizes) <= num_params <= max(sizes):
-        fitted = f"{min(sizes):g} to {max(sizes):g}"
-        warnings.append(f"N = {num_params:g} lies outside the sizes that were fitted, {fitted}")
-    most = max(laws.replicas)
-    if num_replicas > most:
-        warnings.append(f"M = {num_replicas} lies beyond the numbers of replicas that were fitted, up to {most}")
+    law = laws.fit("loss", num_replicas, fit)
+    rate, batch = (
+        _hyperparameter(laws, quantity, num_params, num_replicas, fit)
+        for quantity in ("learning_rate", "batch_tokens")
+    )
+    tokens = TOKENS_PER_PARAM * num_params * overtraining
+    least, best, most = (None if of is None else math.ceil(tokens / of) for of in _backwards(batch))
+    assert best is not None, "there is a batch"
+    warnings = [*_outside(law, num_params, num_replicas), *_borrowed(laws, num_params)]
+    if not 0.95 < (ratio := tokens / num_params / laws.tokens_per_param) < 1.05:
+        warnings.append(
+            f"the loss is that of {laws.tokens_per_param:.3g} tokens a parameter, {1 / ratio:.3g} of these"
+        )
     return {
         "num_params": num_params,
         "num_replicas": num_replicas,
         "fit": fit,
-        "loss": _told(loss, "too few points for an interval"),
+        "loss": _told(law.predict(num_params, num_replicas), "too few points for an interval"),
         "learning_rate": rate,
         "batch_tokens": batch | {"power_of_two": 2 ** round(math.log2(batch["value"]))},
         "outer_learning_rate": _outer_learning_rate(laws, num_replicas),
         "tokens": _told(Estimate(tokens), "20·N·overtraining, a choice and not a fit"),
-        "steps": _told(Estimate(tokens / batch["value"]), "tokens over the batch"),
+        "steps": _told(Estimate(best, least, most), "tokens over the batch, which has no interval"),
         "warning": "; ".join(warnings) or None,
     }
+
+
+TOKENS_PER_PARAM = 20.0
 
 
 def _told(estimate: Estimate, reason: str | None = None) -> dict[str, Any]:
@@ -135,13 +150,41 @@ def _told(estimate: Estimate, reason: str | None = None) -> dict[str, Any]:
     return found | {"reason": reason} if estimate.low is None else found
 
 
-def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, fit: Fit) -> dict[str, Any]:
+def _backwards(estimate: dict[str, Any]) -> tuple[float | None, float, float | None]:
+    return estimate["high"], estimate["value"], estimate["low"]
+
+
+def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator[str]:
+    """What of a prediction lies outside what a law was fitted to."""
+    low, high = min(law.num_params), max(law.num_params)
+    if not low <= num_params <= high:
+        yield (
+            f"N = {num_params:g} lies outside the sizes that were fitted, {low:g} to {high:g}: an interval is "
+            "that of the law, which may bend (the published ones are 1 % low at 4B, 4 % at 10B)"
+        )
+    known = law.num_replicas or [num_replicas]
+    if not min(known) <= num_replicas <= max(known):
+        yield (
+            f"M = {num_replicas} lies outside the numbers of replicas that were fitted, {min(known)} to "
+            f"{max(known)}"
+        )
+
+
+def _borrowed(laws: Laws, num_params: float) -> Iterator[str]:
+    """Which hyperparameters are the published ones, for sizes that those don't know."""
+    if laws.points is not None and not NUM_PARAMS[0] <= num_params <= NUM_PARAMS[-1]:
+        for quantity in ("learning_rate", "batch_tokens"):
+            if not laws.has(quantity):
+                yield f"the table has no {quantity}, and the published law of 35M to 2.4B parameters is far off"
+
+
+def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
     if laws.has(quantity):
-        found = laws.fit(quantity, num_replicas, fit).predict(num_params, num_replicas)
+        found = laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)
         return _told(found, "too few points for an interval")
-    if fit == "independent" and num_replicas not in LAWS[quantity]:
+    if kind == "independent" and num_replicas not in LAWS[quantity]:
         raise ValueError(f"the table has no {quantity}, and no published law is there for M = {num_replicas}")
-    law: PowerLaw = JOINT[quantity] if fit == "joint" else LAWS[quantity][num_replicas]
+    law: PowerLaw = JOINT[quantity] if kind == "joint" else LAWS[quantity][num_replicas]
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
     value = unit * law(num_params, num_replicas)
     return _told(Estimate(value), "the published coefficients come without the data behind them")
@@ -158,15 +201,14 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
 
 
 def _by_mean_excess(points: Sequence[Point]) -> float:
-    """The rate whose best loss lies, over the sizes, the least above the best of all rates."""
+    """Of the rates tried at the most sizes the one whose best loss lies the least above the best, on average."""
     by_size: dict[float, dict[float, float]] = {}
     for point in points:
         losses = by_size.setdefault(point.params, {})
         rate = point.settings["outer_learning_rate"]
         losses[rate] = min(point.eval_loss, losses.get(rate, math.inf))
-
-    def excess(rate: float) -> float:
-        return sum(losses.get(rate, math.inf) / min(losses.values()) - 1 for losses in by_size.values())
-
-    everywhere = set.intersection(*map(set, by_size.values()))
-    return min(everywhere or set().union(*by_size.values()), key=excess)
+    excess: dict[float, list[float]] = {}
+    for losses in by_size.values():
+        for rate, loss in losses.items():
+            excess.setdefault(rate, []).append(loss / min(losses.values()) - 1)
+    return min(sorted(excess), key=lambda rate: (-len(excess[rate]), statistics.mean(excess[rate])))

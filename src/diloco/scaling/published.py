@@ -42,6 +42,7 @@ JOINT = {
     "batch_tokens": PowerLaw(0.00709, 0.4695, 0.3399),
 }
 """Joint laws (Table 10)."""
+EXTRAPOLATED_PARAMS = (4e9, 10e9)
 EXTRAPOLATED = {
     ("independent", 0): (2.224, 2.090),
     ("independent", 1): (2.229, 2.103),
@@ -51,7 +52,7 @@ EXTRAPOLATED = {
     ("independent", 4): (2.232, 2.098),
     ("joint", 4): (2.230, 2.096),
 }
-"""Losses at 4B and 10B with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
+"""Losses at those sizes with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
 SEQUENCE_LENGTH = 2048
 
 

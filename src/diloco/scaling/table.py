@@ -2,12 +2,14 @@
 
 import csv
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diloco.scaling.published import LOSS, NUM_PARAMS
 
+_OF_THE_OUTER_STEP = ("outer_learning_rate", "sync_every")
 _OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every", "tokens")
 
 
@@ -37,10 +39,11 @@ def published_table() -> list[Point]:
 def read_table(path: Path) -> list[Point]:
     """The points of a CSV with the columns params, replicas (0 is Data-Parallel) and eval_loss, and maybe others.
 
-    Lines that begin with # are comments.
+    Lines that begin with # are comments. Runs of the same settings, which differ in their seed, are one point, at
+    their mean loss.
 
     Raises:
-        ValueError: naming the row that is wrong, or the column that is missing.
+        ValueError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
     """
     try:
         lines = path.read_text().splitlines()
@@ -52,21 +55,28 @@ def read_table(path: Path) -> list[Point]:
         if name not in (rows.fieldnames or ()):
             raise ValueError(f"{path} has no column {name!r}: it needs params, replicas and eval_loss")
     points = list(_points(path, rows, [number for number, _ in numbered]))
+    _check_alike(path, points)
     if len({point.params for point in points}) < 2:
         sizes = ", ".join(f"{point.params:g}" for point in points[:1]) or "none"
         raise ValueError(f"{path} has runs of one size only ({sizes}): a law in N needs two sizes or more")
-    return points
+    return _averaged(points)
 
 
 def _points(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[Point]:
-    for row in rows:
-        if row.get("failed"):
-            continue  # a run of our own sweep that came to nothing
-        where = f"{path}, line {numbers[rows.line_num - 1]}"
+    # Rows of our own sweep that came to nothing say why in `failed`.
+    told = [(numbers[rows.line_num - 1], row) for row in rows if not row.get("failed")]
+    used = [name for name in _OPTIONAL if any(row.get(name) for _, row in told)]
+    for line, row in told:
+        where = f"{path}, line {line}"
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
             raise ValueError(f"{where}: replicas must be a whole number, not {row['replicas']}")
-        settings = {name: _number(row, name, where) for name in _OPTIONAL if row.get(name)}
+        settings = {name: _number(row, name, where) for name in used if row.get(name)}
+        for name in used:
+            if name not in settings and (replicas or name not in _OF_THE_OUTER_STEP):
+                raise ValueError(
+                    f"{where}: {name} is missing, and other rows have it: fill it in, or drop the column"
+                )
         yield Point(_number(row, "params", where), int(replicas), _number(row, "eval_loss", where), settings)
 
 
@@ -80,6 +90,29 @@ def _number(row: dict[str, str], name: str, where: str, least: float | None = No
         bound = "above 0" if least is None else f"at least {least:g}"
         raise ValueError(f"{where}: {name} must be {bound} and finite, not {text}")
     return value
+
+
+def _check_alike(path: Path, points: Sequence[Point]) -> None:
+    """Refuse a table of runs that no one law holds for."""
+    periods = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
+    if len(periods) > 1:
+        found = ", ".join(f"{period:g}" for period in periods)
+        raise ValueError(
+            f"{path} has runs with sync_every = {found}: a law holds for one, so keep the rows of one"
+        )
+    ratios = sorted(point.settings["tokens"] / point.params for point in points if "tokens" in point.settings)
+    if ratios and ratios[-1] > 1.1 * ratios[0]:
+        raise ValueError(
+            f"{path} has runs of {ratios[0]:.3g} to {ratios[-1]:.3g} tokens a parameter: a law holds for one "
+            "budget, so keep the rows of one"
+        )
+
+
+def _averaged(points: Sequence[Point]) -> list[Point]:
+    same: dict[tuple[object, ...], list[Point]] = {}
+    for point in points:
+        same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), []).append(point)
+    return [replace(of[0], eval_loss=statistics.mean(point.eval_loss for point in of)) for of in same.values()]
 
 
 def best_points(points: list[Point]) -> list[Point]:

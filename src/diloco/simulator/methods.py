@@ -29,6 +29,8 @@ class MethodSettings:
     """τ, one number or one a replica; None is 1 for the overlapped methods, and 0 is all that the others have."""
     first_sync: Literal["full_period", "early"] = "full_period"
     """As in `Schedule`; it matters to runs that are short."""
+    offsets: tuple[int, ...] | None = None
+    """As in `Schedule`, of the streaming methods: one a fragment."""
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
@@ -44,7 +46,7 @@ class MethodSettings:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.fragments not in ("strided", "sequential"):
             raise ValueError(f"fragments must be strided or sequential, not {self.fragments!r}")
-        self.schedule(1)  # which checks the rest
+        self.schedule(len(self.offsets or (0,)))  # which checks the rest
 
     @property
     def streams(self) -> bool:
@@ -81,4 +83,5 @@ class MethodSettings:
             num_fragments=num_fragments,
             overlap_steps=self.overlap_steps if self.overlap_steps is not None else int(self.overlaps),
             first_sync=self.first_sync,
+            offsets=self.offsets,
         )

@@ -106,6 +106,9 @@ def evaluate_run(
         for path in filter(None, tasks.values()):
             read_questions(path)
         require("lm_eval", extra="eval")
+        from diloco.evaluation.zero_shot import check_tasks
+
+        check_tasks(tasks)
     config = read_config(directory)
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
