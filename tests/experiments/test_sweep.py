@@ -69,10 +69,10 @@ def test_the_grid_is_extended_until_the_best_is_inside(base, tmp_path):
 
 
 def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
-    axes = {"width": (32, 48), "num_replicas": (0, 1), "learning_rate": (0.005, 0.01, 0.02)}
+    axes = {"width": (32, 48), "num_replicas": (0, 1), "learning_rate": (0.0035, 0.005, 0.007)}
     rows, _ = swept(base, tmp_path, axes=axes, then={"outer_learning_rate": (0.4, 0.6, 0.8)})
     for params in {row["params"] for row in rows}:
-        later = [r for r in rows if r["params"] == params and r["replicas"] == 1 and r["learning_rate"] == 0.01]
+        later = [r for r in rows if r["params"] == params and r["replicas"] == 1 and r["learning_rate"] == 0.005]
         assert sorted(row["outer_learning_rate"] for row in later) == [0.4, 0.6, 0.8]
     assert all("outer_learning_rate" not in row for row in rows if row["replicas"] == 0)
     assert len(rows) == 2 * 2 * 3 + 2 * 2  # 0.4 is the recipe's own

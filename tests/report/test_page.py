@@ -90,15 +90,22 @@ def test_nothing_is_wider_than_the_screen_or_missing(page, size, tmp_path):
     script = """<script>
       const broken = [...document.images].filter(image => !image.naturalWidth).length;
       const small = [...document.images].filter(image => image.clientWidth < 300).length;
-      document.title = [document.documentElement.scrollWidth, window.innerWidth, broken, small].join(' ');
+      const found = [document.documentElement.scrollWidth, window.innerWidth, broken, small].join(' ');
+      parent.postMessage(found, '*');
     </script></body>"""
-    measured = tmp_path / "measured.html"
+    measured, around = tmp_path / "measured.html", tmp_path / "around.html"
     measured.write_text(page.read_text().replace("</body>", script))
-    printed = browser(f"--window-size={width},{height}", "--dump-dom", measured.as_uri()).stdout
+    # A browser's own window is 500 pixels wide at the least.
+    around.write_text(
+        "<script>addEventListener('message', event => { document.title = event.data; });</script>"
+        f'<iframe src="measured.html" width="{width}" height="{height}" frameborder="0"></iframe>'
+    )
+    wide = f"--window-size={max(500, width + 20)},{height + 20}"
+    printed = browser(wide, "--virtual-time-budget=10000", "--dump-dom", around.as_uri()).stdout
     scroll, inner, broken, small = map(int, re.search(r"<title>([\d ]+)</title>", printed)[1].split())
     assert scroll <= inner == width and (broken, small) == (0, 0)
     picture = tmp_path / "page.png"
-    browser(f"--window-size={width},{height}", f"--screenshot={picture}", page.as_uri())
+    browser(wide, f"--screenshot={picture}", around.as_uri())
     assert picture.stat().st_size > 10_000
 
 
