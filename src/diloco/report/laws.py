@@ -26,20 +26,31 @@ def loss_over_params(laws: Laws) -> "Figure":
     Of the published losses with those that were measured later, at 4B and 10B, as circles.
     """
     curves = {_name(m): [_point(p.params, p.eval_loss) for p in _of(laws.best, m)] for m in laws.replicas}
-    figure, axes = _panel(Panel(title="laws as thin lines", x_label="parameters", x_log=True, curves=curves))
+    figure, axes = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
+    for container in axes.containers:
+        container.lines[0].set_linestyle("")
     sizes = [point.params for point in laws.best]
     x = np.geomspace(min(sizes), 10 * max(sizes), 50)
     for index, replicas in enumerate(laws.replicas):
         if len(_of(laws.best, replicas)) > 1:
             law = laws.fit("loss", replicas, "independent").law
             shade = viridis(0.6 * index / max(1, len(laws.replicas) - 1))
-            axes.plot(x, [law(n) for n in x], color=shade, lw=0.7)
+            axes.plot(x, [law(n) for n in x], color=shade, lw=0.9)
     if laws.points is None:
         for (_, replicas), losses in EXTRAPOLATED.items():
             shade = viridis(0.6 * laws.replicas.index(replicas) / max(1, len(laws.replicas) - 1))
             axes.plot(EXTRAPOLATED_PARAMS, losses, ls="", marker="o", mfc="none", color=shade)
-    axes.set_yscale("log")
+    _set_log_losses(axes)
     return figure
+
+
+def _set_log_losses(axes: "Axes") -> None:
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=[1, 1.5, 2, 2.5, 3, 4, 5, 7]))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(LogLocator(subs=[]))
 
 
 def difference_to_data_parallel(laws: Laws) -> "Figure":

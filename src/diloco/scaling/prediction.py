@@ -160,7 +160,7 @@ def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator
     if not low <= num_params <= high:
         yield (
             f"N = {num_params:g} lies outside the sizes that were fitted, {low:g} to {high:g}: an interval is "
-            "that of the law, which may bend (the published ones are 1 % low at 4B, 4 % at 10B)"
+            "that of the law, which may bend (the published ones are 1 to 2 % low at 4B, 3 to 5 % at 10B)"
         )
     known = law.num_replicas or [num_replicas]
     if not min(known) <= num_replicas <= max(known):
