@@ -204,6 +204,15 @@ def test_text_is_generated_up_to_a_stop():
 
     assert written({"until": ["GH"], "max_gen_toks": 20}) == "CDEF"
     assert written({"until": [], "max_gen_toks": 5}) == "CDEFG"
+    with pytest.raises(ValueError, match="wants 256 tokens written, and the model was trained on sequences of 64"):
+        written({"until": []})
+
+
+def test_a_metric_of_two_filters_is_two_numbers():
+    from diloco.evaluation.zero_shot import _metrics
+
+    told = {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc,none": 1, "alias": "x"}
+    assert _metrics(told) == {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc": 1.0}
 
 
 @pytest.mark.parametrize(

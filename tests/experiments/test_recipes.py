@@ -171,3 +171,16 @@ def test_a_larger_batch_has_a_larger_learning_rate():
     tier = TIERS["small"]()
     rates = [tier.run(batch=batch).optimizer.learning_rate for batch in (1, 4)]
     assert rates[1] == 2 * rates[0] == 2 * tier.base_config.optimizer.learning_rate
+
+
+def test_only_what_is_over_is_tabulated(capsys, tmp_path):
+    from diloco.cli_experiment import _over
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["experiment", "freezing", "--tabulate", "--output", str(tmp_path)])
+    assert "no run of freezing is over in" in capsys.readouterr().err
+    one = experiment("freezing", TIERS["small"]())
+    over = make_job(one.runs[1].config, tmp_path / "runs").directory
+    over.mkdir(parents=True)
+    (over / "summary.json").touch()
+    assert list(_over(one, tmp_path).runs) == [one.runs[1]]
