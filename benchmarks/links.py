@@ -6,11 +6,11 @@ Two replicas, each in a network namespace of its own, train the laptop recipe's 
 same inner optimizer: Data-Parallel is DistributedDataParallel in FP32, with three bucket sizes, and with its bf16
 hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file).
 
-Compute utilization is compute time over all time. What a step's optimizer and sync take beyond their median in the
-run is waiting, and so is the end of the run; of Data-Parallel, which waits in every step, compute is what `alone`
-takes, which exchanges nothing. Methods take turns, `--repeats` times, and what is printed are medians. The rows of
-a bandwidth are written to DIR/links.csv when all its methods were measured, and a run that was interrupted goes on
-from there; DIR/links.svg is the figure.
+Compute utilization is, for every method, what as many steps take without exchange, `alone`, right before and after
+it, over what they took with it, from the second period of H steps on. Methods take turns, `--repeats` times, and
+what is printed are medians. What was measured is written at once, to DIR/links.csv, and the steps alone to
+DIR/alone.jsonl; a call that was interrupted, or asks for more, goes on from there, and makes predictions anew.
+DIR/links.svg is the figure.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +33,13 @@ from links_points import (
     ENGINE,
     NUM_REPLICAS,
     PEER,
+    Key,
     draw,
+    key,
+    num_steps,
     points,
     report,
     report_payloads,
-    with_utilization,
 )
 from network.laboratory import Laboratory
 
@@ -48,6 +50,7 @@ from diloco.training.start import prepare_run
 
 BUCKETS_MB = ("1", "4", "25")
 PAYLOAD_BYTES = 32_000_000
+ALONE_STEPS = 30
 _ROUNDS = count(100_000)
 
 
@@ -55,26 +58,30 @@ def main() -> None:
     arguments = _arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
     config = _config(arguments)
-    rows = _read(arguments.output / "links.csv")
-    with (
-        Laboratory(
-            NUM_REPLICAS, emulator=arguments.emulator, congestion_control=arguments.congestion_control
-        ) as laboratory,
-        _replicas(laboratory, config) as both,
-    ):
-        for repeat in range(arguments.repeats):
-            for mbit_s in arguments.bandwidths:
-                if any((row["repeat"], row["mbit_s"]) == (repeat, mbit_s) for row in rows):
-                    continue
-                laboratory.set_links(
-                    gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss
-                )
-                evaluated = repeat == 0 and mbit_s == max(arguments.bandwidths)
-                measured = measure(laboratory, both, config, arguments, evaluated=evaluated)
-                rows += [{"repeat": repeat, "mbit_s": mbit_s, **row} for row in measured]
-                _write(rows, arguments.output / "links.csv")
+    rows, alone = _read(arguments.output / "links.csv"), _read_alone(arguments.output / "alone.jsonl")
+    missing = [
+        {"repeat": float(repeat), "mbit_s": mbit_s, "method": method}
+        for repeat in range(arguments.repeats)
+        for mbit_s in arguments.bandwidths
+        for method in _variants(arguments.methods)
+    ]
+    missing = [row for row in missing if key(row) not in {key(known) for known in rows}]
+    if missing:
+        with (
+            Laboratory(
+                NUM_REPLICAS, emulator=arguments.emulator, congestion_control=arguments.congestion_control
+            ) as laboratory,
+            _replicas(laboratory, config) as both,
+        ):
+            for _, group in groupby(missing, lambda row: (row["repeat"], row["mbit_s"])):
+                for row, alone_SxM in measure(laboratory, both, config, arguments, list(group)):
+                    rows.append(row)
+                    if alone_SxM is not None:
+                        alone[key(row)] = alone_SxM
+                        _append_alone(arguments.output / "alone.jsonl", row, alone_SxM)
+                    _write(rows, arguments.output / "links.csv")
     report_payloads(rows)
-    if found := points(rows, config):
+    if found := points(rows, alone, config):
         report(found)
         draw(found, arguments.output / "links.svg")
 
@@ -90,10 +97,9 @@ def _arguments() -> argparse.Namespace:
     methods = ["payload", "data_parallel", "data_parallel_bf16", *ENGINE, "streaming_overlapped_fp4:9", PEER]
     parser.add_argument("--methods", type=_list_of(str), default=methods)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--connections", type=int, default=1, help="between two replicas")
     parser.add_argument(
-        "--seconds", type=float, default=15.0, help="about how long a run of Data-Parallel may take"
+        "--seconds", type=float, default=8.0, help="about how long a run of Data-Parallel may take"
     )
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--global-batch", type=int, default=8)
@@ -109,16 +115,17 @@ def _list_of(kind: type) -> object:
 
 
 def _variants(methods: Sequence[str]) -> list[str]:
-    """As a replica knows them; `alone` comes first, and again last, since the machine may slow down meanwhile."""
+    """As a replica knows them; what reduces comes after what its prediction wants."""
     variants = []
     for method in methods:
-        if method.startswith("data_parallel"):
+        if method.startswith("data_parallel") or method == PEER:
             wire = "bf16" if method == "data_parallel_bf16" else "fp32"
             hook = ",bf16" if wire == "bf16" else ""
-            variants += [f"all_reduce:{wire}", *(f"{method}:{size}{hook}" for size in BUCKETS_MB)]
+            buckets = [] if method == PEER else [f"{method}:{size}{hook}" for size in BUCKETS_MB]
+            variants += [f"all_reduce:{wire}", *(buckets or [method])]
         else:
             variants.append(method)
-    return variants if variants == ["payload"] else ["alone", *variants, "alone again"]
+    return list(dict.fromkeys(variants))
 
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
@@ -129,7 +136,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         recipe="laptop",
         num_replicas=NUM_REPLICAS,
         global_batch=arguments.global_batch,
-        num_tokens=arguments.steps * arguments.global_batch * recipe.sequence_length,
+        num_tokens=90 * arguments.global_batch * recipe.sequence_length,
         optimizer=replace(recipe.optimizer, learning_rate=arguments.learning_rate),
         diloco=replace(recipe.diloco, first_sync="early"),
         num_connections=arguments.connections,
@@ -226,40 +233,43 @@ def measure(
     replicas: "list[subprocess.Popen[str]]",
     config: TrainConfig,
     arguments: argparse.Namespace,
-    *,
-    evaluated: bool,
-) -> list[dict]:
-    """A row for each method, at one bandwidth."""
+    wanted: Sequence[dict],
+) -> Iterator[tuple[dict, np.ndarray | None]]:
+    """A row for each method at one bandwidth, and what steps took without exchange before and after it, (S, M)."""
+    mbit_s = wanted[0]["mbit_s"]
+    laboratory.set_links(gbit_s=mbit_s / 1000, latency_seconds=arguments.latency_ms / 1000, loss=arguments.loss)
     link = _means(ask(replicas, {"measure": "link"}))
-    reduced_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]  # an all-reduce, about
-    rows, computed = [], {}
-    for method in _variants(arguments.methods):
-        name, _, option = method.partition(":")
+    before = None
+    for row in wanted:
+        name, _, option = row["method"].partition(":")
         if name == "payload":
             question = {"measure": name, "num_bytes": PAYLOAD_BYTES, "round": next(_ROUNDS)}
-            rows.append({"method": method, **link, **_means(ask(replicas, question))})
+            yield row | link | _means(ask(replicas, question)), None
             continue
         if name == "all_reduce":
+            reduced_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]
             question = {"measure": name, "wire": option, "num_rounds": max(2, round(4 / reduced_seconds))}
-            rows.append({"method": method, **link, **_means(ask(replicas, question))})
+            yield row | link | _means(ask(replicas, question)), None
             continue
-        num_steps = config.num_steps
-        if name.startswith("data_parallel"):
-            # All its steps are alike: where they take long, a few will do.
-            num_steps = max(4, min(num_steps, round(arguments.seconds / reduced_seconds)))
-        question = {"method": method.removesuffix(" again"), "num_steps": num_steps}
-        question["evaluate"] = evaluated and num_steps == config.num_steps
-        with _lighthouse(laboratory) if method == PEER else nullcontext("") as question["lighthouse"]:
+        before = before or ask(replicas, {"method": "alone", "num_steps": ALONE_STEPS})
+        warm, measured = num_steps(row["method"], config, link["link_gbit_s"], arguments.seconds)
+        question = {"method": row["method"], "num_steps": warm + measured}
+        question["evaluate"] = row["repeat"] == 0 and mbit_s == max(arguments.bandwidths)
+        question["evaluate"] &= warm + measured == config.num_steps
+        with _lighthouse(laboratory) if name == PEER else nullcontext("") as question["lighthouse"]:
             answers = ask(replicas, question)
-        computed[method] = np.stack([answer.pop("computed") for answer in answers], axis=1)
-        hashes = {answer.pop("outer_hash") for answer in answers}
-        if len(hashes) > 1 and not method.startswith("alone"):
-            raise RuntimeError(f"after {method} the replicas have different outer parameters")
-        means = _means(answers)
-        rows.append({"method": method, "num_steps": num_steps, **link, **means, "outer_hash": min(hashes)[:16]})
-        link_mbit_s = 1000 * link["link_gbit_s"]
-        print(f"{link_mbit_s:.1f} Mbit/s  {method}  {means['wall_seconds'] / num_steps:.4f} s a step", flush=True)
-    return with_utilization(rows, computed, config)
+        after = ask(replicas, {"method": "alone", "num_steps": ALONE_STEPS})
+        if len({answer["outer_hash"] for answer in answers}) > 1:
+            raise RuntimeError(f"after {row['method']} the replicas have different outer parameters")
+        steps = [[np.diff(answer["ends"], prepend=0.0) for answer in run] for run in (before, after)]
+        wall_seconds = statistics.mean(answer["ends"][-1] - answer["ends"][warm - 1] for answer in answers)
+        found = {"warm_steps": warm, "measured_steps": measured, "wall_seconds": wall_seconds}
+        found["alone_after_seconds"] = statistics.mean(answer["after_seconds"] for answer in before + after)
+        found["outer_hash"] = answers[0]["outer_hash"][:16]
+        told = [{k: v for k, v in answer.items() if k not in ("ends", "outer_hash")} for answer in answers]
+        print(f"{mbit_s:g} Mbit/s  {row['method']}  {wall_seconds / measured:.4f} s a step", flush=True)
+        yield row | link | _means(told) | found, np.vstack([np.stack(run, axis=1) for run in steps])
+        before = after
 
 
 def _means(answers: Sequence[dict]) -> dict:
@@ -273,6 +283,17 @@ def _read(path: Path) -> list[dict]:
         return []
     with path.open(newline="") as file:
         return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _read_alone(path: Path) -> dict[Key, np.ndarray]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {key(told): np.array(told["seconds_SxM"]) for told in map(json.loads, lines)}
+
+
+def _append_alone(path: Path, row: dict, seconds_SxM: np.ndarray) -> None:
+    told = dict(zip(("repeat", "mbit_s", "method"), key(row), strict=True))
+    with path.open("a") as file:
+        file.write(json.dumps(told | {"seconds_SxM": seconds_SxM.round(6).tolist()}) + "\n")
 
 
 def _value(text: str) -> float | str:

@@ -1,8 +1,12 @@
-"""What `links.py` measured, beside what the physical model predicts: medians, a table, a figure."""
+"""What `links.py` measured, beside what the physical model predicts: medians, a table, a figure.
+
+Shapes: S steps, M replicas.
+"""
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,7 @@ import numpy as np
 from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel
+from diloco.simulator.physical import PhysicalModel, Run
 from diloco.simulator.replicas import Replica
 from diloco.simulator.volume import bits_per_param
 from diloco.training.config import TrainConfig
@@ -18,54 +22,101 @@ from diloco.training.config import TrainConfig
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
 PEER = "torchft_diloco"
+Key = tuple[float, float, str]
+"""Repeat, Mbit/s, method."""
 
 
-def with_utilization(rows: Sequence[dict], computed: dict[str, np.ndarray], config: TrainConfig) -> list[dict]:
-    """The rows of one repeat at one bandwidth, with compute utilization as measured and as predicted.
+def key(row: Mapping) -> Key:
+    """What tells a row from the others."""
+    return row["repeat"], row["mbit_s"], row["method"]
+
+
+def is_training(method: str) -> bool:
+    """Whether a row's steps are measured."""
+    return method.startswith(("data_parallel", *ENGINE, PEER))
+
+
+def num_steps(method: str, config: TrainConfig, link_gbit_s: float, seconds: float) -> tuple[int, int]:
+    """How many steps are taken before those that are measured, and how many are: two periods of H after one.
+
+    All steps of Data-Parallel are alike: where they take long, a few will do.
+    """
+    period = config.diloco.sync_every
+    if not method.startswith("data_parallel"):
+        return period, 2 * period
+    reduced_seconds = 32e-9 * num_matrix_params(config.model) / link_gbit_s  # an all-reduce, about
+    most = round(seconds / reduced_seconds)
+    return (period, 2 * period) if most >= 3 * period else (2, max(4, min(2 * period, most)))
+
+
+def with_predictions(row: dict, alone_SxM: np.ndarray, all_reduce: Mapping | None, config: TrainConfig) -> dict:
+    """A row with compute utilization, as measured and as predicted, and the time lost at an outer step.
+
+    Utilization is what as many steps take without exchange, over what they took: for every method the same.
 
     Args:
-        rows: a row for each method.
-        computed: by method, the compute time of each step on each replica, (S, M).
+        row: of a method.
+        alone_SxM: what each step took on each replica without exchange, right before and after.
+        all_reduce: the row of all-reduces beside training, of the method's codec; where the method reduces.
         config: of all runs.
     """
-    if not computed:  # no training was asked for
-        return list(rows)
-    alone_SxM = np.vstack([computed["alone"], computed["alone again"]])
-    by_method = {row["method"]: row for row in rows}
-    made = []
-    for row in rows:
-        method = row["method"]
-        if method not in computed or method.startswith("alone"):
-            made.append(row)
-            continue
-        if method.startswith("data_parallel"):
-            wire = "bf16" if method.startswith("data_parallel_bf16") else "fp32"
-            compute_SxM, beside = alone_SxM, by_method[f"all_reduce:{wire}"]
-            after_seconds = by_method["alone"]["after_seconds"]
-            expected = predicted_data_parallel(row, alone_SxM, after_seconds, beside, config)
-        else:
-            compute_SxM = computed[method]
-            expected = predicted(row, compute_SxM, config)
-        compute_seconds = row["num_steps"] * float(compute_SxM.mean())
-        measured = {"compute_seconds": compute_seconds, "utilization": compute_seconds / row["wall_seconds"]}
-        made.append(row | measured | {"predicted": expected})
-    return made
+    alone_seconds, steps = float(alone_SxM.mean()), row["measured_steps"]
+    lost_seconds = row["wall_seconds"] - steps * alone_seconds
+    row = row | {"utilization": steps * alone_seconds / row["wall_seconds"], "lost_seconds": lost_seconds}
+    if row["method"].startswith("data_parallel"):
+        assert all_reduce is not None, "it is measured before"
+        plain = _model(row, alone_SxM, config, {"method": "data_parallel"}, all_reduce["method"].partition(":")[2])
+        return row | {
+            "predicted": float(alone_SxM.mean(1).sum() / plain.run_seconds([row["link_gbit_s"]], alone_SxM)[0]),
+            "predicted_with_reducing": predicted_data_parallel(row, alone_SxM, all_reduce, config),
+        }
+    per_outer_step = row["lost_seconds"] / (
+        steps / config.diloco.sync_every * _num_fragments(row["method"], config)
+    )
+    row = row | {"lost_seconds_per_outer_step": per_outer_step, "predicted": predicted(row, alone_SxM, config)}
+    if row["method"] == PEER:
+        assert all_reduce is not None, "it is measured before"
+        row |= {"predicted_with_reducing": predicted(row, alone_SxM, config, all_reduce)}
+    return row
 
 
-def predicted(row: dict, compute_SxM: np.ndarray, config: TrainConfig) -> float:
-    """Compute utilization as the physical model has it, from the measured compute times and link."""
+def predicted(
+    row: Mapping, alone_SxM: np.ndarray, config: TrainConfig, all_reduce: Mapping | None = None
+) -> float:
+    """Compute utilization of the steps that were measured, as the physical model has it.
+
+    Args:
+        row: with the link that was measured.
+        alone_SxM: compute times, repeated as often as the steps need.
+        config: of the run.
+        all_reduce: of torchft, what reducing makes of the link and of the steps meanwhile.
+    """
     name, _, option = row["method"].partition(":")
-    settings = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
-    if name == PEER:  # which sends a fragment after the first of H/P steps, and merges it after the last
-        num_fragments = _num_fragments(config)
+    settings: dict = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
+    warm, measured = int(row["warm_steps"]), int(row["measured_steps"])
+    compute_SxM = np.array(list(islice(cycle(alone_SxM), warm + measured)))
+    gbit_s = row["link_gbit_s"]
+    if name == PEER:  # sends a fragment after the first of H/P steps, and merges it after the last
+        num_fragments = _num_fragments(name, config)
         stretch = config.diloco.sync_every // num_fragments
-        settings |= {"method": "streaming_overlapped", "overlap_steps": stretch - 1}
-        settings["offsets"] = tuple(stretch * fragment + 1 for fragment in range(num_fragments))
+        offsets = tuple(stretch * fragment + 1 for fragment in range(num_fragments))
+        settings |= {"method": "streaming_overlapped", "overlap_steps": stretch - 1, "offsets": offsets}
+        compute_SxM = _as_the_slowest(compute_SxM, offsets)
     elif option:
         settings["overlap_steps"] = int(option)
-    model = _model(row, compute_SxM, config, settings=settings)
-    taken_SxM = _as_the_slowest(compute_SxM, settings["offsets"]) if name == PEER else compute_SxM
-    return float(compute_SxM.mean(1).sum() / model.run_seconds([row["link_gbit_s"]], taken_SxM)[0])
+    model = _model(row, compute_SxM, config, settings)
+    taken_SxM = compute_SxM.copy()
+    if all_reduce is not None:
+        gbit_s = _reduced_gbit_s(all_reduce, all_reduce["seconds"], config)
+        for step in range(1, len(taken_SxM)):
+            for sync in model.schedule.sent(step):
+                seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
+                taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce)
+    run = Run(model, [gbit_s])
+    run.advance(taken_SxM[:warm])
+    begun = run.ready_BxM.mean()
+    run.advance(taken_SxM[warm:])
+    return float(alone_SxM.mean() * measured / (run.ready_BxM.mean() - begun))
 
 
 def _as_the_slowest(compute_SxM: np.ndarray, offsets: Sequence[int]) -> np.ndarray:
@@ -74,30 +125,40 @@ def _as_the_slowest(compute_SxM: np.ndarray, offsets: Sequence[int]) -> np.ndarr
     return np.vstack([np.repeat(s[:, [s.sum(0).argmax()]], s.shape[1], axis=1) for s in stretches])
 
 
-def predicted_data_parallel(
-    row: dict, alone_SxM: np.ndarray, after_seconds: float, beside: dict, config: TrainConfig
-) -> float:
-    """The same of Data-Parallel, from the compute times without exchange and an all-reduce beside training.
+def _slowed(alone_SxM: np.ndarray, all_reduce: Mapping) -> float:
+    """The part of an all-reduce's time by which it makes the steps beside it longer."""
+    return max(0.0, 1 - float(alone_SxM.mean()) / all_reduce["step_seconds"])
 
-    An all-reduce wants the processor, too, to add up what arrives, and every core computes: beside the backward
-    pass it takes longer than alone, and makes the pass take longer. What follows the last gradient, clipping and
-    the optimizer, follows the last all-reduce.
+
+def _reduced_gbit_s(all_reduce: Mapping, seconds: float, config: TrainConfig) -> float:
+    wire = all_reduce["method"].partition(":")[2]
+    return 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / seconds
+
+
+def predicted_data_parallel(
+    row: Mapping, alone_SxM: np.ndarray, all_reduce: Mapping, config: TrainConfig
+) -> float:
+    """The same of Data-Parallel, told what an all-reduce takes beside training.
+
+    It wants the processor, too, to add up what arrives, and every core computes: beside the backward pass it takes
+    longer than alone, and makes the pass take longer. What follows the last gradient, clipping and the optimizer,
+    follows the last all-reduce.
     """
-    num_layers, slowed_seconds = config.model.num_layers, beside["seconds"]
+    num_layers, slowed_seconds = config.model.num_layers, all_reduce["seconds"]
     # From the first block's gradient on, all-reduces and the backward pass go on at once.
     window_seconds = float(alone_SxM.mean()) * (1 - (num_layers + 2) / (3 * num_layers - 1))
     part = min(1.0, window_seconds / slowed_seconds)
-    reduced_seconds = part * slowed_seconds + (1 - part) * beside["quiet_seconds"]
-    taken_seconds = part * slowed_seconds * max(0.0, 1 - alone_SxM.mean() / beside["step_seconds"])
-    wire = beside["method"].partition(":")[2]
-    gbit_s = 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / reduced_seconds
-    model = _model(row, alone_SxM, config, settings={"method": "data_parallel"}, wire=wire)
+    reduced_seconds = part * slowed_seconds + (1 - part) * all_reduce["quiet_seconds"]
+    taken_seconds = part * slowed_seconds * _slowed(alone_SxM, all_reduce)
+    gbit_s = _reduced_gbit_s(all_reduce, reduced_seconds, config)
+    wire, after_seconds = all_reduce["method"].partition(":")[2], row["alone_after_seconds"]
+    model = _model(row, alone_SxM, config, {"method": "data_parallel"}, wire)
     seconds = model.run_seconds([gbit_s], alone_SxM + taken_seconds - after_seconds)[0]
     return float(alone_SxM.mean(1).sum() / (seconds + after_seconds * len(alone_SxM)))
 
 
 def _model(
-    row: dict, compute_SxM: np.ndarray, config: TrainConfig, *, settings: dict, wire: str | None = None
+    row: Mapping, compute_SxM: np.ndarray, config: TrainConfig, settings: dict, wire: str | None = None
 ) -> PhysicalModel:
     replica = Replica(step_seconds=float(compute_SxM.mean()), latency_seconds=row["latency_seconds"])
     return PhysicalModel(
@@ -113,30 +174,32 @@ def _model(
     )
 
 
-def _num_fragments(config: TrainConfig) -> int:
-    """Those of blocks, and the one outside them."""
-    return 1 - -config.model.num_layers // config.diloco.layers_per_fragment
+def _num_fragments(method: str, config: TrainConfig) -> int:
+    """Those of blocks, and the one outside them; of DiLoCo one."""
+    return 1 if method == "diloco" else 1 - -config.model.num_layers // config.diloco.layers_per_fragment
 
 
-def points(rows: Sequence[dict], config: TrainConfig) -> list[dict]:
+def points(rows: Sequence[dict], alone: Mapping[Key, np.ndarray], config: TrainConfig) -> list[dict]:
     """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
+    by_key = {key(row): row for row in rows}
     repeats: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
-        if row.get("utilization") in ("", None):
-            continue
-        found = {"seconds_per_step": row["wall_seconds"] / row["num_steps"]}
-        if row["method"] == PEER:  # which does not tell
-            found["num_outer_steps"] = row["num_steps"] // (config.diloco.sync_every // _num_fragments(config))
-        repeats[row["mbit_s"], row["method"]].append(row | found)
+        if is_training(row["method"]):
+            wire = "bf16" if row["method"].startswith("data_parallel_bf16") else "fp32"
+            all_reduce = by_key.get((row["repeat"], row["mbit_s"], f"all_reduce:{wire}"))
+            found = with_predictions(row, alone[key(row)], all_reduce, config)
+            found["seconds_per_step"] = row["wall_seconds"] / row["measured_steps"]
+            steps = row["warm_steps"] + row["measured_steps"]
+            found["megabytes_per_step"] = 1e-6 * row["interface_bytes"] / steps
+            repeats[row["mbit_s"], row["method"]].append(found)
     made = [_median(several) for several in repeats.values()]
     best: dict[tuple, dict] = {}
     for point in made:
-        name = (
-            point["method"].partition(":")[0] if point["method"].startswith("data_parallel") else point["method"]
-        )
-        key = point["mbit_s"], name
-        if key not in best or point["seconds_per_step"] < best[key]["seconds_per_step"]:
-            best[key] = point | {"method": name, "variant": point["method"]}
+        name = point["method"]
+        name = name.partition(":")[0] if name.startswith("data_parallel") else name
+        at = point["mbit_s"], name
+        if at not in best or point["seconds_per_step"] < best[at]["seconds_per_step"]:
+            best[at] = point | {"method": name, "variant": point["method"]}
     return sorted(best.values(), key=lambda point: (point["mbit_s"], -point["seconds_per_step"]))
 
 
@@ -148,26 +211,49 @@ def _median(rows: list[dict]) -> dict:
     }
     utilizations = [row["utilization"] for row in rows]
     spread = {"lowest": min(utilizations), "highest": max(utilizations), "repeats": len(rows)}
-    return point | {"method": rows[0]["method"], "mbit_s": rows[0]["mbit_s"], **spread}
+    losses = [row["eval_loss"] for row in rows if row.get("eval_loss") not in ("", None)]
+    known = {"eval_loss": losses[0]} if losses else {}
+    return point | {"method": rows[0]["method"], "mbit_s": rows[0]["mbit_s"], **spread, **known}
+
+
+NAMES = {
+    "data_parallel": "Data-Parallel (DDP, FP32, best of 3 buckets)",
+    "data_parallel_bf16": "Data-Parallel, bf16 hook",
+    "diloco": "DiLoCo, FP32",
+    "streaming": "Streaming, FP32",
+    "streaming_overlapped": "Streaming, τ = 1, FP32",
+    "streaming_overlapped_fp4": "Streaming, τ = 1, E3M0",
+    "streaming_overlapped_fp4:9": "Streaming, τ = 9, E3M0",
+    PEER: "torchft DiLoCo, τ = 9, FP32",
+}
 
 
 def report(found: list[dict]) -> None:
-    """A line for each point."""
-    print(
-        f"{'Mbit/s':>7} {'method':27} {'s a step':>9} {'utilization':>12} {'lowest, highest':>16} "
-        f"{'predicted':>10} {'blocked ms':>11} {'sent MB':>8} {'held-out':>9}"
-    )
+    """A row of Markdown for each point."""
+    print("| Mbit/s | | s a step | utilization | spread | predicted | lost ms an outer step | MB a step |")
+    print("|---|---|---|---|---|---|---|---|")
     for point in found:
-        spread = f"{point['lowest']:.1%}, {point['highest']:.1%}"
-        outer_steps = point["num_outer_steps"]
-        blocked = f"{1e3 * point['sync_seconds'] / outer_steps:11.1f}" if outer_steps else " " * 11
-        predicted = f"{point['predicted']:10.1%}" if "predicted" in point else " " * 10
-        loss = f"{point['eval_loss']:9.4f}" if "eval_loss" in point else ""
-        print(
-            f"{point['mbit_s']:7g} {point['method']:27} {point['seconds_per_step']:9.4f} "
-            f"{point['utilization']:12.1%} {spread:>16} {predicted} {blocked} "
-            f"{point['interface_bytes'] / 1e6:8.2f} {loss}"
+        spread = f"{point['lowest']:.1%} … {point['highest']:.1%}"
+        lost = point.get("lost_seconds_per_outer_step")
+        told = f"{point['predicted']:.1%}"
+        if "predicted_with_reducing" in point:
+            told = f"{point['predicted_with_reducing']:.1%} ({told})"
+        line = (
+            f"| {point['mbit_s']:g} | {NAMES.get(point['method'], point['method'])} | "
+            f"{point['seconds_per_step']:.4f} | {point['utilization']:.1%} | {spread} | {told} | "
+            f"{'' if lost is None else f'{1e3 * lost:.0f}'} | {point['megabytes_per_step']:.3f} |"
         )
+        print(line.replace("%", " %"))
+    for point in found:
+        if "eval_loss" in point:
+            print(f"held-out loss of {NAMES.get(point['method'], point['method'])}: {point['eval_loss']:.4f}")
+    worst = sorted(found, key=lambda point: -abs(_best_prediction(point) - point["utilization"]))[:5]
+    told = [f"{p['method']} at {p['mbit_s']:g}: {_best_prediction(p) - p['utilization']:+.1%}" for p in worst]
+    print(f"furthest from what was predicted: {', '.join(told)}")
+
+
+def _best_prediction(point: Mapping) -> float:
+    return point.get("predicted_with_reducing", point["predicted"])
 
 
 def report_payloads(rows: Sequence[dict]) -> None:
@@ -189,7 +275,7 @@ def draw(found: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for index, method in enumerate(dict.fromkeys(point["method"] for point in found)):
+    for index, method in enumerate(name for name in NAMES if any(point["method"] == name for point in found)):
         here = [point for point in found if point["method"] == method]
         x = [point["mbit_s"] for point in here]
         shade = pyplot.get_cmap("viridis")(index / 8)
@@ -200,11 +286,10 @@ def draw(found: list[dict], path: Path) -> None:
             yerr=errors,
             fmt="osv^D<>Xp"[index % 9],
             color=shade,
-            label=method,
+            label=NAMES[method],
             capsize=3,
         )
-        if all("predicted" in point for point in here):
-            axes.plot(x, [point["predicted"] for point in here], color=shade, linewidth=1)
+        axes.plot(x, [_best_prediction(point) for point in here], color=shade, linewidth=1)
     axes.set(xscale="log", xlabel="bandwidth of each link (Mbit/s)", ylabel="compute utilization", ylim=(0, 1.08))
     axes.legend(fontsize=7, title="measured; lines: predicted", title_fontsize=7)
     axes.grid(alpha=0.3)

@@ -117,7 +117,7 @@ class Alone:
     """Nothing is exchanged: what the inner steps take while all replicas compute."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.forward, self.blocked_seconds, self.bytes_sent = model, model, 0.0, 0
+        self.model, self.forward, self.bytes_sent = model, model, 0
         self.last_gradient = 0.0
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note)
@@ -225,41 +225,29 @@ class Torchft(Alone):
 
 
 def train(config: TrainConfig, world: World, asked: dict) -> dict:
-    """A run of so many steps, what it took, and what it came to."""
+    """A run of so many steps, when each ended, and what it came to."""
     assert config.data.prepared is not None, "the config is resolved"
     state = _begin(asked, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))
-    if not isinstance(state.sync, Torchft):  # the first passes allocate, and DDP builds its buckets
-        for _ in range(2):
-            inner_step(state, batches.batch(1), config, world, 0.0)
-            state.optimizer.zero_grad()
-    step_seconds, sync_seconds, after_seconds, num_outer_steps = [], [], [], 0
+    for _ in range(2):  # the first passes allocate, and DDP builds its buckets
+        inner_step(state, batches.batch(1), config, world, 0.0)
+        state.optimizer.zero_grad()
+    ends, after_seconds, num_outer_steps = [], [], 0
     share(world.exchange, "ready")
     sent, start = _bytes_on_interface(), time.perf_counter()
-    last = start
     for step in range(1, asked["num_steps"] + 1):
         inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
-        state.step, before = step, time.perf_counter()
+        state.step = step
         state.optimizer.step()
         num_outer_steps += len(state.sync.step())
-        now = time.perf_counter()
-        sync_seconds.append(now - before)
         state.optimizer.zero_grad()
-        step_seconds.append(now - last)
-        after_seconds.append(now - getattr(state.sync, "last_gradient", now))
-        last = now
+        ends.append(time.perf_counter() - start)
+        after_seconds.append(ends[-1] + start - getattr(state.sync, "last_gradient", ends[-1] + start))
     num_outer_steps += len(state.sync.finish())
-    wall_seconds = time.perf_counter() - start
     share(world.exchange, "done")
-    usual = statistics.median(sync_seconds)
-    computed = [step - (sync - usual) for step, sync in zip(step_seconds, sync_seconds, strict=True)]
     answer = {
-        "wall_seconds": wall_seconds,
-        "step_seconds": statistics.median(step_seconds),
-        "computed": computed,
+        "ends": ends,
         "after_seconds": statistics.median(after_seconds),
-        "sync_seconds": wall_seconds - sum(computed),
-        "blocked_seconds": state.sync.blocked_seconds,
         "num_outer_steps": num_outer_steps,
         "interface_bytes": _bytes_on_interface() - sent,
         "payload_bytes": state.sync.bytes_sent,
