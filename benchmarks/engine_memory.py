@@ -20,7 +20,7 @@ import diloco
 from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 NUM_REPLICAS = 2
-NUM_STEPS, SYNC_EVERY, OVERLAP_STEPS = 20, 6, 2
+NUM_STEPS, SYNC_EVERY, OVERLAP_STEPS = 24, 8, 2  # four fragments: τ = H/P
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
     peaks = {name: _run({"WITH_ENGINE": "1"} if name == "engine" else {}) for name in ("plain", "engine")}
     extra = peaks["engine"] - peaks["plain"]
     mb = {name: f"{size / 1e6:.0f} MB" for name, size in {**peaks, "extra": extra, "copy": copy}.items()}
-    print(f"{copy // 4:,} parameters, {mb['copy']} in FP32; {arguments.wire}, {arguments.combine}")
+    schedule = f"H = {SYNC_EVERY}, P = {len(fragments)}, τ = {OVERLAP_STEPS}"
+    print(f"{copy // 4:,} parameters, {mb['copy']} in FP32; {arguments.wire}, {arguments.combine}; {schedule}")
     print(f"peak of a replica: plain {mb['plain']}, with the engine {mb['engine']}, {mb['extra']} more")
     print(f"which is 2 copies and {(extra - 2 * copy) / largest:.2f} of the largest fragment")
 

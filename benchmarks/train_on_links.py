@@ -24,7 +24,7 @@ def main() -> None:
         codes = [process.wait() for process in replicas]
         for replica in range(arguments.num_replicas):
             print(f"replica {replica}: {laboratory.bytes_sent(replica):,} bytes sent on its interface")
-    sys.exit(max(codes))
+    sys.exit(int(any(codes)))
 
 
 def start(laboratory: Laboratory, replica: int, train: list[str]) -> "subprocess.Popen[str]":

@@ -449,6 +449,20 @@ def test_a_state_of_other_settings_is_refused_with_both_values():
             other.load_state_dict(with_error.state_dict())
 
 
+def test_a_state_with_something_in_flight_wants_its_schedule():
+    case = Case(H=10, P=2, tau=5)
+    model = case.model()
+    engine = case.engine(model)
+    states = [engine.state_dict() for _ in train(engine, model, 14)]
+    flown, landed = (
+        next(s for s in reversed(states) if bool(s["in_flight"]) == wanted) for wanted in (True, False)
+    )
+    other = Case(H=10, P=2, tau=1)
+    with pytest.raises(ValueError, match=r"saved with schedule=.*overlap_steps=\[5\].* has .*overlap_steps=\[1\]"):
+        other.engine(other.model()).load_state_dict(flown)
+    other.engine(other.model()).load_state_dict(landed)
+
+
 def count_bytes(case: Case) -> tuple[int, int, int]:
     model = case.model()
     engine = case.engine(model)

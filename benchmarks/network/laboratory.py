@@ -11,11 +11,13 @@ interfaces (usage: RATE_MBIT DELAY_MS LOSS MTU QUEUE_KB NAMESPACE…), both can 
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +56,9 @@ class Laboratory:
 
     def __enter__(self) -> "Laboratory":
         """Make the namespaces, and join them at full speed."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if threading.current_thread() is threading.main_thread():
+                self._cleanup.callback(signal.signal, number, signal.signal(number, _leave))
         try:
             for replica in range(self.num_replicas):
                 self._add_namespace(self.namespace(replica))
@@ -134,7 +139,11 @@ class Laboratory:
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.address(replica)]
         whole = ["ip", "netns", "exec", self.namespace(replica), *named, *command]
         process = subprocess.Popen(
-            whole, env=os.environ | dict(environment or {}), start_new_session=True, **options
+            whole,
+            env=os.environ | dict(environment or {}),
+            start_new_session=True,
+            preexec_fn=_end_with_the_parent,
+            **options,
         )
         self._running.append(process)
         return process
@@ -155,7 +164,9 @@ class Laboratory:
         for process in self._running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=10)
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
         self._running.clear()
         self._stop_emulator()
 
@@ -191,6 +202,15 @@ class Laboratory:
             for replica in range(self.num_replicas)
         ]
         return all(self.interface in state and "LOWER_UP" in state for state in states)
+
+
+def _leave(number: int, frame: object) -> None:
+    """A signal that would end this process without a word: leave by the context's end."""
+    raise SystemExit(128 + number)
+
+
+def _end_with_the_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _limit(space: str, interface: str, gbit_s: float) -> None:

@@ -42,14 +42,6 @@ class Combine(Protocol):
         """Start to bring every replica what it needs; `wait()` then has a payload of every replica."""
         ...
 
-    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
-        """Refuse what `total` could not read.
-
-        Raises:
-            PayloadError: naming the replica.
-        """
-        ...
-
     def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
         """Write `divisor` times the average, from what `wait()` returned, into a flat FP32 vector.
 
@@ -139,10 +131,6 @@ class Gather:
         others = {replica: payloads[0] for replica in range(exchange.num_replicas) if replica != exchange.replica}
         return _WithOwn(exchange.start(others, key.fragment, key.round), exchange.replica, payloads[0])
 
-    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
-        """Each payload is of the whole fragment."""
-        _check(self.wire, received, num_elements)
-
     def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
         """Σ_m decode(payload of m), in FP32 and in replica order."""
         _sum(self.wire, received, to_N, key)
@@ -203,10 +191,6 @@ class ReduceScatter:
     def start(self, exchange: Exchange, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Pending:
         """Send each replica its share; when its own has arrived, a thread averages it and sends that to all."""
         return _TwoPhases(self, exchange, payloads, num_elements, key)
-
-    def check(self, received: Mapping[int, Tensor], num_elements: int) -> None:
-        """Each payload is of a share's average."""
-        _check(self.second, received, _share(num_elements, len(received)))
 
     def total(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key) -> None:
         """The averages together."""

@@ -4,7 +4,8 @@ Shapes: N elements of one fragment.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
-from diloco.sharded import gathered, joined, local, shard_group, sharded_like, sum_over_shards
+from diloco.sharded import gathered, joined, local, shard_group, shard_index, sharded_like, sum_over_shards
 from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
 
 
@@ -119,6 +120,7 @@ class StreamingDiLoCo:
         named = dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         self._shard_group = shard_group({name: p for part in self._parameters for name, p in part.items()})
+        self._shard = shard_index(self._shard_group)
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._state = OuterState(
@@ -230,9 +232,12 @@ class StreamingDiLoCo:
 
         Raises:
             DisagreementError: if the replicas load different steps.
-            ValueError: if the state is of another wire, combine, error_feedback, seed or number of replicas.
+            ValueError: if the state is of another wire, combine, error_feedback, seed or number of replicas, or,
+                with something in flight, of another schedule.
         """
         mine = self._settings_of_state()
+        if not state["in_flight"]:
+            del mine["schedule"]
         for name, value in mine.items():
             if state[name] != value:
                 raise ValueError(
@@ -270,6 +275,7 @@ class StreamingDiLoCo:
             "num_replicas": self.exchange.num_replicas,
             "error_feedback": self.error_feedback,
             "seed": self.seed,
+            "schedule": ", ".join(f"{name}={value}" for name, value in self._facts_of_schedule().items()),
         }
 
     def _check_sound(self) -> None:
@@ -279,8 +285,9 @@ class StreamingDiLoCo:
             )
 
     def _send(self, syncs: Sequence[Sync]) -> None:
-        """Encode everything first, so that nothing is sent if anything can't be."""
-        encoded = [self._encode(sync) for sync in syncs]
+        """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
+        with self._all_shards_or_none():
+            encoded = [self._encode(sync) for sync in syncs]
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
                 self._state.use("error", sync.fragment).copy_(error_N)
@@ -307,18 +314,40 @@ class StreamingDiLoCo:
         self._in_flight.append(_InFlight(sync, combine, payloads, pending))
 
     def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
-        """Wait for everything first, so that a failure leaves all parameters as they were."""
+        """Wait for everything first, so that a failure leaves all parameters as they were, in all shards."""
         flights = [flight for sync in syncs for flight in self._in_flight if flight.sync == sync]
         assert len(flights) == len(syncs), "what is due was sent"
-        received = [self._receive(flight) for flight in flights]
-        totals = [
-            self._total(flight, payloads, first=not i)
-            for i, (flight, (payloads, _)) in enumerate(zip(flights, received, strict=True))
-        ]
+        with self._all_shards_or_none():
+            received = [self._receive(flight) for flight in flights]
+            totals = [
+                self._total(flight, payloads, first=not i)
+                for i, (flight, (payloads, _)) in enumerate(zip(flights, received, strict=True))
+            ]
         return tuple(
             self._outer_step(flight, total_N, *found)
             for flight, total_N, found in zip(flights, totals, received, strict=True)
         )
+
+    @contextmanager
+    def _all_shards_or_none(self) -> Iterator[None]:
+        """If it fails in one shard of a replica, it fails in all.
+
+        Raises:
+            ExchangeError: where it went well, if it failed elsewhere.
+        """
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if self._shard_group is not None:
+                device = local(next(iter(self._parameters[0].values()))).device
+                number = sum_over_shards(
+                    torch.tensor([failed], dtype=torch.int32, device=device), self._shard_group
+                )
+                if number.item() and not failed:
+                    where = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
+                    raise ExchangeError(f"{where} failed, and says why")
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
         """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
@@ -409,7 +438,7 @@ class StreamingDiLoCo:
         return delta_N
 
     def _key(self, sync: Sync) -> Key:
-        return Key(self.seed, sync.fragment, sync.round, self.exchange.replica)
+        return Key(self.seed, sync.fragment, sync.round, self.exchange.replica, shard=self._shard)
 
     def _count_bytes(self) -> list[int]:
         """What a replica sends of each fragment, and receives, in all its shards."""
@@ -450,14 +479,9 @@ class StreamingDiLoCo:
 
     def _facts(self) -> dict[str, object]:
         """What all replicas must agree on, in the order in which a difference explains the most."""
-        num_replicas, schedule = self.exchange.num_replicas, self.schedule
         facts: dict[str, object] = {
-            "num_replicas": num_replicas,
-            "sync_every": schedule.sync_every,
-            "num_fragments": schedule.num_fragments,
-            "overlap_steps": [schedule.overlap(replica) for replica in range(num_replicas)],
-            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
-            "first_sync": schedule.first_sync,
+            "num_replicas": self.exchange.num_replicas,
+            **self._facts_of_schedule(),
             "outer learning rate": float(self.outer.lr),
             "outer momentum": float(self.outer.momentum),
             "mixing": float(self.mixing),
@@ -474,6 +498,16 @@ class StreamingDiLoCo:
                 start += shape.numel()
         shards = {name: local(parameter) for name, parameter in self.outer_parameters().items()}
         return facts | {"initial parameters (SHA-256)": parameters_hash(shards)}
+
+    def _facts_of_schedule(self) -> dict[str, object]:
+        schedule = self.schedule
+        return {
+            "sync_every": schedule.sync_every,
+            "num_fragments": schedule.num_fragments,
+            "overlap_steps": [schedule.overlap(replica) for replica in range(self.exchange.num_replicas)],
+            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
+            "first_sync": schedule.first_sync,
+        }
 
 
 def check_settings(

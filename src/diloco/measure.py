@@ -183,7 +183,7 @@ def measure_machines(config: "TrainConfig") -> Machines:
 
 
 def measure_link(
-    exchange: Exchange, *, seconds: float = 0.5, beside: Exchange | None = None
+    exchange: Exchange, *, seconds: float = 2.0, beside: Exchange | None = None
 ) -> tuple[float, float]:
     """Bandwidth, in Gbit/s, and latency, in seconds, as this replica sees them; each replica must call it.
 
@@ -205,7 +205,7 @@ def measure_link(
 
     latency, num_bytes = exchange_seconds(8, 20), 1 << 16
     while True:
-        taken = min(exchange_seconds(num_bytes, 1) for _ in range(3))
+        taken = statistics.median(exchange_seconds(num_bytes, 1) for _ in range(3))
         # All must come to the same end, or some would wait for others that have finished.
         if num_bytes >= 1 << 26 or max(share(together, taken)) >= seconds:
             return 8e-9 * num_bytes * (exchange.num_replicas - 1) / max(taken - latency, 1e-9), latency

@@ -83,6 +83,11 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
     return mesh.get_group()
 
 
+def shard_index(group: dist.ProcessGroup | None) -> int:
+    """Which of a replica's processes this is."""
+    return dist.get_rank(group) if group is not None else 0
+
+
 def sum_over_shards(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of every shard's values; every process of the replica must call it."""
     if group is not None:

@@ -1,8 +1,12 @@
 """The network laboratory: real namespaces, which need root."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from benchmarks.network.laboratory import MTU, Laboratory
@@ -46,8 +50,10 @@ def test_bytes_arrive_and_are_counted_with_their_headers():
         laboratory.set_links(gbit_s=0.1)
         receiver = laboratory.start(0, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
         assert receiver.stdout.readline() == "listening\n"
+        start = time.monotonic()
         assert laboratory.start(1, [sys.executable, "-c", SEND]).wait(timeout=30) == 0
         assert receiver.communicate(timeout=30)[0] == f"{NUM_BYTES} 10.77.0.1\n"
+        assert time.monotonic() - start > 0.9 * 8 * NUM_BYTES / 1e8  # it may take longer on a busy machine
         # Each packet of an MTU carries 52 bytes of IP and TCP headers, and 14 of Ethernet's.
         packets = NUM_BYTES / (MTU - 52)
         assert NUM_BYTES + 60 * packets < laboratory.bytes_sent(1) < NUM_BYTES + 80 * packets
@@ -62,6 +68,31 @@ def test_whatever_happens_nothing_is_left():
         raise ZeroDivisionError
     assert process.poll() is not None
     assert _namespaces() == before
+
+
+TERMINATED = """
+import sys, time
+from benchmarks.network.laboratory import Laboratory
+with Laboratory(1) as laboratory:
+    print(laboratory.start(0, ["sleep", "1000"]).pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_either(number):
+    before = _namespaces()
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", TERMINATED], stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ
+    )
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    process.stdout.close()
+    assert _namespaces() == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_latency_without_an_emulator_is_refused():

@@ -57,6 +57,7 @@ KEYS = st.builds(
     round=st.integers(1, 2**32 - 1),
     replica=st.integers(0, 1000),
     part=st.integers(0, 2**16 - 1),
+    shard=st.integers(0, 2**16 - 1),
 )
 
 

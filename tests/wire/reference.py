@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 f32 = np.float32
-Key = tuple[int, int, int, int, int]  # Seed, fragment, round, replica, share.
+Key = tuple[int, ...]  # Seed, fragment, round, replica, share, and shard where it is not 0.
 
 
 def encode(spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0)) -> bytes:
@@ -350,10 +350,10 @@ def _elias_fano_places(packed: bytes, k: int, N: int) -> np.ndarray:
 
 def _random(N: int, key: Key, who: int) -> np.ndarray:
     """32 random bits for each of N elements."""
-    seed, fragment, round_, _, share = key
+    seed, fragment, round_, _, share, shard = (*key, 0)[:6]
     each = np.ones(math.ceil(N / 4), np.uint64)
     i = np.arange(math.ceil(N / 4), dtype=np.uint64)
-    counter = [i, (fragment + 65536 * share) * each, round_ * each, who * each]
+    counter = [i, (fragment + 65536 * share) * each, round_ * each, (who + 65536 * shard) * each]
     return np.stack(_philox(counter, seed % 2**32, seed >> 32), axis=1).reshape(-1)[:N]
 
 

@@ -27,8 +27,8 @@ def loss_over_params(laws: Laws) -> "Figure":
     """
     curves = {_name(m): [_point(p.params, p.eval_loss) for p in _of(laws.best, m)] for m in laws.replicas}
     figure, axes = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
-    for container in axes.containers:
-        container.lines[0].set_linestyle("")
+    for line in axes.get_lines():
+        line.set_linestyle("")
     sizes = [point.params for point in laws.best]
     x = np.geomspace(min(sizes), 10 * max(sizes), 50)
     for index, replicas in enumerate(laws.replicas):

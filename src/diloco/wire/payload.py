@@ -36,9 +36,11 @@ class Key(NamedTuple):
     round: int = 0
     """How often the fragment has been sent, below 2^32."""
     replica: int = 0
-    """Whose it is, below 2^32 − 1; masks ignore it, so that all replicas keep the same places."""
+    """Whose it is, below 2^16 − 1; masks ignore it, so that all replicas keep the same places."""
     part: int = 0
     """Which share of the fragment, below 2^16, when it is cut."""
+    shard: int = 0
+    """Which of the replica's processes has it, below 2^16."""
 
 
 @dataclass(frozen=True)

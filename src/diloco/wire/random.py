@@ -16,20 +16,22 @@ _LOW = 0xFFFFFFFF
 def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bool) -> Tensor:
     """32 random bits for each of N elements, as int64.
 
-    Element i takes word i mod 4 of the counter (i div 4, fragment + part·2^16, round, replica + 1), under the key
-    (seed mod 2^32, seed div 2^32).
+    Element i takes word i mod 4 of the counter (i div 4, fragment + part·2^16, round, replica + 1 + shard·2^16),
+    under the key (seed mod 2^32, seed div 2^32).
 
     Args:
         key: what the numbers depend on.
         num_elements: N, at most 2^34.
         device: where to make them.
-        common: ignore the replica (the counter's last word is then 0).
+        common: ignore the replica (the counter's last word is then shard·2^16).
     """
     assert num_elements <= 1 << 34, "a counter's first word has 32 bits"
-    limits = Key(seed=1 << 64, fragment=1 << 16, round=1 << 32, replica=(1 << 32) - 1, part=1 << 16)
+    half = 1 << 16
+    limits = Key(seed=1 << 64, fragment=half, round=1 << 32, replica=half - 1, part=half, shard=half)
     assert all(0 <= value < limit for value, limit in zip(key, limits, strict=True)), f"{key} is beyond {limits}"
     index = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=device)
-    words = [key.fragment + (key.part << 16), key.round, 0 if common else key.replica + 1]
+    whose = (0 if common else key.replica + 1) + (key.shard << 16)
+    words = [key.fragment + (key.part << 16), key.round, whose]
     counter = [index, *(torch.full_like(index, word) for word in words)]
     return torch.stack(philox(counter, (key.seed & _LOW, key.seed >> 32)), dim=1).view(-1)[:num_elements]
 
