@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_module
 import diloco
 from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
 from diloco.outer import parameters_hash
+from diloco.schedule import Sync
 from diloco.sharded import gathered, local
 
 M = 2
@@ -283,6 +284,26 @@ def gather(S: int) -> tuple[str, float]:
 def test_the_hash_does_not_depend_on_the_shards():
     found = {run_replicas(gather, M * S, S)[-1] for S in (1, 2)}
     assert len(found) == 1
+
+
+def what_is_masked() -> list[int]:
+    """The places that feddropout keeps of this shard's first fragment."""
+    mesh = processes(2)
+    model = decoder(mesh)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=1, num_fragments=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
+        wire="feddropout:density=0.1",
+    )
+    key = engine._key(Sync(0, 1, 1))
+    return engine.wire.decode(engine.wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
+
+
+def test_shards_mask_other_places_and_replicas_the_same():
+    first, second, *others = run_replicas(what_is_masked, M * 2)
+    assert first != second and others == [first, second]
 
 
 def lose_one_shard() -> str:
