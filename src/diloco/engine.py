@@ -315,6 +315,8 @@ class StreamingDiLoCo:
 
     def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards."""
+        if not syncs:
+            return ()  # most steps: the shards have nothing to tell each other
         flights = [flight for sync in syncs for flight in self._in_flight if flight.sync == sync]
         assert len(flights) == len(syncs), "what is due was sent"
         with self._all_shards_or_none():

@@ -21,7 +21,7 @@ class Job:
     config: TrainConfig
     """As a user would ask for it."""
     tasks: tuple[Path, ...] = ()
-    """Files of questions for the outer parameters."""
+    """Files of questions, for the outer parameters and those below."""
     parameters: tuple[str, ...] = ()
     """Of replica and average, which are to be evaluated, too."""
 
