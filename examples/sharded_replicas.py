@@ -1,28 +1,38 @@
-"""Replicas of two processes each: a transformers model, sharded with FSDP2, in a loop of one's own.
+"""Replicas of two processes each: a transformers model, sharded with FSDP2, in a loop of one's own, which resumes.
 
     pip install transformers
     torchrun --nproc-per-node 4 examples/sharded_replicas.py
+    torchrun --nproc-per-node 2 examples/sharded_replicas.py --num-shards 1 --resume
 
-Ranks 0 and 1 are the first replica, 2 and 3 the second; rank 0 exchanges with rank 2, and rank 1 with rank 3.
+Ranks 0 and 1 are the first replica, 2 and 3 the second; rank 0 exchanges with rank 2, and rank 1 with rank 3. The
+second command goes on from the first's checkpoint, with replicas of one process.
 """
+
+import argparse
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import diloco
 
-NUM_SHARDS = 2
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-shards", type=int, default=2)
+parser.add_argument("--checkpoints", type=Path, default=Path("sharded_replicas"))
+parser.add_argument("--resume", action="store_true")
+arguments = parser.parse_args()
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same initial parameters everywhere
 
-mesh = init_device_mesh(
-    "cpu", (dist.get_world_size() // NUM_SHARDS, NUM_SHARDS), mesh_dim_names=("replica", "shard")
-)
+num_replicas = dist.get_world_size() // arguments.num_shards
+mesh = init_device_mesh("cpu", (num_replicas, arguments.num_shards), mesh_dim_names=("replica", "shard"))
 replica, shard = mesh.get_local_rank("replica"), mesh.get_local_rank("shard")
 model = LlamaForCausalLM(
     LlamaConfig(
@@ -46,11 +56,37 @@ engine = diloco.StreamingDiLoCo(
     exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
 )
 
-data = torch.Generator().manual_seed(1 + replica)
-for step in range(1, 101):
+# A checkpoint a replica, read and written by its own processes: replicas differ.
+of_replica = {
+    "checkpoint_id": arguments.checkpoints / f"replica-{replica}",
+    "process_group": mesh.get_group("shard"),
+}
+
+
+def save() -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer, "engine": engine.state_dict()}
+    dcp.save(state, **of_replica)
+
+
+def resume() -> None:
+    saved = {"in_flight": []}
+    dcp.load({"engine": saved}, **of_replica)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    of_engine = engine.state_dict() | {"sent": engine.sent_like(saved["in_flight"])}
+    state = {"model": of_model, "optimizer": of_optimizer, "engine": of_engine}
+    dcp.load(state, **of_replica)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    engine.load_state_dict(state["engine"])
+
+
+if arguments.resume:
+    resume()
+for step in range(engine.num_steps + 1, 101):
     # To learn: sequences that count up. Each shard takes its part of the replica's batch.
+    data = torch.Generator().manual_seed(step * num_replicas + replica)
     tokens = (torch.randint(0, 32, (16, 1), generator=data) + torch.arange(12)) % 32
-    part = tokens.chunk(NUM_SHARDS)[shard]
+    part = tokens.chunk(arguments.num_shards)[shard]
     loss = model(input_ids=part, labels=part).loss
     loss.backward()
     optimizer.step()
@@ -58,6 +94,8 @@ for step in range(1, 101):
     engine.step()
     if step % 25 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}, {engine.bytes_sent:,} bytes sent by the replica")
+    if step == 62:
+        save()  # with a fragment in flight
 
 engine.finish()
 print(f"replica {replica}, shard {shard}: outer hash {engine.outer_hash()[:16]}")

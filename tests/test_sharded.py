@@ -1,12 +1,15 @@
 """Replicas of several processes: FSDP2 inside each, and the engine on local shards."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.processes import run_replicas
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
@@ -169,6 +172,62 @@ def test_a_transformers_model_that_the_user_shards():
         assert losses == pytest.approx(expected[rank // 2][0], abs=1e-5)
         assert held_out == pytest.approx(expected[rank // 2][1], abs=1e-5)
     assert len({outer_hash for _, _, outer_hash, _, _ in found}) == 1
+
+
+def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
+    """Θ after 40 steps, of a run that saves at the 24th, or goes on from there."""
+    mesh = processes(S)
+    model = decoder(mesh)
+    fragments = diloco.strided(model, layers_per_fragment=1)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=fragments,
+        schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=(2, 7)),
+        wire=wire,
+        error_feedback=1.0,
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    of_replica = {
+        "checkpoint_id": folder / f"replica-{mesh.get_local_rank('replica')}",
+        "process_group": mesh.get_group("shard"),
+    }
+    if of_replica["checkpoint_id"].exists():
+        saved = {"in_flight": []}
+        dcp.load({"engine": saved}, **of_replica)
+        assert saved["in_flight"] == [[0, 2, 20], [1, 2, 23]]
+        sent = engine.sent_like(saved["in_flight"])
+        state = whole_state(model, optimizer, engine.state_dict() | {"sent": sent})
+        dcp.load(state, **of_replica)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        engine.load_state_dict(state["engine"])
+        assert engine.num_steps == 24
+    for step in range(engine.num_steps + 1, 41):
+        loss, _ = loss_of(model, windows(seed=100 * engine.exchange.replica + step), mesh)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+        if step == 24:
+            dcp.save(whole_state(model, optimizer, engine.state_dict()), **of_replica)
+    engine.finish()
+    outer_hash = engine.outer_hash()
+    return outer_hash, torch.cat([gathered(theta).flatten() for theta in engine.outer_parameters().values()])
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, of_engine: dict) -> dict:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer, "engine": of_engine}
+
+
+@pytest.mark.parametrize("wire", ["fp32", "e3m0"])
+def test_a_loop_of_ones_own_saves_and_resumes(tmp_path, wire):
+    (expected, outer_N), *_ = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
+    resumed = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
+    assert {outer_hash for outer_hash, _ in resumed} == {expected}
+    if wire == "fp32":
+        for _, other_N in run_replicas(train_and_save, M, 1, wire, tmp_path):
+            torch.testing.assert_close(other_N, outer_N, rtol=0, atol=1e-4)
 
 
 class OneRow(nn.Module):

@@ -207,7 +207,8 @@ class StreamingDiLoCo:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
 
         Plain values, and four dicts of FP32 tensors by parameter name, views of the engine's own where they can
-        be: `outer`, `velocity`, `error`, and `sent`, the decoded outer gradients of the fragments in flight.
+        be: `outer`, `velocity`, `error`, and `sent`, the decoded outer gradients of the fragments in flight. Of a
+        sharded model they are DTensors; examples/sharded_replicas.py saves them, and resumes on other shards.
         """
         self._check_sound()
         return {
@@ -257,6 +258,18 @@ class StreamingDiLoCo:
             sent_N = joined(state["sent"][name] for name in self._parameters[sync.fragment])
             payloads = again.encode(sent_N, self._key(sync), self.exchange.num_replicas)
             self._start(sync, again, payloads)
+
+    def sent_like(self, in_flight: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Room for the `sent` of a saved state, whose `in_flight` is given, sharded as the parameters are now.
+
+        For those who read in place what they saved, as torch.distributed.checkpoint does, on any number of
+        shards: read `in_flight` first, then the rest into `state_dict() | {"sent": sent_like(in_flight)}`.
+        """
+        room: dict[str, Tensor] = {}
+        for fragment in {fragment for fragment, *_ in in_flight}:
+            num_elements = self._state.num_elements(fragment)
+            room |= self._named(fragment, torch.zeros(num_elements, device=self._scratch.device))
+        return room
 
     def _sent(self) -> dict[str, Tensor]:
         """What the payloads in flight stand for, by parameter name."""

@@ -63,9 +63,7 @@ class TrainState:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts, (_, tensors) = checkpoints.facts(step), self._contents()
         if isinstance(self.sync, StreamingDiLoCo):
-            in_flight = [self.sync.fragments[fragment] for fragment, *_ in facts["sync"]["in_flight"]]
-            names = [name for fragment in in_flight for name in fragment.parameters]
-            tensors["sync"]["sent"] = {name: torch.zeros_like(tensors["sync"]["outer"][name]) for name in names}
+            tensors["sync"]["sent"] = self.sync.sent_like(facts["sync"]["in_flight"])
         checkpoints.load(step, tensors)
         self.step, self.seconds, self.blocked_seconds = (facts[name] for name in _COUNTERS)
         self.model.load_state_dict(tensors["model"])
@@ -109,7 +107,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         for module in (*model.blocks, model):
             # What is gathered for a pass is given up after it, so that the engine and the optimizer, which change
             # the shards, never leave it stale.
-            fully_shard(module, mesh=world.mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=world.mesh["shard"], reshard_after_forward=True)
     inner = config.optimizer
     assert inner.weight_decay is not None, "the config is resolved"
     optimizer = torch.optim.AdamW(

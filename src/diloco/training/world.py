@@ -25,7 +25,7 @@ class World:
     everyone: Exchange
     """The way to all processes, in the order of their ranks; the same thing where a replica is one process."""
     mesh: DeviceMesh | None
-    """Over which this replica is sharded; None where it is one process."""
+    """Replicas × shards, where a replica is several processes; None where it is one."""
     own_group: dist.ProcessGroup | None
     """This replica's processes on gloo, for its checkpoints; None where there are no process groups."""
     device: torch.device
@@ -60,7 +60,7 @@ class World:
         if self.mesh is None:
             return value
         combined = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, operation, group=self.mesh.get_group())
+        dist.all_reduce(combined, operation, group=self.mesh.get_group("shard"))
         return combined.item()
 
 
@@ -128,20 +128,26 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         assert isinstance(mine, dist.ProcessGroup), "every process is a member of one"
         return mine
 
-    def exchange(ranks: list[list[int]], num_connections: int) -> Exchange:
-        if len(ranks[0]) == 1:
+    def exchange(group: dist.ProcessGroup, num_connections: int = 1) -> Exchange:
+        if group.size() == 1:
             return LoopbackExchange()
         seconds = config.timeout_seconds
-        return ProcessGroupExchange(group(ranks), timeout_seconds=seconds, num_connections=num_connections)
+        return ProcessGroupExchange(group, timeout_seconds=seconds, num_connections=num_connections)
 
     ranks = [[replica * num_shards + shard for shard in range(num_shards)] for replica in range(num_replicas)]
-    others = exchange([list(same_shard) for same_shard in zip(*ranks, strict=True)], config.num_connections)
-    mesh = None
+    same_shard = group([list(others) for others in zip(*ranks, strict=True)])
+    others, everyone, mesh = exchange(same_shard, config.num_connections), None, None
     if num_shards > 1:
-        mesh = DeviceMesh.from_group(group(ranks, backend=None), device.type, mesh_dim_names=("shard",))
+        everyone = exchange(group([list(range(config.num_processes))]))
+        mesh = DeviceMesh.from_group(
+            [same_shard, group(ranks, backend=None)],
+            device.type,
+            mesh=torch.tensor(ranks),
+            mesh_dim_names=("replica", "shard"),
+        )
     return World(
         exchange=others,
-        everyone=others if num_shards == 1 else exchange([list(range(config.num_processes))], 1),
+        everyone=everyone or others,
         mesh=mesh,
         own_group=group(ranks),
         device=device,
