@@ -4,7 +4,8 @@
 
 Two replicas, each in a network namespace of its own, train the laptop recipe's model on the same tokens with the
 same inner optimizer: Data-Parallel is DistributedDataParallel in FP32, with three bucket sizes, and with its bf16
-hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file).
+hook; torchft_diloco needs the package torchft-nightly (see README.md beside this file), and is measured without a
+limit, too, for the prediction: what it loses there it loses everywhere.
 
 Compute utilization is, for every method, what as many steps take without exchange, `alone`, right before and after
 it, over what they took with it, from the second period of H steps on. Methods take turns, `--repeats` times, and
@@ -33,6 +34,7 @@ from links_points import (
     ENGINE,
     NUM_REPLICAS,
     PEER,
+    UNLIMITED_MBIT_S,
     Key,
     draw,
     key,
@@ -59,11 +61,13 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     config = _config(arguments)
     rows, alone = _read(arguments.output / "links.csv"), _read_alone(arguments.output / "alone.jsonl")
+    asked = [(mbit_s, arguments.methods) for mbit_s in arguments.bandwidths]
+    asked += [(UNLIMITED_MBIT_S, [PEER])] if PEER in arguments.methods else []
     missing = [
         {"repeat": float(repeat), "mbit_s": mbit_s, "method": method}
         for repeat in range(arguments.repeats)
-        for mbit_s in arguments.bandwidths
-        for method in _variants(arguments.methods)
+        for mbit_s, methods in asked
+        for method in _variants(methods)
     ]
     missing = [row for row in missing if key(row) not in {key(known) for known in rows}]
     if missing:

@@ -22,6 +22,8 @@ from diloco.training.config import TrainConfig
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
 PEER = "torchft_diloco"
+UNLIMITED_MBIT_S = 10_000.0
+"""Where the link takes nothing, and what the peer loses is what it takes itself."""
 Key = tuple[float, float, str]
 """Repeat, Mbit/s, method."""
 
@@ -49,7 +51,9 @@ def num_steps(method: str, config: TrainConfig, link_gbit_s: float, seconds: flo
     return (period, 2 * period) if most >= 3 * period else (2, max(4, min(2 * period, most)))
 
 
-def with_predictions(row: dict, alone_SxM: np.ndarray, all_reduce: Mapping | None, config: TrainConfig) -> dict:
+def with_predictions(
+    row: dict, alone_SxM: np.ndarray, all_reduce: Mapping | None, config: TrainConfig, own_seconds: float = 0.0
+) -> dict:
     """A row with compute utilization, as measured and as predicted, and the time lost at an outer step.
 
     Utilization is what as many steps take without exchange, over what they took: for every method the same.
@@ -59,6 +63,7 @@ def with_predictions(row: dict, alone_SxM: np.ndarray, all_reduce: Mapping | Non
         alone_SxM: what each step took on each replica without exchange, right before and after.
         all_reduce: the row of all-reduces beside training, of the method's codec; where the method reduces.
         config: of all runs.
+        own_seconds: what the peer takes at an outer step, beside reducing.
     """
     alone_seconds, steps = float(alone_SxM.mean()), row["measured_steps"]
     lost_seconds = row["wall_seconds"] - steps * alone_seconds
@@ -76,12 +81,16 @@ def with_predictions(row: dict, alone_SxM: np.ndarray, all_reduce: Mapping | Non
     row = row | {"lost_seconds_per_outer_step": per_outer_step, "predicted": predicted(row, alone_SxM, config)}
     if row["method"] == PEER:
         assert all_reduce is not None, "it is measured before"
-        row |= {"predicted_with_reducing": predicted(row, alone_SxM, config, all_reduce)}
+        row |= {"predicted_with_reducing": predicted(row, alone_SxM, config, all_reduce, own_seconds)}
     return row
 
 
 def predicted(
-    row: Mapping, alone_SxM: np.ndarray, config: TrainConfig, all_reduce: Mapping | None = None
+    row: Mapping,
+    alone_SxM: np.ndarray,
+    config: TrainConfig,
+    all_reduce: Mapping | None = None,
+    own_seconds: float = 0.0,
 ) -> float:
     """Compute utilization of the steps that were measured, as the physical model has it.
 
@@ -90,6 +99,7 @@ def predicted(
         alone_SxM: compute times, repeated as often as the steps need.
         config: of the run.
         all_reduce: of torchft, what reducing makes of the link and of the steps meanwhile.
+        own_seconds: and what else it takes at an outer step.
     """
     name, _, option = row["method"].partition(":")
     settings: dict = {"method": name, "layers_per_fragment": config.diloco.layers_per_fragment}
@@ -111,7 +121,7 @@ def predicted(
         for step in range(1, len(taken_SxM)):
             for sync in model.schedule.sent(step):
                 seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
-                taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce)
+                taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce) + own_seconds
     run = Run(model, [gbit_s])
     run.advance(taken_SxM[:warm])
     begun = run.ready_BxM.mean()
@@ -183,11 +193,12 @@ def points(rows: Sequence[dict], alone: Mapping[Key, np.ndarray], config: TrainC
     """For each method and bandwidth medians over the repeats, of Data-Parallel with its best bucket size."""
     by_key = {key(row): row for row in rows}
     repeats: dict[tuple, list[dict]] = defaultdict(list)
+    own_seconds = _own_seconds(rows, alone, config)
     for row in rows:
-        if is_training(row["method"]):
+        if is_training(row["method"]) and row["mbit_s"] != UNLIMITED_MBIT_S:
             wire = "bf16" if row["method"].startswith("data_parallel_bf16") else "fp32"
             all_reduce = by_key.get((row["repeat"], row["mbit_s"], f"all_reduce:{wire}"))
-            found = with_predictions(row, alone[key(row)], all_reduce, config)
+            found = with_predictions(row, alone[key(row)], all_reduce, config, own_seconds)
             found["seconds_per_step"] = row["wall_seconds"] / row["measured_steps"]
             steps = row["warm_steps"] + row["measured_steps"]
             found["megabytes_per_step"] = 1e-6 * row["interface_bytes"] / steps
@@ -201,6 +212,16 @@ def points(rows: Sequence[dict], alone: Mapping[Key, np.ndarray], config: TrainC
         if at not in best or point["seconds_per_step"] < best[at]["seconds_per_step"]:
             best[at] = point | {"method": name, "variant": point["method"]}
     return sorted(best.values(), key=lambda point: (point["mbit_s"], -point["seconds_per_step"]))
+
+
+def _own_seconds(rows: Sequence[dict], alone: Mapping[Key, np.ndarray], config: TrainConfig) -> float:
+    """What the peer takes at an outer step: its quorum, copies, votes and threads."""
+    unlimited = [row for row in rows if row["method"] == PEER and row["mbit_s"] == UNLIMITED_MBIT_S]
+    lost_a_step = [
+        row["wall_seconds"] / row["measured_steps"] - float(alone[key(row)].mean()) for row in unlimited
+    ]
+    stretch = config.diloco.sync_every / _num_fragments(PEER, config)
+    return stretch * max(0.0, statistics.median(lost_a_step)) if lost_a_step else 0.0
 
 
 def _median(rows: list[dict]) -> dict:

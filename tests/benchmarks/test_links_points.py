@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.links_points import PEER, _as_the_slowest, num_steps, points, with_predictions
+from benchmarks.links_points import PEER, UNLIMITED_MBIT_S, _as_the_slowest, num_steps, points, with_predictions
 
 from diloco.models.ladder import num_matrix_params
 from diloco.training.recipes import laptop
@@ -51,6 +51,19 @@ def test_torchft_overlaps_nine_of_ten_steps():
     assert found["predicted_with_reducing"] == pytest.approx(found["predicted"], rel=1e-6)
     slower = reducing("all_reduce:fp32", 0.005) | {"step_seconds": 2 * STEP_SECONDS}
     assert with_predictions(row(PEER, 0.01), ALONE, slower, CONFIG)["predicted_with_reducing"] < found["predicted"]
+
+
+def test_what_torchft_loses_without_a_limit_it_loses_everywhere():
+    rows = [row(PEER, 1.0), *(row(PEER, 1e-3 * UNLIMITED_MBIT_S, repeat=float(r)) for r in range(3))]
+    for r, wall_seconds in enumerate((6.3, 6.6, 9.0)):
+        rows[1 + r]["wall_seconds"] = wall_seconds
+    reduce = [reducing("all_reduce:fp32", 1e6) | {"repeat": 0.0, "mbit_s": mbit_s} for mbit_s in (1e3, 1e4)]
+    reduce += [reduce[1] | {"repeat": repeat} for repeat in (1.0, 2.0)]
+    alone = {(r["repeat"], r["mbit_s"], r["method"]): ALONE for r in rows}
+    (point,) = points(rows + reduce, alone, CONFIG)
+    assert point["mbit_s"] == 1000.0 and point["predicted"] == pytest.approx(1.0)
+    # 60 steps of 0.1 s have six outer steps, each of which loses 0.1 s.
+    assert point["predicted_with_reducing"] == pytest.approx(6 / 6.6, rel=1e-4)
 
 
 def reducing(method: str, gbit_s: float) -> dict:
