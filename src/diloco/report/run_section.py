@@ -185,10 +185,12 @@ def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
     x = [step["step"] for step in steps]
     num_params = summary.get("num_params", num_matrix_params(config.model))
     each = ring_all_reduce_bytes(num_params, config.num_replicas)
-    axes.plot(x, np.cumsum([step["bytes_sent"] for step in steps]), color=viridis(0.0), label=config.method)
+    sent = np.cumsum([step["bytes_sent"] for step in steps])
+    axes.plot(x, sent, color=viridis(0.0), label=config.method)
     if config.method != "data_parallel" and each:
         axes.plot(x, [each * step for step in x], color=viridis(0.5), ls="--", label="Data-Parallel, FP32")
-    axes.set_yscale("symlog", linthresh=1000)
+    if sent[-1]:  # one replica sends nothing
+        axes.set_yscale("log", nonpositive="mask")
     axes.legend(fontsize=8, frameon=False)
     return figure
 
@@ -215,7 +217,7 @@ def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
         )
     axes.set_yticks(range(len(fragments)), [str(fragment) for fragment in fragments])
     axes.invert_yaxis()
-    axes.legend(fontsize=8, frameon=False, title="from sending to merging", title_fontsize=8)
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
 
 
