@@ -81,6 +81,17 @@ def loss_of(model: nn.Module, window: torch.Tensor, mesh: DeviceMesh) -> tuple[t
     return loss, mean.item() / mesh.shape[1]
 
 
+def engine_of(model: nn.Module, mesh: DeviceMesh, **settings: object) -> diloco.StreamingDiLoCo:
+    fragments = diloco.strided(model, layers_per_fragment=1)
+    return diloco.StreamingDiLoCo(
+        model,
+        fragments=fragments,
+        schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=(2, 7)),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+        **settings,
+    )
+
+
 def train(
     S: int,
     kind: str,
@@ -92,17 +103,7 @@ def train(
     """The replica's losses, the held-out loss of Θ, its hash, and what an outer step tells."""
     mesh = processes(S)
     model = MODELS[kind](mesh)
-    fragments = diloco.strided(model, layers_per_fragment=1)
-    engine = diloco.StreamingDiLoCo(
-        model,
-        fragments=fragments,
-        schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=(2, 7)),
-        wire=wire,
-        combine=combine,
-        error_feedback=error_feedback,
-        offload=offload,
-        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
-    )
+    engine = engine_of(model, mesh, wire=wire, combine=combine, error_feedback=error_feedback, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, outer_steps = [], []
     for step in range(1, NUM_STEPS + 1):
@@ -178,15 +179,7 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
     """Θ after 40 steps, of a run that saves at the 24th, or goes on from there."""
     mesh = processes(S)
     model = decoder(mesh)
-    fragments = diloco.strided(model, layers_per_fragment=1)
-    engine = diloco.StreamingDiLoCo(
-        model,
-        fragments=fragments,
-        schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=(2, 7)),
-        wire=wire,
-        error_feedback=1.0,
-        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
-    )
+    engine = engine_of(model, mesh, wire=wire, error_feedback=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     of_replica = {
         "checkpoint_id": folder / f"replica-{mesh.get_local_rank('replica')}",
