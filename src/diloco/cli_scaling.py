@@ -7,6 +7,7 @@ from typing import Any
 from diloco.scaling.judgement import judge
 from diloco.scaling.prediction import Kind, Laws
 from diloco.scaling.prediction import predict as predict_from
+from diloco.scaling.published import method_name
 from diloco.scaling.table import read_table
 
 
@@ -36,8 +37,8 @@ def predict(
     if json:
         _print_json(found)
         return
-    kind = "Data-Parallel" if num_replicas == 0 else f"DiLoCo, {num_replicas} replicas"
-    print(f"{kind}, {num_params:g} parameters, {found['fit']} laws")
+    period = f", H = {found['sync_every']:g}" if found["sync_every"] else ""
+    print(f"{method_name(num_replicas)}{period}, {num_params:g} parameters, {found['fit']} laws")
     for name in ("loss", "learning_rate", "batch_tokens", "outer_learning_rate", "tokens", "steps"):
         print(f"{name.replace('_', ' '):20} {_estimate(found[name])}")
 
@@ -57,25 +58,46 @@ def fit(data: Path | None = None, json: bool = False) -> None:
     for quantity, laws in found["laws"].items():
         print(f"{quantity.replace('_', ' ')} = A·N^α, joint: A·N^α·M^β")
         for name, law in laws.items():
-            kind = "Data-Parallel" if name == "0" else name if name == "joint" else f"M = {name}"
-            parts = [f"{symbol} {_estimate(value)}" for symbol, value in law.items()]
-            print(f"  {kind:14} {'   '.join(parts)}")
-        print("  |log y − log ŷ| at the largest size, left out of the fit:")
+            print(f"  {name if name == 'joint' else method_name(int(name)):15} {_law(law)}")
+        if found["test_errors"][quantity]:
+            print("  |log y − log ŷ| at the largest size, left out of the fit:")
         for error in found["test_errors"][quantity]:
             print(f"    {error['law']:17} {error['mean']:.4f}   {_by_replicas(error)}")
-    print("forms of the loss, N in millions, and their |log y − log ŷ| at the largest size, which selected them:")
+    if found["forms"] or found["forms_refused"]:
+        print("forms of the loss, N in millions, and |log y − log ŷ| at the largest size, which selected them:")
     for form in found["forms"]:
         values = ", ".join(f"{symbol} = {value:.4g}" for symbol, value in form["coefficients"].items())
         print(f"    {form['formula']:17} {form['selected_at_largest']:.4f}   {_by_replicas(form)}   {values}")
     for name, reason in found["forms_refused"].items():
         print(f"    {name}: {reason}")
+    if found["extrapolation"]:
+        print("trained later, and what the published laws and the first of these forms say of it:")
+    for far in found["extrapolation"]:
+        which = f"{method_name(far['replicas'])}, {far['fit']}"
+        said = (
+            f"{name} {far[name]:.3f} ({_percent(far[name], far['loss'])})" for name in ("law", "form") if far[name]
+        )
+        print(f"    {which:27} {far['params']:.0e} parameters {far['loss']:.3f}   {'   '.join(said)}")
     for replicas, crossing in found["crossings"].items():
         print(_crossing(replicas, crossing))
-    for point in found["batches_on_edge"]:
+    for point in found["on_edge"]:
         print(
-            f"the best batch of {point['params']:g} parameters, M = {point['replicas']:g}, is the smallest or "
-            "largest that was tried: it may lie beyond"
+            f"{point['params']:g} parameters, M = {point['replicas']}: the best {point['quantity']}, "
+            f"{point['value']:g}, is the smallest or the largest that was tried; a better one may lie beyond"
         )
+
+
+def _law(law: dict[str, Any]) -> str:
+    """Coefficients with their intervals, and once why there are none."""
+    if "reason" in law:
+        return law["reason"]
+    told = [f"{symbol} {_estimate({**value, 'reason': None})}" for symbol, value in law.items()]
+    reasons = dict.fromkeys(f"({value['reason']})" for value in law.values() if value["reason"])
+    return "   ".join([*told, *reasons])
+
+
+def _percent(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
 def _by_replicas(residual: dict[str, Any]) -> str:
@@ -84,17 +106,14 @@ def _by_replicas(residual: dict[str, Any]) -> str:
 
 def _crossing(replicas: str, crossing: dict[str, Any]) -> str:
     if crossing["num_params"] is None:
-        return f"the laws of M = {replicas} and Data-Parallel never cross"
+        more = "less" if crossing["is_lower_above"] else "more"
+        return f"by the laws M = {replicas} has {more} loss than Data-Parallel at every size"
     side = "above" if crossing["is_lower_above"] else "below"
     where = f"{crossing['num_params']:.3g}"
-    interval = (
-        f"({crossing['low']:.3g} … {crossing['high']:.3g})"
-        if crossing["low"] is not None
-        else "(or anywhere: the two exponents don't differ for certain)"
-    )
+    interval = crossing["reason"] or f"{crossing['low']:.3g} … {crossing['high']:.3g}"
     outside = "" if crossing["is_measured"] else ", outside the sizes that were fitted"
     whose = f"by the laws M = {replicas} has less loss than Data-Parallel"
-    return f"{whose} {side} {where} parameters {interval}{outside}"
+    return f"{whose} {side} {where} parameters ({interval}){outside}"
 
 
 def _laws(data: Path | None) -> Laws:

@@ -103,8 +103,9 @@ def _print_plan(planned: Sweep, cores: int) -> None:
         for one in _of_each_size(runs)
     }
     hours = sum(_flops(run) / speeds[run.labels["params"]] for run in runs + later) / 3600
-    print(f"{len(runs)} runs, then up to {len(later)}, and those by which the grid is extended:")
+    print(f"{len(runs)} runs, and then up to {len(later)}:")
     print(f"{total:.3g} FLOPs, about {hours:.2g} hours on {cores} cores like this machine's")
+    print("not counted: runs by which the grid is extended, where the best lies on its edge")
 
 
 def _flops(run: LabelledRun) -> float:

@@ -15,14 +15,22 @@ from diloco.training.recipes import recipe
 
 
 class Valley:
-    """Where the loss is lowest at a learning rate of 0.01, a batch of 4096 tokens a replica, and η = 0.6."""
+    """Where the loss is lowest at a learning rate of 0.01, a batch of 4096 tokens a replica, and η = 0.6.
 
-    def __init__(self) -> None:
+    Runs of `failing` replicas fail.
+    """
+
+    def __init__(self, failing: int | None = None) -> None:
         self.asked = []
+        self.failing = failing
 
     def submit(self, job):
         self.asked.append(job.config)
         config = job.config
+        if config.num_replicas == self.failing:
+            future: Future = Future()
+            future.set_result({"failed": "diverged", "is_final": True})
+            return future
         is_baseline = config.method == "data_parallel"
         octaves = math.log2(config.tokens_per_step / (4096 * config.num_replicas))
         loss = 3 + math.log(config.optimizer.learning_rate / 0.01) ** 2 + octaves**2 / 10
@@ -43,8 +51,8 @@ def base(small_corpus, tmp_path):
     return replace(recipe("tiny"), data=data)
 
 
-def swept(base, tmp_path, **fields) -> tuple[list[dict], Valley]:
-    machine = Valley()
+def swept(base, tmp_path, failing=None, **fields) -> tuple[list[dict], Valley]:
+    machine = Valley(failing)
     sweep = Sweep(base=base, vocab_size=257, **fields)
     return list(run_sweep(sweep, tmp_path / "runs", machine))[-1], machine
 
@@ -76,6 +84,14 @@ def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
         assert sorted(row["outer_learning_rate"] for row in later) == [0.4, 0.6, 0.8]
     assert all("outer_learning_rate" not in row for row in rows if row["replicas"] == 0)
     assert len(rows) == 2 * 2 * 3 + 2 * 2  # 0.4 is the recipe's own
+
+
+def test_what_failed_everywhere_is_not_varied_further(base, tmp_path):
+    axes = {"num_replicas": (1, 2), "learning_rate": (0.0035, 0.005, 0.007)}
+    rows, machine = swept(base, tmp_path, failing=2, axes=axes, then={"outer_learning_rate": (0.6, 0.8)})
+    assert len([row for row in rows if row["replicas"] == 1]) == 3 + 2
+    assert [row["failed"] for row in rows if row["replicas"] == 2] == 3 * ["diverged"]
+    assert len([config for config in machine.asked if config.num_replicas == 2]) == 3
 
 
 def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(base, tmp_path):
@@ -126,5 +142,5 @@ def test_a_plan_tells_runs_and_cost(small_corpus, tmp_path, capsys):
     ]
     main(["sweep", "tiny", *text, *axes, "--plan", "--cores", "2"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 + 2 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
-    assert lines[4].startswith("4 runs, then up to 2,") and " hours on 2 cores" in lines[5]
+    assert len(lines) == 4 + 3 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
+    assert lines[4] == "4 runs, and then up to 2:" and " hours on 2 cores" in lines[5]

@@ -166,6 +166,27 @@ def test_joint_intervals_cover_the_truth_also_if_a_size_errs_alike_for_every_m(s
     assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
 
 
+def test_three_sizes_tell_what_more_replicas_do_and_no_more():
+    truth, covered, sizes, replicas = PowerLaw(9.0, -0.1, 0.02), 0, (1e5, 1.7e5, 3e5), (1, 2, 4)
+    n, m = zip(*((size, m) for size in sizes for m in replicas), strict=True)
+    for seed in range(200):
+        generator = np.random.default_rng(seed)
+        by_size = dict(zip(sizes, generator.normal(0, 0.005, 3), strict=True))
+        values = [
+            truth(a, b) * math.exp(by_size[a] + generator.normal(0, 0.005)) for a, b in zip(n, m, strict=True)
+        ]
+        fit = PowerLawFit(n, values, m)
+        beta = fit.replicas_exponent()
+        covered += beta.low <= truth.replicas_exponent <= beta.high
+    assert 0.90 <= covered / 200 <= 0.99
+    assert fit.exponent().low is None
+    assert fit.factor().reason == "an interval needs 5 sizes, and there are 3"
+    two_points_more = PowerLawFit(
+        [*sizes, 1e6, 2e6, 1e5, 2e6], [2.0, 1.9, 1.8, 1.7, 1.6, 2.1, 1.7], [1] * 5 + [2] * 2
+    )
+    assert two_points_more.replicas_exponent().reason == "an interval needs 9 points, and there are 7"
+
+
 def test_points_on_a_law_leave_no_interval_but_the_law():
     law = PowerLaw(20.0, -0.1, 0.01)
     n, m = [1e6, 3e6, 1e7, 3e7, 1e8] * 2, [1] * 5 + [4] * 5

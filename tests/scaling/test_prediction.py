@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from diloco.cli import main
-from diloco.scaling.batches import best_batch, is_on_edge
+from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
 from diloco.scaling.parametric import FORMS
 from diloco.scaling.power_laws import PowerLaw
 from diloco.scaling.prediction import Laws, predict
-from diloco.scaling.table import Point, read_table
+from diloco.scaling.table import Point, best_points, read_table
 
 SIZES = (1e5, 2e5, 4e5)
 
@@ -44,6 +44,16 @@ def test_a_sweep_predicts_what_it_was_made_of():
     assert found["batch_tokens"]["power_of_two"] == 2**16  # of 2^15.7
     assert found["learning_rate"]["value"] == pytest.approx(30 * 8e5**-0.7, rel=1e-6)
     assert found["outer_learning_rate"]["value"] == 0.8
+    assert found["outer_learning_rate"]["reason"].startswith("the best of 0.6, 0.8, tried with M = 4; 0.6 has 0.3")
+    assert found["outer_learning_rate"]["reason"].endswith("more loss, and a better one may lie beyond")
+    assert found["sync_every"] == 30 and predict(8e5, 0, laws=Laws(sweep()))["sync_every"] is None
+    assert found["loss"]["reason"] == "an interval needs 5 sizes, and there are 3"
+    assert predict(8e5, 8, laws=Laws(sweep()))["outer_learning_rate"] == {
+        "value": 0.4,
+        "low": None,
+        "high": None,
+        "reason": "a default, not a fit: the table has rates for M = 1, 2, 4",
+    }
     assert found["steps"]["value"] == math.ceil(20 * 8e5 / found["batch_tokens"]["value"])
     assert "800000 lies outside the sizes that were fitted, 100000 to 400000" in found["warning"]
     assert "M = 8 lies outside the numbers of replicas" in predict(3e5, 8, laws=Laws(sweep()))["warning"]
@@ -80,6 +90,9 @@ def test_the_outer_rate_of_most_sizes_is_taken():
         Point(n, 1, loss, {"outer_learning_rate": rate}) for n, of in tried.items() for rate, loss in of.items()
     ]
     assert predict(2e5, 1, laws=Laws(points), fit="independent")["outer_learning_rate"]["value"] == 0.6
+    alone = [point for point in points if point.settings["outer_learning_rate"] == 0.4]
+    found = predict(2e5, 1, laws=Laws(alone), fit="independent")["outer_learning_rate"]
+    assert (found["value"], found["reason"]) == (0.4, "the only one tried with M = 1")
 
 
 def test_the_published_laws_are_the_default(capsys):
@@ -121,7 +134,10 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("params,loss\n1,2\n", "has no column 'replicas'"),
+        ("params,loss\n1,2\n", "no column 'replicas': it needs .* commas between them, and has 'params', 'loss'"),
+        ("", "no column 'params': .* and has none"),
+        ("params,replicas,eval_loss\n", "has no run: a law in N needs two sizes"),
+        ("params,replicas,eval_loss\n1e6,1\n", "line 2: eval_loss is missing"),
         (
             "params,replicas,eval_loss\n1e6,1,2\n2e6,1,nan\n",
             "line 3: eval_loss must be above 0 and finite, not nan",
@@ -157,16 +173,30 @@ def test_the_best_batch_is_the_bottom_of_the_parabola():
 
     valley = {2.0**x: 3 + 0.1 * (x - 12.4) ** 2 for x in (11, 12, 13, 14)}
     assert best_batch(points(valley)) == pytest.approx(2**12.4)
+    assert best_batch(points(valley | {2.0**15: 9.0, 2.0**10: 3.4})) == pytest.approx(2**12.4)
     assert best_batch(points({1024: 3.0, 2048: 2.9, 4096: 2.85})) == 4096  # the bottom is not among them
     assert best_batch(points({1024: 3.0, 2048: 3.2, 4096: 3.1})) == 1024  # a hill
     assert best_batch(points({1024: 3.0, 2048: 2.9})) == 2048
-    assert is_on_edge(points({1024: 3.0, 2048: 2.9, 4096: 2.85})) and not is_on_edge(points(valley))
 
 
-def test_seeds_are_averaged(tmp_path):
+def test_seeds_are_averaged_and_a_mean_is_not_beaten_by_a_lucky_run(tmp_path):
     path = tmp_path / "sweep.csv"
-    path.write_text("params,replicas,eval_loss,seed\n1e6,1,2.0,0\n1e6,1,3.0,1\n2e6,1,2.0,0\n")
-    assert [point.eval_loss for point in read_table(path)] == [2.5, 2.0]
+    rows = ("1e6,1,2.0,0,0.1", "1e6,1,3.0,1,0.1", "1e6,1,2.4,0,0.2", "2e6,1,2.0,0,0.1")
+    path.write_text("\n".join(("\ufeffparams,replicas,eval_loss,seed,learning_rate", *rows)))
+    points = read_table(path)
+    assert [(point.eval_loss, point.num_seeds) for point in points] == [(2.5, 2), (2.4, 1), (2.0, 1)]
+    assert [point.eval_loss for point in best_points(points)] == [2.5, 2.0]
+
+
+def test_data_parallel_alone_has_laws_too(tmp_path, capsys):
+    path = tmp_path / "sweep.csv"
+    path.write_text("params,replicas,eval_loss\n1e6,0,2.0\n2e6,0,1.9\n3e6,0,1.85\n")
+    main(["scaling", "fit", "--data", str(path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and "Data-Parallel" in printed[1] and "needs 5 sizes, and there are 3" in printed[1]
+    with pytest.raises(SystemExit, match="2"):
+        main(["scaling", "predict", "--data", str(path), "--num-params", "3e6"])
+    assert "M = 0 (0 is Data-Parallel): ask for one of these" in capsys.readouterr().err
 
 
 def test_laws_cross_where_they_are_equal():
@@ -182,8 +212,14 @@ def test_laws_cross_where_they_are_equal():
     assert found.low < 2**25 < found.high and found.high < 4 * found.low  # the truth, (20/10)^(1/0.04)
     fit = Laws(points).fit("loss", 1, "independent"), Laws(points).fit("loss", 0, "independent")
     assert fit[0].law(found.num_params) == pytest.approx(fit[1].law(found.num_params))
-    never = crossing(Laws(points), 2)
-    assert never.low is None and never.high is None
+    twins = [Point(n, m, laws[0](n) * math.exp(noise[m, i])) for m in (0, 1) for i, n in enumerate(sizes)]
+    uncertain = crossing(Laws(twins), 1)
+    assert uncertain.num_params and uncertain.low is None and "don't differ for certain" in uncertain.reason
+    for factor, is_lower in ((0.9, True), (1.1, False)):
+        apart = [Point(n, m, (factor if m else 1.0) * laws[0](n)) for m in (0, 1) for n in sizes]
+        never = crossing(Laws(apart), 1)
+        assert (never.num_params, never.is_lower_above) == (None, is_lower)
+    assert crossing(Laws([p for p in points if p.params < 5e5]), 1).reason.startswith("an interval needs 5 sizes")
 
 
 def test_a_law_that_is_judged_has_not_seen_the_largest_size():
@@ -212,7 +248,8 @@ def test_a_table_is_judged(tmp_path, capsys):
     assert form["form"] == found["extrapolates_best"]["form"] == "product"
     assert form["coefficients"]["α"] == pytest.approx(-0.1, abs=1e-3)
     assert "needs 3 sizes below the largest" in found["forms_refused"]["sum"]
-    assert found["batches_on_edge"] == []
+    assert {(edge["quantity"], edge["value"]) for edge in found["on_edge"]} == {("outer_learning_rate", 0.8)}
+    assert found["extrapolation"] == []
 
 
 def test_the_published_table_is_judged(capsys):
@@ -220,3 +257,6 @@ def test_the_published_table_is_judged(capsys):
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("independent", "joint", *(form.formula for form in FORMS.values())))
     assert "loss = A·N^α" in printed and printed.count(" has less loss than Data-Parallel ") == 4
+    assert (
+        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.071 (-0.7 %)" in printed
+    )

@@ -138,7 +138,8 @@ def run_sweep(
     else:
         raise ValueError(f"after {_MOST_EXTENSIONS} extensions a best run lies on the edge: look at the table")
     if sweep.then:
-        best = [min(losses, key=losses.__getitem__) for losses in _groups(settings, rows)]
+        groups = [losses for losses in _groups(settings, rows) if min(losses.values()) < math.inf]
+        best = [min(losses, key=losses.__getitem__) for losses in groups]
         settings = _different(sweep, [*settings, *sweep.later(best)])
         yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
 

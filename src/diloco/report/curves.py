@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.report.pictures import Line, draw_lines, save
-from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens
+from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.methods import METHODS, MethodSettings
 from diloco.simulator.paper import PaperModel
@@ -70,7 +70,7 @@ def wall_clock() -> "Figure":
 
     def line(num_replicas: int, network: str) -> Line:
         hours = [_run(num_params, num_replicas, network).seconds / 3600 for num_params in NUM_PARAMS]
-        return Line(_name(num_replicas), hours, LOSS[num_replicas])
+        return Line(method_name(num_replicas), hours, LOSS[num_replicas])
 
     panels = {
         f"{name}: {network.gbit_s:g} Gbit/s between sites": [line(m, name) for m in (0, 1, 2, 4, 8)]
@@ -131,7 +131,3 @@ def _run(num_params: float, num_replicas: int, network: str) -> IdealizedRun:
         num_replicas=num_replicas,
         between=NETWORKS[network],
     )
-
-
-def _name(num_replicas: int) -> str:
-    return f"DiLoCo, M = {num_replicas}" if num_replicas else "Data-Parallel"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from diloco.report.experiments import draw_panel
 from diloco.report.pictures import new_figure, save, viridis
 from diloco.scaling.batches import loss_of_batches
 from diloco.scaling.prediction import Laws
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS
+from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, method_name
 from diloco.scaling.table import Point as Run
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def loss_over_params(laws: Laws) -> "Figure":
 
     Of the published losses with those that were measured later, at 4B and 10B, as circles.
     """
-    curves = {_name(m): [_point(p.params, p.eval_loss) for p in _of(laws.best, m)] for m in laws.replicas}
+    curves = _curves(laws, lambda m: [_point(p.params, p.eval_loss) for p in _of(laws.best, m)])
     figure, axes = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
     for line in axes.get_lines():
         line.set_linestyle("")
@@ -45,40 +45,40 @@ def loss_over_params(laws: Laws) -> "Figure":
 
 
 def _set_log_losses(axes: "Axes") -> None:
-    from matplotlib.ticker import LogLocator, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=[1, 1.5, 2, 2.5, 3, 4, 5, 7]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_locator(LogLocator(subs=[]))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def difference_to_data_parallel(laws: Laws) -> "Figure":
     """How far each M's loss lies above Data-Parallel's (Figure 2)."""
     baseline = {point.params: point.eval_loss for point in _of(laws.best, 0)}
-    curves = {
-        _name(m): [
-            _point(p.params, 100 * (p.eval_loss / baseline[p.params] - 1))
-            for p in _of(laws.best, m)
-            if p.params in baseline
-        ]
-        for m in laws.replicas
-        if m > 0
-    }
+
+    def points(replicas: int) -> list[Point]:
+        found = [point for point in _of(laws.best, replicas) if replicas and point.params in baseline]
+        return [_point(p.params, 100 * (p.eval_loss / baseline[p.params] - 1)) for p in found]
+
     label = "loss over Data-Parallel's, %"
-    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=curves))[0]
+    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
+        0
+    ]
 
 
 def loss_over_batch(laws: Laws) -> "Figure":
     """The best loss at each batch, a panel a size (Figure 4)."""
-    runs = [run for run in laws.points or () if "batch_tokens" in run.settings]
-    return _panels(runs, loss_of_batches, "global batch, tokens", x_log=True)
+    figure = _panels(laws, "batch_tokens", loss_of_batches, "global batch, tokens")
+    for axes in figure.axes:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    return figure
 
 
 def loss_over_outer_learning_rate(laws: Laws) -> "Figure":
     """The best loss at each outer learning rate, a panel a size; its minima are those of Figure 7."""
-    runs = [run for run in laws.points or () if "outer_learning_rate" in run.settings]
-    return _panels(runs, _loss_of_rates, "outer learning rate η", x_log=False)
+    return _panels(laws, "outer_learning_rate", _loss_of_rates, "outer learning rate η")
 
 
 def _loss_of_rates(runs: Sequence[Run]) -> dict[float, float]:
@@ -91,14 +91,16 @@ def _loss_of_rates(runs: Sequence[Run]) -> dict[float, float]:
 
 def best_outer_learning_rate(laws: Laws) -> "Figure":
     """Of those tried, over N (Figure 7)."""
-    runs = [run for run in laws.points or () if "outer_learning_rate" in run.settings]
-    curves = {}
-    for replicas in sorted({run.replicas for run in runs}):
-        sizes = sorted({run.params for run in runs if run.replicas == replicas})
-        best = {n: min(_where(runs, n, replicas), key=lambda run: run.eval_loss) for n in sizes}
-        curves[_name(replicas)] = [_point(n, run.settings["outer_learning_rate"]) for n, run in best.items()]
+    runs = _with(laws, "outer_learning_rate")
+
+    def points(replicas: int) -> list[Point]:
+        losses = {n: _loss_of_rates(_where(runs, n, replicas)) for n in sorted({run.params for run in runs})}
+        return [_point(n, min(of, key=of.__getitem__)) for n, of in losses.items() if of]
+
     label = "best outer learning rate"
-    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=curves))[0]
+    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
+        0
+    ]
 
 
 FIGURES: dict[str, Callable[[Laws], "Figure"]] = {
@@ -136,10 +138,6 @@ def _where(runs: Iterable[Run], params: float, replicas: int) -> list[Run]:
     return [run for run in runs if (run.params, run.replicas) == (params, replicas)]
 
 
-def _name(replicas: int) -> str:
-    return f"DiLoCo, M = {replicas}" if replicas else "Data-Parallel"
-
-
 def _point(x: float, y: float) -> Point:
     return Point(x, y, y, y)
 
@@ -152,15 +150,32 @@ def _panel(panel: Panel) -> "tuple[Figure, Axes]":
 
 
 def _panels(
-    runs: Sequence[Run], losses: Callable[[Sequence[Run]], dict[float, float]], label: str, *, x_log: bool
+    laws: Laws, quantity: str, losses: Callable[[Sequence[Run]], dict[float, float]], label: str
 ) -> "Figure":
+    runs = _with(laws, quantity)
     sizes = sorted({run.params for run in runs})
-    figure = new_figure(4.2 * len(sizes) + 0.4, 3.9)
+    figure = new_figure(4.2 * len(sizes) + 0.4, 4.2)
+    handles: dict[str, Any] = {}
     for params, axes in zip(sizes, figure.subplots(1, len(sizes), squeeze=False)[0], strict=True):
-        curves = {
-            _name(m): [_point(x, y) for x, y in losses(_where(runs, params, m)).items()]
-            for m in sorted({run.replicas for run in runs if run.params == params})
-        }
-        draw_panel(Panel(title="", x_label=label, x_log=x_log, curves=curves), axes)
-        axes.set_title(f"{params:.3g} parameters", fontsize=9)
+
+        def points(replicas: int, params: float = params) -> list[Point]:
+            found = _where(runs, params, replicas)
+            return [_point(x, y) for x, y in losses(found).items()] if found else []
+
+        draw_panel(Panel(title="", x_label=label, curves=_curves(laws, points)), axes)
+        axes.set_title(f"{params / 1e6:.3g} million parameters", fontsize=9)
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend_.remove()
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False
+    )
     return figure
+
+
+def _curves(laws: Laws, points: Callable[[int], list[Point]]) -> dict[str, list[Point]]:
+    """A curve an M, empty ones too, so that each looks the same in every figure."""
+    return {method_name(m): points(m) for m in laws.replicas}
+
+
+def _with(laws: Laws, quantity: str) -> list[Run]:
+    return [run for run in laws.points or () if quantity in run.settings]

@@ -1,4 +1,4 @@
-"""The best batch of each size: the minimum of a parabola in log2(B) through a sweep's losses."""
+"""The best batch of each size: the minimum of a parabola in log2(B)."""
 
 import math
 from collections.abc import Sequence
@@ -30,23 +30,19 @@ def loss_of_batches(points: Sequence[Point]) -> dict[float, float]:
 
 
 def best_batch(points: Sequence[Point]) -> float:
-    """Tokens, where a parabola through the loss of each batch has its minimum.
+    """Tokens, where a parabola through the best batch that was tried and the two beside it has its minimum.
 
-    Where the losses form no valley, or its bottom lies outside what was tried, it is the best that was tried.
+    Those are the batches at which a sweep has looked for the best learning rate; losses further away lie above the
+    valley, and more so on one side of it. A best batch that is the smallest or the largest is taken as it is.
 
     Raises:
         ValueError: if the points have no batch.
     """
     losses = loss_of_batches(points)
-    tried = min(losses, key=losses.__getitem__)
-    if len(losses) < 3:
-        return tried
-    x = np.log2(list(losses))
-    curvature, slope, _ = np.polyfit(x, list(losses.values()), 2)
-    bottom = -slope / (2 * curvature) if curvature > 0 else math.nan
-    return 2.0**bottom if x.min() <= bottom <= x.max() else tried
-
-
-def is_on_edge(points: Sequence[Point]) -> bool:
-    """Whether the best batch is the smallest or the largest that was tried, so that it may lie beyond."""
-    return best_batch(points) in (min(losses := loss_of_batches(points)), max(losses))
+    batches = list(losses)
+    index = min(range(len(batches)), key=lambda i: losses[batches[i]])
+    if index in (0, len(batches) - 1):
+        return batches[index]
+    around = batches[index - 1 : index + 2]
+    curvature, slope, _ = np.polyfit(np.log2(around), [losses[batch] for batch in around], 2)
+    return float(2.0 ** (-slope / (2 * curvature)))

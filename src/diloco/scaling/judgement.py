@@ -2,14 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from diloco.scaling.batches import is_on_edge
 from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import PowerLawFit, log_residual
 from diloco.scaling.prediction import Kind, Laws
+from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, JOINT, LAWS
 from diloco.scaling.table import Point
 
 
@@ -46,9 +46,11 @@ def held_out_errors(laws: Laws, quantity: str = "loss") -> list[Residual]:
 def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, str]]:
     """The parametric forms, the best at the largest size first, and why others can't be fitted.
 
-    They were selected there, so that their residuals are no test errors.
+    They were selected there, so that their residuals are no test errors. Of Data-Parallel alone there are none.
     """
     best, fits, refused = _with_replicas(laws), {}, {}
+    if not best:
+        return [], {}
     columns = [p.params for p in best], [p.replicas for p in best], [p.eval_loss for p in best]
     for name, form in FORMS.items():
         try:
@@ -84,13 +86,15 @@ class Crossing:
 
     num_params: float | None
     """N; None where they never meet at a size that can be told."""
-    low: float | None
-    high: float | None
-    """95 % interval; None where the ratio of the two may be 1 at any size, or there are too few sizes to say."""
     is_lower_above: bool
-    """Whether DiLoCo's loss is the lower one beyond N."""
-    is_measured: bool
+    """Whether DiLoCo's loss is the lower one beyond N; where they never meet, whether it is at every size."""
+    is_measured: bool = False
     """Whether N lies among the sizes that were fitted."""
+    low: float | None = None
+    high: float | None = None
+    """95 % interval."""
+    reason: str | None = None
+    """Why there is no interval."""
 
 
 def crossing(laws: Laws, num_replicas: int) -> Crossing:
@@ -105,12 +109,15 @@ def crossing(laws: Laws, num_replicas: int) -> Crossing:
     law, exponent = ratio.law, ratio.exponent()
     log_n = -math.log(law.factor) / law.exponent if law.exponent else math.inf
     if abs(log_n) > _MOST_LOG_N:
-        return Crossing(None, None, None, law.exponent < 0, is_measured=False)
-    low = high = None
-    if exponent.low is not None and exponent.high is not None and exponent.low * exponent.high > 0:
-        low, high = (math.exp(_end(ratio, log_n, away)) for away in (-1, 1))
+        return Crossing(None, law(sizes[-1]) < 1)
     num_params = math.exp(log_n)
-    return Crossing(num_params, low, high, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
+    found = Crossing(num_params, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
+    if exponent.low is None or exponent.high is None:
+        return replace(found, reason=exponent.reason)
+    if exponent.low <= 0 <= exponent.high:
+        return replace(found, reason="or anywhere: the two exponents don't differ for certain")
+    low, high = (math.exp(_end(ratio, log_n, away)) for away in (-1, 1))
+    return replace(found, low=low, high=high)
 
 
 _MOST_LOG_N = math.log(1e18)
@@ -147,7 +154,8 @@ def judge(laws: Laws) -> dict[str, Any]:
                 "form": fit.form.name,
                 "formula": fit.form.formula,
                 "coefficients": fit.coefficients,
-                **_told(residual),
+                "selected_at_largest": residual.mean,
+                "by_replicas": residual.by_replicas,
             }
             for fit, residual in ranked
         ],
@@ -156,13 +164,20 @@ def judge(laws: Laws) -> dict[str, Any]:
             "law": errors["loss"][0].law if errors["loss"] else None,
             "form": ranked[0][0].form.name if ranked else None,
         },
+        "extrapolation": list(_extrapolation(ranked[0][0])) if laws.points is None else [],
         "crossings": {str(m): asdict(crossing(laws, m)) for m in _crossed(laws)},
-        "batches_on_edge": _on_edge(laws) if laws.has("batch_tokens") else [],
+        "on_edge": list(_on_edge(laws)),
     }
 
 
-def _told(residual: Residual) -> dict[str, Any]:
-    return {"selected_at_largest": residual.mean, "by_replicas": residual.by_replicas}
+def _extrapolation(form: ParametricFit) -> Iterator[dict[str, Any]]:
+    """What the published laws, and a form, say of the models that were trained later at their hyperparameters."""
+    for (fit, replicas), losses in EXTRAPOLATED.items():
+        law = JOINT["loss"] if fit == "joint" else LAWS["loss"][replicas]
+        for params, loss in zip(EXTRAPOLATED_PARAMS, losses, strict=True):
+            told = {"params": params, "replicas": replicas, "fit": fit, "loss": loss}
+            by_form = form(params, replicas) if replicas else None
+            yield told | {"law": law(params, max(1, replicas)), "form": by_form}
 
 
 def _laws(laws: Laws, quantity: str) -> dict[str, Any]:
@@ -189,9 +204,12 @@ def _crossed(laws: Laws) -> list[int]:
     return [m for m in laws.replicas if m > 0 and len(sizes[m] & sizes.get(0, set())) > 1]
 
 
-def _on_edge(laws: Laws) -> list[dict[str, float]]:
-    return [
-        {"params": point.params, "replicas": point.replicas}
-        for point in laws.best
-        if is_on_edge(laws.runs_of(point))
-    ]
+def _on_edge(laws: Laws) -> Iterator[dict[str, Any]]:
+    """Best values that are the smallest or the largest that was tried: better ones may lie beyond."""
+    for point in laws.best:
+        runs = laws.runs_of(point)
+        for quantity in ("learning_rate", "batch_tokens", "outer_learning_rate"):
+            tried = {run.settings[quantity] for run in runs if quantity in run.settings}
+            if len(tried) > 1 and (value := point.settings[quantity]) in (min(tried), max(tried)):
+                told = {"params": point.params, "replicas": point.replicas}
+                yield told | {"quantity": quantity, "value": value}

@@ -22,11 +22,13 @@ Array = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A number and its 95 % interval; None where there is no data behind it to say one."""
+    """A number and its 95 % interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
+    reason: str | None = None
+    """Why there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +141,22 @@ class PowerLawFit:
         num_points, num_sizes = len(self.values), len(self._mean_gxn)
         return num_sizes - 2, num_points - num_sizes - (self._k - 2)
 
-    def _variances(self, row_k: Array, residuals_Rxn: Array) -> Array:
-        """Of a combination of the coefficients, for each repeat's residuals (R,)."""
+    def _weights(self, row_k: Array) -> tuple[float, float]:
+        """How much of each stratum's variance a combination of the coefficients has; 0 where it is not in it."""
         weights_n = row_k @ self._pseudo_inverse_kxn
+        weights_g = self._mean_gxn @ weights_n
+        between = float((np.bincount(self._size_of_n) * weights_g**2).sum())
+        within = float(((weights_n - weights_g[self._size_of_n]) ** 2).sum())
+        rounding = 1e-12 * (between + within)
+        return between if between > rounding else 0.0, within if within > rounding else 0.0
+
+    def _variances(self, weights: tuple[float, float], residuals_Rxn: Array) -> Array:
+        """Of a combination of the coefficients, for each repeat's residuals (R,)."""
         means_Rxg = residuals_Rxn @ self._mean_gxn.T
         within_Rxn = residuals_Rxn - means_Rxg[:, self._size_of_n]
-        weights_g = self._mean_gxn @ weights_n
-        num_of_g = np.bincount(self._size_of_n)
-        between = (num_of_g * weights_g**2).sum() * (num_of_g * means_Rxg**2).sum(1) / self._freedom[0]
-        if not self._freedom[1]:
-            return between
-        left = ((weights_n - weights_g[self._size_of_n]) ** 2).sum()
-        return between + left * (within_Rxn**2).sum(1) / self._freedom[1]
+        squares = (np.bincount(self._size_of_n) * means_Rxg**2).sum(1), (within_Rxn**2).sum(1)
+        parts = [w * of / freedom for w, of, freedom in zip(weights, squares, self._freedom, strict=True) if w]
+        return np.sum(parts, axis=0)
 
     @cached_property
     def _residuals_n(self) -> Array:
@@ -176,13 +182,15 @@ class PowerLawFit:
 
     def _interval(self, row_k: Array) -> Estimate:
         """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
-        value = float(row_k @ self._coefficients_k)
-        between, within = self._freedom
-        if between < _LEAST_FREEDOM or 0 < within < _LEAST_FREEDOM or within < 0:
-            return Estimate(value)
+        value, weights = float(row_k @ self._coefficients_k), self._weights(row_k)
+        counts = {"sizes": len(self._mean_gxn), "points": len(self.values)}
+        for weight, freedom, (what, count) in zip(weights, self._freedom, counts.items(), strict=True):
+            if weight and freedom < _LEAST_FREEDOM:
+                least = count + _LEAST_FREEDOM - freedom
+                return Estimate(value, reason=f"an interval needs {least} {what}, and there are {count}")
         moved_Rxk, left_Rxn = self._bootstrap
-        deviation = math.sqrt(float(self._variances(row_k, self._residuals_n[None])[0]))
-        deviation_R = np.sqrt(self._variances(row_k, left_Rxn))
+        deviation = math.sqrt(float(self._variances(weights, self._residuals_n[None])[0]))
+        deviation_R = np.sqrt(self._variances(weights, left_Rxn))
         kept = deviation_R > 1e-9 * deviation
         t_R = (moved_Rxk @ row_k)[kept] / deviation_R[kept]
         low, high = np.quantile(t_R, [0.025, 0.975]) if kept.any() else (0.0, 0.0)
@@ -195,7 +203,7 @@ _LEAST_FREEDOM = 3  # with fewer sizes, or points, than that beyond the coeffici
 
 def _exp(estimate: Estimate) -> Estimate:
     low, high = (None if number is None else math.exp(number) for number in (estimate.low, estimate.high))
-    return Estimate(math.exp(estimate.value), low, high)
+    return Estimate(math.exp(estimate.value), low, high, estimate.reason)
 
 
 def log_residual(measured: float, predicted: float) -> float:

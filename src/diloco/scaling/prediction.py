@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from diloco.scaling.batches import best_batch
 from diloco.scaling.power_laws import Estimate, PowerLaw, PowerLawFit
-from diloco.scaling.published import JOINT, LAWS, NUM_PARAMS, SEQUENCE_LENGTH
+from diloco.scaling.published import JOINT, LAWS, NUM_PARAMS, SEQUENCE_LENGTH, SYNC_EVERY
 from diloco.scaling.table import Point, best_points, published_table
 
 Kind = Literal["joint", "independent"]
@@ -69,8 +69,8 @@ class Laws:
             )
         if kind == "joint" and len([m for m in self.replicas if m > 0]) < 2:
             raise ValueError(
-                f"a joint law needs runs with two numbers of replicas or more, and there are M = {known}: pass "
-                "--fit independent"
+                f"a joint law needs runs with two numbers of replicas or more, and there are M = {known} (0 is "
+                "Data-Parallel): ask for one of these as --num-replicas, with --fit independent"
             )
         if kind == "independent" and num_replicas not in self.replicas:
             raise ValueError(
@@ -81,6 +81,13 @@ class Laws:
     def has(self, quantity: str) -> bool:
         """Whether the table itself tells the quantity."""
         return self.points is not None and all(quantity in point.settings for point in self.points)
+
+    @property
+    def sync_every(self) -> float | None:
+        """H of the runs, where the table says; the published laws' 30."""
+        if self.points is None:
+            return SYNC_EVERY
+        return next((p.settings["sync_every"] for p in self.points if "sync_every" in p.settings), None)
 
     @property
     def tokens_per_param(self) -> float:
@@ -132,12 +139,13 @@ def predict(
         "num_params": num_params,
         "num_replicas": num_replicas,
         "fit": fit,
-        "loss": _told(law.predict(num_params, num_replicas), "too few points for an interval"),
+        "sync_every": laws.sync_every if num_replicas else None,
+        "loss": _told(law.predict(num_params, num_replicas)),
         "learning_rate": rate,
         "batch_tokens": batch | {"power_of_two": 2 ** round(math.log2(batch["value"]))},
         "outer_learning_rate": _outer_learning_rate(laws, num_replicas),
-        "tokens": _told(Estimate(tokens), "20·N·overtraining, a choice and not a fit"),
-        "steps": _told(Estimate(best, least, most), "tokens over the batch, which has no interval"),
+        "tokens": _told(Estimate(tokens, reason="20·N·overtraining, a choice and not a fit")),
+        "steps": _told(Estimate(best, least, most, None if least else "tokens over the batch, which has none")),
         "warning": "; ".join(warnings) or None,
     }
 
@@ -145,9 +153,8 @@ def predict(
 TOKENS_PER_PARAM = 20.0
 
 
-def _told(estimate: Estimate, reason: str | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = estimate._asdict()
-    return found | {"reason": reason} if estimate.low is None else found
+def _told(estimate: Estimate) -> dict[str, Any]:
+    return {name: value for name, value in estimate._asdict().items() if name != "reason" or value is not None}
 
 
 def _backwards(estimate: dict[str, Any]) -> tuple[float | None, float, float | None]:
@@ -180,28 +187,37 @@ def _borrowed(laws: Laws, num_params: float) -> Iterator[str]:
 
 def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
     if laws.has(quantity):
-        found = laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)
-        return _told(found, "too few points for an interval")
+        return _told(laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas))
     if kind == "independent" and num_replicas not in LAWS[quantity]:
         raise ValueError(f"the table has no {quantity}, and no published law is there for M = {num_replicas}")
     law: PowerLaw = JOINT[quantity] if kind == "joint" else LAWS[quantity][num_replicas]
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
     value = unit * law(num_params, num_replicas)
-    return _told(Estimate(value), "the published coefficients come without the data behind them")
+    return _told(Estimate(value, reason="the published coefficients come without the data behind them"))
 
 
 def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     if num_replicas == 0:
         return {"value": None, "low": None, "high": None, "reason": "Data-Parallel has no outer step"}
-    tried = [p for p in laws.points or () if p.replicas == num_replicas and "outer_learning_rate" in p.settings]
-    if tried:
-        best = _by_mean_excess(tried)
-        return _told(Estimate(best), f"the best of those tried with M = {num_replicas}")
-    return _told(Estimate(DEFAULT_OUTER_LEARNING_RATE), "a default, not a fit: the paper prints no number")
+    runs = [p for p in laws.points or () if "outer_learning_rate" in p.settings]
+    excess = _mean_excess([p for p in runs if p.replicas == num_replicas])
+    if not excess:
+        known = ", ".join(f"{m}" for m in sorted({p.replicas for p in runs}))
+        why = f"the table has rates for M = {known}" if known else "the paper prints no number"
+        return _told(Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}"))
+    best, *others = sorted(excess, key=excess.__getitem__)
+    if not others:
+        return _told(Estimate(best, reason=f"the only one tried with M = {num_replicas}"))
+    reason = (
+        f"the best of {', '.join(f'{rate:g}' for rate in sorted(excess))}, tried with M = {num_replicas}; "
+        f"{others[0]:g} has {100 * (excess[others[0]] - excess[best]):.2g} % more loss"
+    )
+    beyond = ", and a better one may lie beyond" if best in (min(excess), max(excess)) else ""
+    return _told(Estimate(best, reason=reason + beyond))
 
 
-def _by_mean_excess(points: Sequence[Point]) -> float:
-    """Of the rates tried at the most sizes the one whose best loss lies the least above the best, on average."""
+def _mean_excess(points: Sequence[Point]) -> dict[float, float]:
+    """Of each rate that was tried at the most sizes, how far its best loss lies above the best, on average."""
     by_size: dict[float, dict[float, float]] = {}
     for point in points:
         losses = by_size.setdefault(point.params, {})
@@ -211,4 +227,5 @@ def _by_mean_excess(points: Sequence[Point]) -> float:
     for losses in by_size.values():
         for rate, loss in losses.items():
             excess.setdefault(rate, []).append(loss / min(losses.values()) - 1)
-    return min(sorted(excess), key=lambda rate: (-len(excess[rate]), statistics.mean(excess[rate])))
+    most = max(map(len, excess.values()), default=0)
+    return {rate: statistics.mean(of) for rate, of in excess.items() if len(of) == most}

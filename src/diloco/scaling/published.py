@@ -54,6 +54,16 @@ EXTRAPOLATED = {
 }
 """Losses at those sizes with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
 SEQUENCE_LENGTH = 2048
+SYNC_EVERY = 30
+
+
+def method_name(num_replicas: int) -> str:
+    """What stands for M in tables and pictures.
+
+    >>> method_name(0), method_name(2)
+    ('Data-Parallel', 'DiLoCo, M = 2')
+    """
+    return f"DiLoCo, M = {num_replicas}" if num_replicas else "Data-Parallel"
 
 
 def batch_tokens(num_params: float, num_replicas: int) -> float:

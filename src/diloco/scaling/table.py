@@ -25,6 +25,8 @@ class Point:
     """Nats a token."""
     settings: dict[str, float] = field(default_factory=dict)
     """Of learning_rate, batch_tokens, outer_learning_rate, sync_every and tokens, those that are known."""
+    num_seeds: int = 1
+    """Of how many runs the loss is the mean."""
 
 
 def published_table() -> list[Point]:
@@ -46,19 +48,23 @@ def read_table(path: Path) -> list[Point]:
         ValueError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read as a table: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     rows = csv.DictReader(line + "\n" for _, line in numbered)
     for name in ("params", "replicas", "eval_loss"):
         if name not in (rows.fieldnames or ()):
-            raise ValueError(f"{path} has no column {name!r}: it needs params, replicas and eval_loss")
+            found = ", ".join(map(repr, rows.fieldnames or ())) or "none"
+            raise ValueError(
+                f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
+                f"them, and has {found}"
+            )
     points = list(_points(path, rows, [number for number, _ in numbered]))
     _check_alike(path, points)
     if len({point.params for point in points}) < 2:
-        sizes = ", ".join(f"{point.params:g}" for point in points[:1]) or "none"
-        raise ValueError(f"{path} has runs of one size only ({sizes}): a law in N needs two sizes or more")
+        has = f"runs of one size only ({points[0].params:g})" if points else "no run"
+        raise ValueError(f"{path} has {has}: a law in N needs two sizes or more")
     return _averaged(points)
 
 
@@ -82,9 +88,11 @@ def _points(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iter
 
 def _number(row: dict[str, str], name: str, where: str, least: float | None = None) -> float:
     text = row[name]
+    if not text:
+        raise ValueError(f"{where}: {name} is missing")
     try:
         value = float(text)
-    except (TypeError, ValueError):
+    except ValueError:
         raise ValueError(f"{where}: {name} must be a number, not {text!r}") from None
     if not math.isfinite(value) or (value <= 0 if least is None else value < least):
         bound = "above 0" if least is None else f"at least {least:g}"
@@ -112,14 +120,18 @@ def _averaged(points: Sequence[Point]) -> list[Point]:
     same: dict[tuple[object, ...], list[Point]] = {}
     for point in points:
         same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), []).append(point)
-    return [replace(of[0], eval_loss=statistics.mean(point.eval_loss for point in of)) for of in same.values()]
+    return [
+        replace(of[0], eval_loss=statistics.mean(point.eval_loss for point in of), num_seeds=len(of))
+        for of in same.values()
+    ]
 
 
 def best_points(points: list[Point]) -> list[Point]:
-    """The run with the lowest loss of each size and number of replicas."""
+    """The lowest loss of each size and number of replicas, among the settings that most seeds have tried.
+
+    Of many single runs the best is a lucky one, which a mean over seeds would not beat.
+    """
     best: dict[tuple[float, int], Point] = {}
-    for point in points:
-        key = point.params, point.replicas
-        if key not in best or point.eval_loss < best[key].eval_loss:
-            best[key] = point
-    return list(best.values())
+    for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):
+        best.setdefault((point.params, point.replicas), point)
+    return [best[key] for key in dict.fromkeys((point.params, point.replicas) for point in points)]
