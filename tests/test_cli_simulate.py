@@ -218,7 +218,7 @@ def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatc
     for what in ("timeline", "curves"):
         with pytest.raises(SystemExit, match="2"):
             main(["simulate", what, "--output", str(tmp_path)])
-        assert "pip install 'diloco[pictures]'" in capsys.readouterr().err
+        assert "pip install '.[pictures]' in diloco's clone" in capsys.readouterr().err
 
 
 def test_the_grid_is_the_papers():

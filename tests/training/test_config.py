@@ -116,10 +116,16 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
         resolved(small)
 
 
+def test_a_vocabulary_that_the_tokenizer_would_hardly_use_is_refused():
+    with pytest.raises(ValueError, match="vocab_size=32768 is more than twice the tokenizer's 257"):
+        resolved(scaling_laws("35M"))
+
+
 def test_every_recipe_is_a_run_that_can_be_resolved():
     for recipe in RECIPES.values():
         config = recipe()
-        assert resolve(config, vocab_size=257, prepared=Path("p")).num_steps == config.num_steps > 0
+        vocab_size = config.model.vocab_size or 257
+        assert resolve(config, vocab_size=vocab_size, prepared=Path("p")).num_steps == config.num_steps > 0
 
 
 def test_the_ladder_recipes_follow_the_published_power_laws():

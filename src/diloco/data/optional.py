@@ -16,4 +16,6 @@ def require(module: str, *, extra: str) -> Any:
         library = module.partition(".")[0]
         if error.name != library:
             raise
-        raise ValueError(f"{library} is needed here; install it: pip install 'diloco[{extra}]'") from error
+        raise ValueError(
+            f"{library} is needed here; install it: pip install '.[{extra}]' in diloco's clone"
+        ) from error

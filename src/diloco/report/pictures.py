@@ -47,7 +47,7 @@ def new_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("pictures need matplotlib: pip install 'diloco[pictures]'") from None
+        raise ValueError("pictures need matplotlib: pip install '.[pictures]' in diloco's clone") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -279,13 +279,19 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     """Fill in everything that was left to the method, the tokenizer, and the length of the run.
 
     Raises:
-        ValueError: if the model's vocabulary is not the tokenizer's.
+        ValueError: if the model's vocabulary is smaller than the tokenizer's, or much larger.
     """
     model = config.model
     if model.vocab_size and model.vocab_size < vocab_size:
         raise ValueError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}: "
             "leave it 0, or choose another tokenizer with --data.tokenizer"
+        )
+    if model.vocab_size > 2 * vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is more than twice the tokenizer's {vocab_size}, so that most of "
+            "the vocabulary would never be read: choose another tokenizer with --data.tokenizer, and text of yours "
+            "with --data.train, or set --model.vocab-size 0"
         )
     config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
