@@ -289,9 +289,9 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         )
     if model.vocab_size > 2 * vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is more than twice the tokenizer's {vocab_size}, so that most of "
-            "the vocabulary would never be read: choose another tokenizer with --data.tokenizer, and text of yours "
-            "with --data.train, or set --model.vocab-size 0"
+            f"model.vocab_size={model.vocab_size} is more than twice the tokenizer's {vocab_size}: most of it "
+            "would never be read; choose another tokenizer with --data.tokenizer, and text with --data.train, or "
+            "set --model.vocab-size 0"
         )
     config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
