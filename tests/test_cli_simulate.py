@@ -158,6 +158,8 @@ MISTAKES = {
     ),
     "target": ([*METHOD, "--targets", "1.5"], "a target must be above 0 and at most 1, not 1.5"),
     "no target": ([*METHOD, "--targets", "half"], "'half' is no number"),
+    "layers": ([*METHOD, "--num-layers", "100000000"], "num_layers must be at most 10,000 in a simulation"),
+    "seed": ([*METHOD, "--seed", "-1"], "seed must be at least 0, not -1"),
     "steps": ([*METHOD, "--num-steps", "0"], "num_steps must be at least 1, not 0"),
     "period": (["--method", "data_parallel", "--sync-every", "0"], "sync_every must be at least 1, not 0"),
     "no latency": ([*METHOD, "--latency-seconds"], "latency_seconds=() must be one number"),

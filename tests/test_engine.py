@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -374,6 +375,17 @@ def test_attaching_to_the_optimizer_is_calling_step():
     assert np.array_equal(final_theta(attached=True), final_theta(attached=False))
 
 
+def test_an_engine_is_attached_once_at_a_time():
+    model = network()
+    engine = Case(P=5).engine(model, fragments=diloco.strided(model, layers_per_fragment=1))
+    one, other = adamw(model), adamw(model)
+    handle = engine.attach(one)
+    with pytest.raises(ValueError, match="the engine is attached already"):
+        engine.attach(other)
+    handle.remove()
+    engine.attach(other)
+
+
 RESUMED = [
     Case(P=1, tau=3, wire="e3m0"),
     Case(P=4, H=5, tau=4, wire="bf16", parameters="bf16"),
@@ -450,17 +462,137 @@ def test_a_state_of_other_settings_is_refused_with_both_values():
 
 
 def test_a_state_with_something_in_flight_wants_its_schedule():
-    case = Case(H=10, P=2, tau=5)
+    short, long = Case(H=10, P=1, tau=1), Case(H=10, P=1, tau=5)
+
+    def state_at(case: Case, step: int) -> dict:
+        model = case.model()
+        engine = case.engine(model)
+        states = [engine.state_dict() for _, _ in zip(range(step), train(engine, model, 40), strict=False)]
+        return states[-1]
+
+    with pytest.raises(ValueError, match=r"saved with schedule=.*overlap_steps=\[5\].* has .*overlap_steps=\[1\]"):
+        short.engine(short.model()).load_state_dict(state_at(long, 14))
+    landed = state_at(short, 14)
+    assert not landed["in_flight"]
+    for other in (long, Case(H=7, P=1, tau=3)):
+        model = other.model()
+        engine = other.engine(model)
+        engine.load_state_dict(landed)
+        for _ in train(engine, model, 40):
+            pass
+        assert engine.num_steps == 40
+
+
+def load_the_others_state() -> str:
+    case = Case(H=10, P=1, tau=(0, 5))
     model = case.model()
     engine = case.engine(model)
-    states = [engine.state_dict() for _ in train(engine, model, 14)]
-    flown, landed = (
-        next(s for s in reversed(states) if bool(s["in_flight"]) == wanted) for wanted in (True, False)
-    )
-    other = Case(H=10, P=2, tau=1)
-    with pytest.raises(ValueError, match=r"saved with schedule=.*overlap_steps=\[5\].* has .*overlap_steps=\[1\]"):
-        other.engine(other.model()).load_state_dict(flown)
-    other.engine(other.model()).load_state_dict(landed)
+    states: list = [None, None]
+    dist.all_gather_object(states, [engine.state_dict() for _ in zip(range(12), train(engine, model, 20))][-1])  # noqa: B905
+    own, others = states[dist.get_rank()], states[1 - dist.get_rank()]
+    again = case.engine(case.model())
+    again.load_state_dict(own)
+    with pytest.raises(ValueError, match="overlap_steps of this replica") as caught:
+        case.engine(case.model()).load_state_dict(others)
+    return str(caught.value)
+
+
+def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap():
+    told, _ = run_replicas(load_the_others_state, 2)
+    assert "overlap_steps of this replica=5, and this engine has" in told
+
+
+def load_what_one_has_drained() -> str:
+    case = Case(H=10, P=1, tau=5)
+    model = case.model()
+    engine = case.engine(model)
+    snapshots = train(engine, model, 12)
+    states = [engine.state_dict() for _ in snapshots]
+    with pytest.raises(diloco.DisagreementError) as caught:
+        case.engine(case.model()).load_state_dict(states[-1 - dist.get_rank()])
+    return str(caught.value)
+
+
+def test_what_one_replica_has_drained_and_another_has_not_is_refused():
+    for message in run_replicas(load_what_one_has_drained, 2):
+        assert (
+            "in flight in the loaded state" in message
+            and "replica 0 has [], replica 1 has [[0, 1, 10]]" in message
+        )
+
+
+def test_room_for_what_was_in_flight_is_fp32_whatever_the_default():
+    engine = Case().engine(Case().model())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        room = engine.sent_like([(0, 1, 4)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in room.values()} == {torch.float32}
+
+
+class Losing:
+    """Replica 1 sends what replica 0 sends, but not fragment 0."""
+
+    replica, num_replicas = 0, 2
+
+    def __init__(self, *, loses: bool) -> None:
+        self.loses = loses
+
+    def start(self, payloads, fragment, round, phase=0):
+        def wait() -> dict:
+            if self.loses and fragment == 0:
+                raise diloco.ExchangeError("fragment 0 lost", (1,))
+            return dict(payloads)
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_a_payload_that_only_a_slower_replica_needs_is_waited_for_before_anything_is_merged():
+    case = Case(P=2, H=4, tau=(0, 2))
+    model = case.model()
+    engine = case.engine(model, exchange=Losing(loses=False))
+    state = [engine.state_dict() for _ in zip(range(5), train(engine, model, 9))][-1]  # noqa: B905
+    assert state["in_flight"] == [[0, 1, 4]]  # merged at once, and sent again after a resume
+    losing = Losing(loses=False)
+    resumed = case.engine(model, exchange=losing)
+    resumed.load_state_dict(state)
+    losing.loses = True
+    inner_step(model, 0, 6)
+    theta, Theta = theta_of(model), outer_of(resumed)
+    with pytest.raises(diloco.ExchangeError, match="step 6: fragment 0 lost"):
+        resumed.step()
+    assert theta_of(model).tobytes() == theta.tobytes() and outer_of(resumed).tobytes() == Theta.tobytes()
+
+
+def test_a_parameter_that_was_replaced_is_refused_by_name():
+    case = Case(P=2, H=4)
+    model = case.model()
+    engine = case.engine(model)
+    for t in range(1, 4):
+        inner_step(model, 0, t)
+        engine.step()
+    model.load_state_dict(case.model().state_dict(), assign=True)
+    with pytest.raises(
+        ValueError, match=r"step 4: parameter blocks.0.weight was replaced .*: build the engine last"
+    ):
+        engine.step()
+
+
+def test_frozen_parameters_may_be_of_any_type_and_on_any_device():
+    case = Case(P=2)
+    model = case.model()
+    model.table = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    model.elsewhere = nn.Parameter(torch.zeros(3, device="meta"), requires_grad=False)
+    model = nn.ModuleDict({"frozen": nn.ParameterDict({"first": model.elsewhere}), "rest": model})
+    fragments = diloco.sequential(model, layers_per_fragment=1)
+    engine = case.engine(model, fragments=fragments)
+    for _ in range(6):
+        engine.step()
+    assert "rest.table" not in engine.outer_parameters()
+    model.rest.blocks[1].bias = nn.Parameter(torch.zeros(1, device="meta"))
+    with pytest.raises(ValueError, match=r"rest.blocks.0.weight is on cpu and rest.blocks.1.bias on meta"):
+        case.engine(model, fragments=fragments)
 
 
 def count_bytes(case: Case) -> tuple[int, int, int]:

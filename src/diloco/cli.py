@@ -68,6 +68,7 @@ def _train(arguments: list[str]) -> None:
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.recipes import RECIPES, recipe
+    from diloco.training.run_directory import resumable
     from diloco.training.start import prepare_run
 
     @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,11 @@ def _train(arguments: list[str]) -> None:
         """Go on with this run, a directory, from the newest step that every replica holds."""
 
     with _explained():
-        choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
+        configs = {name: recipe(name) for name in RECIPES}
+        if (run := _resumed(arguments)) is not None:  # a resume begins with what the run was told
+            saved = resumable(run)
+            configs[saved.recipe] = saved
+        choices = {name: (RECIPES[name].__doc__ or "", Command(config=config)) for name, config in configs.items()}
         command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
         with preparation_progress(Console(stderr=True)) as progress:
             config = prepare_run(command.config, resume=command.resume, progress=progress)
@@ -91,6 +96,16 @@ def _train(arguments: list[str]) -> None:
         launch(_replica, config.num_replicas, config.num_shards, config, command.resume is not None)
 
 
+def _resumed(arguments: Sequence[str]) -> Path | None:
+    """The run that a command line resumes."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--resume", type=Path)
+    try:
+        return parser.parse_known_args(arguments)[0].resume
+    except argparse.ArgumentError:
+        return None  # tyro says what is wrong with it
+
+
 def _replica(config: "TrainConfig", resume: bool) -> None:
     """One replica, in a process of its own."""
     from rich.console import Console
@@ -101,7 +116,7 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
 
     console = Console()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
-    on_start = progress.start if progress is not None else None
+    on_start = progress.resumed if progress is not None and resume else None
     try:
         outcome = train(config, resume=resume, on_start=on_start, on_step=progress)
     finally:
@@ -204,6 +219,8 @@ def _plan_measured(arguments: list[str]) -> None:
 
     choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
     asked = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
+    if asked.config.method == "data_parallel":
+        raise ValueError("leave out --method data_parallel: what is planned is Streaming DiLoCo")
     config = measurable(asked.config)
     # What would be refused after measuring is refused now.
     task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=asked.target)
@@ -250,6 +267,8 @@ def _data(arguments: list[str]) -> None:
             output: Directory to write to.
             data: What to read.
         """
+        if data.prepared is not None or data.cache != DataConfig.cache:
+            raise ValueError("--prepared and --cache mean nothing here: text is read and written to --output")
         with preparation_progress(Console(stderr=True)) as progress:
             prepare(data, output, progress=progress)
         index = read_index(output)

@@ -1,5 +1,6 @@
 """`diloco eval`, `diloco export` and `diloco report`: what runs left."""
 
+import math
 from pathlib import Path
 
 import tyro
@@ -31,6 +32,8 @@ def evaluate(
         prepared: The run's data, where it is no longer where it was.
         json: Print JSON.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, not {limit}; left out, all questions are asked")
     found = evaluate_run(run, parameters=parameters, tasks=_files(tasks, data), limit=limit, prepared=prepared)
     if json:
         import json as writer
@@ -42,17 +45,19 @@ def evaluate(
     print(f"held-out loss   {found['eval_loss']:.4f}{error} nats a token, {found['eval_tokens']:,} tokens")
     print(f"bits per byte   {found['eval_bits_per_byte']:.4f}")
     for name, scores in found["tasks"].items():
-        for metric in ("acc", "acc_norm"):
-            if metric in scores:
-                stderr = scores.get(f"{metric}_stderr", float("nan"))
-                print(f"{name:15} {metric:8} {scores[metric]:.2%} ± {stderr:.2%}")
+        for metric, value in scores.items():
+            if isinstance(value, int | float) and not metric.endswith("_stderr"):
+                stderr = scores.get(f"{metric}_stderr")
+                spread = f" ± {stderr:.4f}" if isinstance(stderr, float) and math.isfinite(stderr) else ""
+                print(f"{name:15} {metric:8} {value:.4f}{spread}")
 
 
 def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
     names = [name for name in tasks.split(",") if name] or [path.stem for path in data]
     found: dict[str, Path | None] = {}
     for name in names:
-        paths = [path for path in data if path.stem == name or path.stem.startswith(f"{name}_")]
+        paths = [path for path in data if path.stem == name]
+        paths = paths or [path for path in data if path.stem.startswith(f"{name}_")]
         if len(paths) > 1:
             raise ValueError(f"{paths[0]} and {paths[1]} both belong to the task {name!r}: name one of them")
         found[name] = paths[0] if paths else None

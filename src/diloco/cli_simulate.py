@@ -1,6 +1,7 @@
 """`diloco simulate` and `diloco plan`: flags in, one answer out, torch only where something is measured."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,15 @@ def bandwidth(
         json: Print JSON.
     """
     wanted = [target.strip() for target in targets.split(",")]
+    for name, value, most in (
+        ("sync_every", sync_every, 100_000),
+        ("num_layers", num_layers, 10_000),
+        ("num_steps", num_steps or 0, 1_000_000),
+    ):
+        if value > most:
+            raise ValueError(f"{name} must be at most {most:,} in a simulation, not {value:,}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, not {seed}")
     settings = _settings(method, sync_every, layers_per_fragment, overlap_steps)
     given = {
         "width": width,
@@ -104,6 +114,7 @@ def bandwidth(
         "stall_seconds": stall_seconds or None,
         "seed": seed or None,
     }
+    paper = None
     if preset == "paper":
         paper = _paper_model(settings, num_params, num_layers, step_seconds, given)
         utilization = paper.compute_utilization(GBIT_S, num_steps=num_steps)
@@ -133,6 +144,11 @@ def bandwidth(
         print(bandwidth_json(needed))
     else:
         print_bandwidth(needed, _console())
+    if paper is not None and settings.streams and (period := paper.schedule.sync_every) != sync_every:
+        fragments = paper.schedule.num_fragments
+        print(
+            f"diloco: the preset paper took H = {period}, a multiple of its {fragments} fragments", file=sys.stderr
+        )
 
 
 def _settings(

@@ -44,6 +44,12 @@ def sweep(arguments: Sequence[str]) -> None:
 
     choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
     asked = tyro.extras.overridable_config_cli(choices, prog="diloco sweep", args=arguments)
+    if asked.config.num_tokens != recipe(asked.config.recipe).num_tokens:
+        raise ValueError(
+            "leave out --num-tokens: the budget of a sweep's runs is --tokens-per-param times their size"
+        )
+    if asked.cores is not None and asked.cores < 1:
+        raise ValueError(f"--cores must be at least 1, not {asked.cores}; left out, all are used")
     prepared = resolve_data(asked.config.data)
     planned = Sweep(
         base=asked.config,

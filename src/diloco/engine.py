@@ -117,7 +117,7 @@ class StreamingDiLoCo:
             num_replicas=exchange.num_replicas,
         )
         self._combine: Combine = combine_by(combine, self.wire)
-        named = dict(model.named_parameters())
+        self._model, named = model, dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
         self._shard_group = shard_group({name: p for part in self._parameters for name, p in part.items()})
         self._shard = shard_index(self._shard_group)
@@ -130,8 +130,9 @@ class StreamingDiLoCo:
         )
         longest = max(map(self._state.num_elements, range(len(self.fragments))))
         self._fragment_bytes = self._count_bytes()
-        self._scratch = empty(longest, torch.float32, next(model.parameters()).device)
+        self._scratch = empty(longest, torch.float32, self._device)
         self._in_flight: list[_InFlight] = []
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._sound = True
         self._drained_step = 0  # what was sent up to this step was merged by finish()
         self.num_steps = 0
@@ -152,9 +153,10 @@ class StreamingDiLoCo:
 
         Raises:
             NonFiniteError: if an outer gradient is not finite, before this process sends anything of this step.
+            ValueError: if a parameter was replaced since the engine was built, before that, too.
             ExchangeError: if payloads don't arrive in time, before anything of this step is merged.
             PayloadError: if one that arrived is damaged, before anything of this step is merged.
-            ValueError: after any of these: go on from the last state that was saved, in a new engine.
+            ValueError: after any of these, as well: go on from the last state that was saved, in a new engine.
         """
         self._check_sound()
         self._sound = False
@@ -162,28 +164,42 @@ class StreamingDiLoCo:
         due = self.schedule.due(self.num_steps, self.exchange.replica)
         if due.send:
             self._send(due.send)
-        merged = self._merge([sync for sync in due.merge if sync.step > self._drained_step])
+        merged = self._merge(
+            [sync for sync in due.merge if sync.step > self._drained_step],
+            forget=self.num_steps - self.schedule.max_overlap,
+        )
         if due.send or due.merge:
             self._fetch_ahead()
-        self._forget_before(self.num_steps - self.schedule.max_overlap)
         self._sound = True
         return merged
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
-        """Call `step()` after every `optimizer.step()` from now on; `remove()` the handle to end that."""
-        return optimizer.register_step_post_hook(lambda *_: (self.step(), None)[1])
+        """Call `step()` after every `optimizer.step()` from now on; `remove()` the handle to end that.
+
+        Raises:
+            ValueError: if it is attached already: of several optimizers, attach to the one that steps last.
+        """
+        if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or {}):
+            raise ValueError(
+                "the engine is attached already, and would count every inner step twice: attach it alone to "
+                "the optimizer that steps last"
+            )
+        self._handle = optimizer.register_step_post_hook(lambda *_: (self.step(), None)[1])
+        return self._handle
 
     def finish(self) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         Raises:
             ExchangeError: if payloads don't arrive in time.
+            PayloadError: if one that arrived is damaged.
+            ValueError: after any of these, and after one that `step()` raised.
         """
         self._check_sound()
         self._sound = False
         first_step = self.num_steps - self.schedule.overlap(self.exchange.replica) + 1
-        merged = self._merge([flight.sync for flight in self._in_flight if flight.sync.step >= first_step])
-        self._forget_before(self.num_steps)
+        due = [flight.sync for flight in self._in_flight if flight.sync.step >= first_step]
+        merged = self._merge(due, forget=self.num_steps)
         self._drained_step = self.num_steps
         self._sound = True
         return merged
@@ -232,9 +248,9 @@ class StreamingDiLoCo:
         What was in flight is sent again in fp32, already rounded: so the state may be cut into other shards.
 
         Raises:
-            DisagreementError: if the replicas load different steps.
+            DisagreementError: if the replicas load different steps, or one of them what `finish()` has drained.
             ValueError: if the state is of another wire, combine, error_feedback, seed or number of replicas, or,
-                with something in flight, of another schedule.
+                with something in flight, of another schedule or of a replica with another overlap.
         """
         mine = self._settings_of_state()
         if not state["in_flight"]:
@@ -245,8 +261,11 @@ class StreamingDiLoCo:
                     f"the state was saved with {name}={state[name]}, and this engine has {value}: "
                     "load it into an engine with the settings of the one that saved it"
                 )
-        agree(self.exchange, {"step of the loaded state": state["num_steps"]})
-        self.num_steps, self._drained_step = state["num_steps"], state["drained_step"]
+        flying = {"in flight in the loaded state (fragment, round, step)": state["in_flight"]}
+        agree(self.exchange, {"step of the loaded state": state["num_steps"]} | flying)
+        self.num_steps = state["num_steps"]
+        # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
+        self._drained_step = state["drained_step"] if state["in_flight"] else self.num_steps
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]
         for kind in KINDS:
@@ -268,7 +287,8 @@ class StreamingDiLoCo:
         room: dict[str, Tensor] = {}
         for fragment in {fragment for fragment, *_ in in_flight}:
             num_elements = self._state.num_elements(fragment)
-            room |= self._named(fragment, torch.zeros(num_elements, device=self._scratch.device))
+            zeros_N = torch.zeros(num_elements, dtype=torch.float32, device=self._scratch.device)
+            room |= self._named(fragment, zeros_N)
         return room
 
     def _sent(self) -> dict[str, Tensor]:
@@ -288,7 +308,13 @@ class StreamingDiLoCo:
             "num_replicas": self.exchange.num_replicas,
             "error_feedback": self.error_feedback,
             "seed": self.seed,
-            "schedule": ", ".join(f"{name}={value}" for name, value in self._facts_of_schedule().items()),
+            "schedule": ", ".join(
+                f"{name}={value}"
+                for name, value in (
+                    *self._facts_of_schedule().items(),
+                    ("overlap_steps of this replica", self.schedule.overlap(self.exchange.replica)),
+                )
+            ),
         }
 
     def _check_sound(self) -> None:
@@ -300,6 +326,8 @@ class StreamingDiLoCo:
     def _send(self, syncs: Sequence[Sync]) -> None:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         with self._all_shards_or_none():
+            for sync in syncs:
+                self._check_in_place(sync.fragment)
             encoded = [self._encode(sync) for sync in syncs]
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
@@ -307,6 +335,15 @@ class StreamingDiLoCo:
                 self._state.keep("error", sync.fragment)
             self._start(sync, self._combine, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
+
+    def _check_in_place(self, fragment: int) -> None:
+        """Refuse to send parameters that are no longer the model's."""
+        for name, parameter in self._parameters[fragment].items():
+            if self._model.get_parameter(name) is not parameter:
+                raise ValueError(
+                    f"step {self.num_steps}: parameter {name} was replaced after the engine was built, as "
+                    "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
+                )
 
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What is sent of a fragment, and the error that this leaves."""
@@ -326,13 +363,25 @@ class StreamingDiLoCo:
         pending = combine.start(self.exchange, payloads, num_elements, self._key(sync))
         self._in_flight.append(_InFlight(sync, combine, payloads, pending))
 
-    def _merge(self, syncs: Sequence[Sync]) -> tuple[OuterStep, ...]:
-        """Wait for everything first, so that a failure leaves all parameters as they were, in all shards."""
-        if not syncs:
-            return ()  # most steps: the shards have nothing to tell each other
+    def _merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
+        """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
+
+        What was sent up to the step `forget` no replica needs any more, not even after a resume.
+        """
         flights = [flight for sync in syncs for flight in self._in_flight if flight.sync == sync]
         assert len(flights) == len(syncs), "what is due was sent"
+        # Merged here before a resume, and sent again for the sake of a slower replica.
+        again = [
+            flight
+            for flight in self._in_flight
+            if flight.sync.step <= forget and not flight.received and flight.sync not in syncs
+        ]
+        self._in_flight = [flight for flight in self._in_flight if flight.sync.step > forget]
+        if not flights and not again:
+            return ()  # most steps: the shards have nothing to tell each other
         with self._all_shards_or_none():
+            for flight in again:
+                self._receive(flight)
             received = [self._receive(flight) for flight in flights]
             totals = [
                 self._total(flight, payloads, first=not i)
@@ -356,10 +405,8 @@ class StreamingDiLoCo:
             failed = False
         finally:
             if self._shard_group is not None:
-                device = local(next(iter(self._parameters[0].values()))).device
-                number = sum_over_shards(
-                    torch.tensor([failed], dtype=torch.int32, device=device), self._shard_group
-                )
+                one = torch.tensor([failed], dtype=torch.int32, device=self._device)
+                number = sum_over_shards(one, self._shard_group)
                 if number.item() and not failed:
                     where = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
                     raise ExchangeError(f"{where} failed, and says why")
@@ -429,13 +476,6 @@ class StreamingDiLoCo:
                 self._state.expect(kinds, (due.send or due.merge)[0].fragment)
                 return
 
-    def _forget_before(self, step: int) -> None:
-        """Drop the payloads that no replica needs any more, not even after a resume."""
-        for flight in self._in_flight:
-            if flight.sync.step <= step and not flight.received:
-                self._receive(flight)  # merged here before a resume, sent again for the sake of a slower replica
-        self._in_flight = [flight for flight in self._in_flight if flight.sync.step > step]
-
     def _flat(self, fragment: int) -> Tensor:
         """This process's parameters of a fragment, as one FP32 vector."""
         parameters = [local(p) for p in self._parameters[fragment].values()]
@@ -461,8 +501,11 @@ class StreamingDiLoCo:
             self._combine.bytes_sent(self._state.num_elements(p), self.exchange.num_replicas)
             for p in range(len(self.fragments))
         ]
-        device = local(next(iter(self._parameters[0].values()))).device
-        return sum_over_shards(torch.tensor(bytes_of, device=device), self._shard_group).tolist()
+        return sum_over_shards(torch.tensor(bytes_of, device=self._device), self._shard_group).tolist()
+
+    @property
+    def _device(self) -> torch.device:
+        return local(next(iter(self._parameters[0].values()))).device
 
     def _by_name(self, kind: Kind) -> dict[str, Tensor]:
         """Views of the fragments' flat vectors, by parameter name; none of a kind that is not kept."""
@@ -563,6 +606,10 @@ def check_settings(
         )
     if not (isinstance(seed, int) and 0 <= seed < 2**64):
         raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {seed}")
-    for name, parameter in model.named_parameters():
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    first, device = next((name, local(parameter).device) for name, parameter in trained.items())
+    for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
+        if (other := local(parameter).device) != device:
+            raise ValueError(f"parameter {first} is on {device} and {name} on {other}: one replica, one device")

@@ -175,12 +175,12 @@ def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
         if first_index != index:
             raise ValueError(
                 f"{first_name} and {name} are one tied parameter in fragments {first_index} and {index}: "
-                "put their blocks into one fragment, or untie them"
+                "put their blocks into one fragment, untie them, or take whole(model)"
             )
         if first_name == name:
             names_of[index].append(name)
     fragments = [
-        Fragment(tuple(names), tuple(paths))
+        Fragment(tuple(names), tuple(path for path in paths if any(name.startswith(path + ".") for name in names)))
         for names, paths in zip(names_of, [*blocks_of, []], strict=True)
         if names or paths
     ]

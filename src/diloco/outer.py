@@ -47,8 +47,8 @@ class Nesterov:
 
     def __post_init__(self) -> None:
         """Refuse what can't train."""
-        if not self.lr > 0:
-            raise ValueError(f"the outer learning rate must be above 0, not {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"the outer learning rate must be above 0 and finite, not {self.lr}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"the outer momentum must be at least 0 and below 1, not {self.momentum}")
 

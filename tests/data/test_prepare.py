@@ -110,6 +110,31 @@ def test_held_out_sources_take_no_training_document(tmp_path):
     assert texts_of(directory, "held_out") == ["h"] * 3
 
 
+def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(source, tmp_path):
+    other = write_rows(tmp_path / "other.jsonl", ["held out"] * 3, prefix="other")
+    texts = [document.text for document in documents(source)]
+    least = next(n for n in range(200) if sum(len(text.encode()) for text in texts[:n]) >= 1000)
+    config = DataConfig(train=(source, source), held_out=(other,), max_train_bytes=1000)
+    directory = prepare(config, tmp_path / "out")
+    assert texts_of(directory, "train") == texts[:least]
+    assert texts_of(directory, "held_out") == ["held out"] * 3
+    # With a fraction held out, as much is read, and what is held out of it is the same as without a limit.
+    config = DataConfig(train=(source,), held_out_fraction=0.2, max_train_bytes=1000)
+    directory = prepare(config, tmp_path / "fraction")
+    read = texts_of(directory, "train") + texts_of(directory, "held_out")
+    assert sorted(read) == sorted(texts[: len(read)]) and len(read) > least
+    whole = prepare(DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "whole")
+    for split in SPLITS:
+        assert texts_of(whole, split)[: len(texts_of(directory, split))] == texts_of(directory, split)
+
+
+def test_what_is_trained_on_is_not_held_out(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for train, held_out in (("*.jsonl", source), (source, "./rows.jsonl"), ("hf:a", "hf:a::train")):
+        with pytest.raises(ValueError, match="is both training and held-out text"):
+            prepare(DataConfig(train=(train,), held_out=(held_out,)), tmp_path / "out")
+
+
 def test_the_standard_library(tmp_path):
     directory = prepare(DataConfig(), tmp_path / "out")
     train, held_out = (open_split(directory, split) for split in SPLITS)

@@ -143,11 +143,13 @@ def test_seeds_are_compared_with_themselves():
         for seed, loss in enumerate(losses)
     ]
     found = change(rows, {"method": "b"}, {"method": "a"})
-    assert found.by_seed == pytest.approx((0.1, 0.1))
+    assert found.by_seed == pytest.approx({0: 0.1, 1: 0.1})
     assert (found.within(0.11), found.within(0.09), found.rises()) == ("agrees", "disagrees", "agrees")
-    assert (found.rises(0.2), Change((0.3, 0.05)).rises()) == ("disagrees", "cannot tell")
-    assert Change((0.3, 0.2)).rises_over(found) == "agrees" and found.rises_over(found) == "cannot tell"
-    assert Change((0.1, -0.1)).rises() == "cannot tell" and str(Change(())) == "no run"
+    assert (found.rises(0.2), Change({0: 0.3, 1: 0.05}).rises()) == ("disagrees", "cannot tell")
+    steeper = Change({0: 0.3, 1: 0.2})
+    assert steeper.rises_over(found) == "agrees" and found.rises_over(found) == "cannot tell"
+    assert steeper.rises_over(Change({1: 0.29})) == "disagrees"
+    assert Change({0: 0.1, 1: -0.1}).rises() == "cannot tell" and str(Change({})) == "no run"
     (points,) = curves([row | {"x": 1} for row in rows if row["method"] == "a"], "x").values()
     assert points == [(1, 1.5, 1.0, 2.0)]
 

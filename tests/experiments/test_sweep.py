@@ -120,6 +120,8 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
         (["--tokens-per-param", "-5"], "tokens_per_param=-5 must be above 0 and finite"),
         (["--method", "data_parallel"], "leave out --method data_parallel"),
         (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
+        (["--num-tokens", "5120"], "leave out --num-tokens"),
+        (["--plan", "--cores", "0"], "--cores must be at least 1, not 0"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, small_corpus, tmp_path, capsys):

@@ -68,6 +68,23 @@ def test_a_link_of_the_peak_loses_nothing_and_a_slower_one_something(gbit_s):
         assert plan.peak_gbit_s >= 0.99 * mean
 
 
+@pytest.mark.parametrize("slower", [1.02, 1.5, 3.0])
+def test_the_peak_is_that_of_the_slowest_replicas_steps(slower):
+    equal = task(1.0, num_replicas=2, latency=0.0)
+    one, other = equal.replicas
+    unequal = replace(equal, replicas=(one, replace(other, step_seconds=slower * other.step_seconds)))
+    for plan in feasible(unequal):
+        if plan.model.settings.overlap_steps == 0:
+            continue
+        utilization = [
+            replace(
+                plan.model, replicas=[replace(r, gbit_s=gbit_s) for r in unequal.replicas]
+            ).compute_utilization([1])
+            for gbit_s in (1e6, 1.000001 * plan.peak_gbit_s)
+        ]
+        assert utilization[1] == pytest.approx(utilization[0], abs=1e-6)
+
+
 def test_a_run_that_is_too_short_to_sync_is_not_planned():
     plans = feasible(replace(task(1.0), num_steps=150))
     assert plans and all(2 * plan.model.settings.sync_every <= 150 for plan in plans)

@@ -19,7 +19,7 @@ from diloco.training.config import (
 )
 from diloco.training.loop import learning_rate
 from diloco.training.recipes import RECIPES, scaling_laws, tiny
-from diloco.training.run_directory import claim, resume_config
+from diloco.training.run_directory import claim, resumable, resume_config
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -121,6 +121,13 @@ def test_a_vocabulary_that_the_tokenizer_would_hardly_use_is_refused():
         resolved(scaling_laws("35M"))
 
 
+def test_a_warm_up_that_never_ends_and_a_freeze_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="warmup_steps=60 leaves nothing of the run's 60 steps"):
+        resolved(replace(tiny(), optimizer=replace(tiny().optimizer, warmup_steps=60)))
+    with pytest.raises(ValueError, match=r"diloco.freeze with diloco.fragments=whole"):
+        resolved(replace(tiny(), diloco=replace(tiny().diloco, freeze=True, fragments="whole")))
+
+
 def test_every_recipe_is_a_run_that_can_be_resolved():
     for recipe in RECIPES.values():
         config = recipe()
@@ -157,13 +164,16 @@ def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_step
 
 
 def test_a_resume_takes_the_runs_own_config(run):
-    assert resume_config(run.directory, tiny(), tiny()) == run
+    assert resume_config(run.directory, resumable(run.directory)) == run
 
 
 def test_a_resume_may_change_what_does_not_change_the_run(run):
-    asked = replace(tiny(), timeout_seconds=5.0, checkpoint=replace(tiny().checkpoint, keep=9))
-    found = resume_config(run.directory, asked, tiny())
+    saved = resumable(run.directory)
+    asked = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9))
+    found = resume_config(run.directory, asked)
     assert (found.timeout_seconds, found.checkpoint.keep) == (5.0, 9)
+    often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
+    assert resume_config(run.directory, often).checkpoint.keep == 13
 
 
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
@@ -174,13 +184,13 @@ def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tm
         tiny(), name="r", runs=tmp_path, global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2
     )
     claim(resolve(asked, vocab_size=257, prepared=tmp_path))
-    found = resume_config(asked.directory, replace(tiny(), shards_per_replica=num_shards), tiny())
+    found = resume_config(asked.directory, replace(resumable(asked.directory), shards_per_replica=num_shards))
     assert (found.num_shards, found.micro_batch) == (num_shards, micro_batch)
 
 
 def test_a_resume_that_would_be_another_run_is_refused(run):
     with pytest.raises(ValueError, match=r"started with seed=0, and now 3 is asked for"):
-        resume_config(run.directory, replace(tiny(), seed=3), tiny())
+        resume_config(run.directory, replace(resumable(run.directory), seed=3))
 
 
 def test_a_directory_is_claimed_once(run):
@@ -190,4 +200,4 @@ def test_a_directory_is_claimed_once(run):
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
-        resume_config(tmp_path, tiny(), tiny())
+        resumable(tmp_path)

@@ -378,6 +378,11 @@ MISTAKES = {
     "no run": (["--resume", "runs/nothing"], "runs/nothing holds no run"),
     "a run twice": (["--name", "streaming"], "already holds a run: choose another --name"),
     "another run": (["--resume", "runs/streaming", "--seed", "9"], "started with seed=0, and now 9 is asked for"),
+    "the recipe's own": (
+        ["--resume", "runs/streaming", "--num-tokens", "30720"],
+        "num_tokens=61440, and now 30720",
+    ),
+    "never sent": (["--diloco.sync-every", "58"], "fragment 2 is first sent at step 96, and the run has 60"),
     "another recipe": (["--resume", "runs/streaming", "--data.tokenizer", "bpe:500"], "data.tokenizer=bytes"),
     "no outer step": (["--method", "data_parallel", "--diloco.mixing", "1"], "diloco.mixing means nothing to"),
     "long sequences": (["--sequence-length", "1048576", "--num-tokens", "8388608"], "fewer than the 1048577"),

@@ -18,6 +18,9 @@ class DataConfig:
     """Sources of held-out text; where empty, a fraction of the training documents is held out."""
     held_out_fraction: float = 0.02
     """Share of the training documents that is held out, chosen by a hash of each document's id."""
+    max_train_bytes: int | None = None
+    """Training text is read up to so many bytes of UTF-8, to the end of a document; None is all of it. A token of
+    32,000 is four to five bytes of English."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
     prepared: Path | None = None
@@ -30,6 +33,10 @@ class DataConfig:
             raise ValueError("train=() names no source of training text; name one, such as 'stdlib'")
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction={self.held_out_fraction} must lie between 0 and 1")
+        if self.max_train_bytes is not None and self.max_train_bytes < 1:
+            raise ValueError(
+                f"max_train_bytes={self.max_train_bytes} must be at least 1; left out, all text is read"
+            )
         if self.tokenizer.startswith("bpe:") and not self.tokenizer.removeprefix("bpe:").isdecimal():
             raise ValueError(f"tokenizer={self.tokenizer!r} is not of the form bpe:SIZE, such as 'bpe:8192'")
         if self.held_out and self.held_out_fraction != DataConfig.held_out_fraction:

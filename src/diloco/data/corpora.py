@@ -60,6 +60,15 @@ def fingerprint(source: str) -> list[Any]:
     return [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
+def parts(source: str) -> list[str]:
+    """What a source reads, under one name however it was asked for: files by their path, a dataset's split."""
+    if source == "stdlib":
+        return [source]
+    if source.startswith("hf:"):
+        return [":".join(["hf", *(part or "" for part in _parse_hub(source))])]
+    return [str(path.resolve()) for path in _match(source)[1]]
+
+
 def content(source: str) -> list[Any]:
     """What is the same wherever the text of `source` lies: Python's version, or each file's name and SHA-256.
 

@@ -43,6 +43,8 @@ class Settings:
     """SHA-256 of names, sizes and modification times of the sources' files, and of Python's version."""
     shard_tokens: int
     """Tokens after which a shard ends with the document."""
+    max_train_bytes: int | None = None
+    """Bytes of text after which the training split ends with the document."""
 
 
 @dataclass(frozen=True, kw_only=True)

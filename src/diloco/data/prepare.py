@@ -31,7 +31,7 @@ from diloco.data.index import (
     write_record,
 )
 from diloco.data.packing import SplitWriter
-from diloco.data.splits import explain_empty, split_documents
+from diloco.data.splits import check_disjoint, explain_empty, split_documents
 from diloco.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file, train_bpe
 
 SHARD_TOKENS = 2**26
@@ -69,11 +69,12 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     """
     if config.prepared is None:
         settings = _settings(config, SHARD_TOKENS)
-        name = hashlib.sha256(json.dumps(asdict(settings)).encode()).hexdigest()[:16]
+        told = {name: value for name, value in asdict(settings).items() if value is not None}
+        name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         return prepare(config, config.cache.expanduser() / name, progress=progress)
     directory = config.prepared.expanduser()
     made_with = read_index(directory).settings
-    for name in ("train", "held_out", "held_out_fraction", "tokenizer"):
+    for name in ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer"):
         asked, found = getattr(config, name), getattr(made_with, name)
         if asked not in (getattr(DataConfig, name), found):
             raise ValueError(
@@ -95,8 +96,8 @@ def prepare(
     Several processes may ask for the same output at a time: one works, the others wait for it.
 
     Raises:
-        ValueError: if a source cannot be read, a split holds no document, or `output` was prepared with
-            other settings.
+        ValueError: if a source cannot be read, a split holds no document, text is both trained on and held out, or
+            `output` was prepared with other settings.
     """
     settings = _settings(config, shard_tokens)
     output.mkdir(parents=True, exist_ok=True)
@@ -110,6 +111,7 @@ def prepare(
 
 
 def _settings(config: DataConfig, shard_tokens: int) -> Settings:
+    check_disjoint(config)
     sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
     by_file = config.tokenizer != "bytes" and not config.tokenizer.startswith("bpe:")
     return Settings(
@@ -120,6 +122,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> Settings:
         tokenizer_file_digest=_sha256([tokenizer_file(config.tokenizer)]) if by_file else "",
         source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
         shard_tokens=shard_tokens,
+        max_train_bytes=config.max_train_bytes,
     )
 
 

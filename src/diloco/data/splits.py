@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 
 from diloco.data.config import DataConfig
-from diloco.data.corpora import Document, documents
+from diloco.data.corpora import Document, documents, parts
 from diloco.data.index import Split
 
 
@@ -14,13 +14,40 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     Raises:
         ValueError: as `documents` does.
     """
-    for source in config.train:
-        for document in documents(source):
-            held_out = not config.held_out and is_held_out(document.id, config.held_out_fraction)
-            yield "held_out" if held_out else "train", document
+    yield from _documents_to_train_on(config)
     for source in config.held_out:
         for document in documents(source):
             yield "held_out", document
+
+
+def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document]]:
+    """Those of the training sources, with those among them that are held out."""
+    num_bytes = 0
+    for source in config.train:
+        for document in documents(source):
+            if not config.held_out and is_held_out(document.id, config.held_out_fraction):
+                yield "held_out", document
+                continue
+            yield "train", document
+            if config.max_train_bytes is not None:
+                num_bytes += len(document.text.encode(errors="surrogatepass"))
+                if num_bytes >= config.max_train_bytes:
+                    return
+
+
+def check_disjoint(config: DataConfig) -> None:
+    """Refuse to hold out what is trained on.
+
+    Raises:
+        ValueError: naming a file or dataset that is among both.
+    """
+    trained = {part for source in config.train for part in parts(source)}
+    for source in config.held_out:
+        for part in parts(source):
+            if part in trained:
+                raise ValueError(
+                    f"{part} is both training and held-out text: leave it out of --held-out or --train"
+                )
 
 
 def is_held_out(document_id: str, fraction: float) -> bool:

@@ -130,46 +130,48 @@ def accuracy_panels(
 def change(rows: Sequence[Row], of: Mapping[str, Any], to: Mapping[str, Any], y: str = "eval_loss") -> "Change":
     """How much higher `y` is in the rows labelled `of` than in those labelled `to`, seed by seed."""
     one, other = ({row["seed"]: float(row[y]) for row in chosen(rows, **labels)} for labels in (of, to))
-    return Change(tuple(one[seed] / other[seed] - 1 for seed in sorted(one.keys() & other.keys())))
+    return Change({seed: one[seed] / other[seed] - 1 for seed in sorted(one.keys() & other.keys())})
 
 
 class Change(NamedTuple):
     """Relative differences, one a seed.
 
-    >>> str(Change((0.02, 0.03)))
+    >>> str(Change({0: 0.02, 1: 0.03}))
     '+2.50 % (+2.00 … +3.00)'
     """
 
-    by_seed: tuple[float, ...]
+    by_seed: Mapping[int, float]
 
     @property
     def mean(self) -> float:
         """Over the seeds; NaN where no seed has both runs."""
-        return statistics.mean(self.by_seed) if self.by_seed else float("nan")
+        return statistics.mean(self.by_seed.values()) if self.by_seed else float("nan")
 
     def __str__(self) -> str:
         if not self.by_seed:
             return "no run"
-        low, high = 100 * min(self.by_seed), 100 * max(self.by_seed)
+        low, high = 100 * min(self.by_seed.values()), 100 * max(self.by_seed.values())
         return f"{100 * self.mean:+.2f} % ({low:+.2f} … {high:+.2f})"
 
     def rises(self, at_least: float = 0.0) -> Verdict:
         """Whether it is above a bound in every seed, or in none, its mean further from it than seeds differ."""
-        if self.by_seed and abs(self.mean - at_least) <= max(self.by_seed) - min(self.by_seed):
+        values = self.by_seed.values()
+        if values and abs(self.mean - at_least) <= max(values) - min(values):
             return "cannot tell"
-        return common(value > at_least for value in self.by_seed)
+        return common(value > at_least for value in values)
 
     def rises_over(self, other: "Change") -> Verdict:
-        """Whether it is larger than another, in the sense of `rises`, seed by seed."""
-        return Change(tuple(a - b for a, b in zip(self.by_seed, other.by_seed, strict=False))).rises()
+        """Whether it is larger than another, in the sense of `rises`, in the seeds that both have."""
+        both = self.by_seed.keys() & other.by_seed.keys()
+        return Change({seed: self.by_seed[seed] - other.by_seed[seed] for seed in sorted(both)}).rises()
 
     def within(self, bound: float) -> Verdict:
         """Whether no seed is further than `bound` from no difference, or every one is, or some are."""
-        return common(abs(value) <= bound for value in self.by_seed)
+        return common(abs(value) <= bound for value in self.by_seed.values())
 
     def at_most(self, bound: float) -> Verdict:
         """Whether no seed lies above a bound, or every one does, or some do."""
-        return common(value <= bound for value in self.by_seed)
+        return common(value <= bound for value in self.by_seed.values())
 
 
 def common(answers: Iterable[bool]) -> Verdict:

@@ -130,7 +130,7 @@ def single_replica(tier: Tier) -> Experiment:
             for size in tier.sizes
         }
         said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
-        lower = (Change(tuple(-value for value in gap.by_seed)).rises() for gap in gaps.values())
+        lower = (Change({seed: -value for seed, value in gap.by_seed.items()}).rises() for gap in gaps.values())
         return Finding(f"M = 1 over Data-Parallel: {said}", all_of(*lower))
 
     return Experiment(

@@ -111,16 +111,20 @@ def evaluated_parameters(tier: Tier) -> Experiment:
 
     def finding(rows: Sequence[Row]) -> Finding:
         relative = {
-            name: [float(row[column]) / float(row["eval_loss"]) - 1 for row in finished(rows) if column in row]
+            name: {
+                row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1
+                for row in finished(rows)
+                if column in row
+            }
             for name, column in columns.items()
         }
         said = "; ".join(
-            f"{name.replace('_', ' ')} {min(values):+.2%} … {max(values):+.2%}"
+            f"{name.replace('_', ' ')} {min(values.values()):+.2%} … {max(values.values()):+.2%}"
             for name, values in relative.items()
             if name != "outer_parameters" and values
         )
         others = (values for name, values in relative.items() if name != "outer_parameters")
-        return Finding(f"over the outer parameters: {said}", all_of(*(Change(tuple(v)).rises() for v in others)))
+        return Finding(f"over the outer parameters: {said}", all_of(*(Change(v).rises() for v in others)))
 
     return Experiment(
         name="evaluated_parameters",

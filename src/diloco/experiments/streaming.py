@@ -61,11 +61,11 @@ def scaling(tier: Tier) -> Experiment:
             "(Streaming) nats per e-fold of operations"
         )
         steeper = Change(
-            tuple(
-                slopes["data_parallel"][seed] - slopes["streaming"][seed]
+            {
+                seed: difference
                 for seed in tier.seeds
-                if not math.isnan(slopes["data_parallel"][seed] - slopes["streaming"][seed])
-            )
+                if not math.isnan(difference := slopes["data_parallel"][seed] - slopes["streaming"][seed])
+            }
         )
         return Finding(measured, all_of(*(gap.at_most(0.01) for gap in gaps.values()), steeper.rises()))
 

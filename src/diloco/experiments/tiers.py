@@ -147,7 +147,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             num_tokens=round(num_tokens / step_tokens) * step_tokens,
             sequence_length=1024,
             model=replace(config.model, vocab_size=0),
-            data=data,
+            data=replace(data, max_train_bytes=round(_BYTES_PER_TOKEN * num_tokens)),
             log_layer_cosine=True,
         )
 
@@ -155,6 +155,9 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     if not corpus:
         dolma = DataConfig(train=("hf:allenai/dolma:v1_7",), tokenizer=data.tokenizer)
         overtrained = replace(overtrained, data=dolma)
+    multiples = (1, 4, 10)
+    most_bytes = round(_BYTES_PER_TOKEN * multiples[-1] * overtrained.num_tokens)
+    overtrained = replace(overtrained, data=replace(overtrained.data, max_train_bytes=most_bytes))
     overtrained = replace(overtrained, sequence_length=2048, global_batch=overtrained.global_batch // 2)
     return Tier(
         sizes={name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES},
@@ -162,7 +165,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         base="500M",
         sync_everies=(5, 10, 30, 100, 300),
         overtrained=replace(overtrained, diloco=replace(overtrained.diloco, sync_every=100)),
-        multiples=(1, 4, 10),
+        multiples=multiples,
         overtrained_replicas=(2, 4),
         layers_per_fragment=(1, 2, 3, 6, 9),
         batches=(0.25, 0.5, 1, 2, 4),
@@ -180,6 +183,9 @@ _ARCHITECTURES = (
     ("1B", "1.3b", 25e9),
     ("4B", "4b", 83e9),
 )
+
+_BYTES_PER_TOKEN = 5
+"""More than a token of 32,000 entries has, so that no text is read twice."""
 
 TIERS = {"small": small, "paper": paper}
 """By name; each takes the sources of its text, where they shall be others."""

@@ -33,10 +33,10 @@ class TrainingProgress:
         self._loss = 0.0
         self._last_line = time.monotonic()
 
-    def start(self, step: int) -> None:
+    def resumed(self, step: int) -> None:
         """Show where the run goes on from."""
-        if step:
-            self._console.print(f"going on from step {step}", highlight=False)
+        where = f"going on from step {step}" if step else "no step was saved by every replica: starting over"
+        self._console.print(where, highlight=False)
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""

@@ -112,7 +112,8 @@ class Plan:
         """The least bandwidth at which training never waits, latency apart.
 
         Whatever is due from step s on must have arrived τ steps after step t (one step, if τ is 0), with all that
-        was sent up to then in the order of the schedule: the worst stretch from s to t decides.
+        was sent up to then in the order of the schedule: the worst stretch from s to t decides. Steps are those of
+        the slowest replica, for which the others wait.
         """
         schedule, sizes = self.model.schedule, self.model.fragment_params
         steps = np.array([schedule.send_step(fragment) for fragment in range(len(sizes))] * 2)
@@ -124,8 +125,8 @@ class Plan:
             for i in range(len(sizes))
         ]
         on_average = self.task.size.num_params / schedule.sync_every
-        shortest = min(replica.step_seconds for replica in self.task.replicas)
-        return float(8e-9 * self._bytes_per_param * max(on_average, *map(np.max, stretches)) / shortest)
+        longest = max(replica.step_seconds for replica in self.task.replicas)
+        return float(8e-9 * self._bytes_per_param * max(on_average, *map(np.max, stretches)) / longest)
 
     @property
     def _bytes_per_param(self) -> float:

@@ -245,7 +245,7 @@ class TrainConfig:
             )
         if keep is not None and keep < self.checkpoints_needed:
             raise ValueError(
-                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {self._steps_apart} "
+                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {self.steps_apart} "
                 f"steps apart, so keep at least {self.checkpoints_needed} checkpoints, or save less often"
             )
 
@@ -253,10 +253,16 @@ class TrainConfig:
     def checkpoints_needed(self) -> int:
         """So many of each replica's newest hold one in common, however far apart the replicas are."""
         every = self.checkpoint.every_steps
-        return 1 if not every or self.num_replicas == 1 else 2 - -self._steps_apart // every
+        return 1 if not every or self.num_replicas == 1 else 2 - -self.steps_apart // every
 
     @property
-    def _steps_apart(self) -> int:
+    def default_keep(self) -> int:
+        """What `checkpoint.keep` is where it was left out."""
+        return max(3, self.checkpoints_needed)
+
+    @property
+    def steps_apart(self) -> int:
+        """How far a replica may be ahead of another."""
         overlap = self.diloco.overlap_steps
         most_overlap = max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
         return 1 if self.method == "data_parallel" else self.diloco.sync_every + most_overlap
@@ -279,7 +285,8 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     """Fill in everything that was left to the method, the tokenizer, and the length of the run.
 
     Raises:
-        ValueError: if the model's vocabulary is smaller than the tokenizer's, or much larger.
+        ValueError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
+            not end before the run, or there would be nothing to freeze.
     """
     model = config.model
     if model.vocab_size and model.vocab_size < vocab_size:
@@ -295,13 +302,20 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         )
     config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
+    if optimizer.warmup_steps is not None and optimizer.warmup_steps >= num_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {num_steps} steps: take "
+            "fewer, or a larger --num-tokens"
+        )
+    if config.diloco.freeze and config.diloco.fragments == "whole":
+        raise ValueError("diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential")
     return replace(
         config,
         model=replace(model, vocab_size=model.vocab_size or vocab_size),
         data=replace(config.data, prepared=prepared),
         checkpoint=replace(
             config.checkpoint,
-            keep=max(3, config.checkpoints_needed) if config.checkpoint.keep is None else config.checkpoint.keep,
+            keep=config.default_keep if config.checkpoint.keep is None else config.checkpoint.keep,
         ),
         shards_per_replica=config.num_shards,
         micro_batch=config.micro_batch or config.process_batch,

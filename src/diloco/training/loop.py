@@ -215,7 +215,7 @@ def _check_digest(corpus: TokenShards, config: TrainConfig) -> None:
 
 
 def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, world: World) -> None:
-    """Load the newest step that every replica holds; the initial state is one, until it could have been pruned."""
+    """Load the newest step that every replica holds; the initial state is one, until all have saved another."""
     held = share(world.everyone, checkpoints.steps())
     for replica in range(world.num_replicas):
         if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_shards]):
@@ -224,7 +224,10 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
                 "start each machine with the --node-rank it had"
             )
     common = set.intersection(*map(set, held))
-    if not common and any(steps and steps[0] > config.checkpoint.every_steps for steps in held):
+    newest = max((max(steps, default=0) for steps in held), default=0)
+    # Every replica has taken these steps; what it saved last may not have reached its disk.
+    taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
+    if not common and len(taken) > 1:
         raise ValueError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
             "bring the checkpoints that are missing back, or start a new run"

@@ -26,9 +26,6 @@ _MAY_CHANGE_ON_RESUME = {
 }
 
 
-_RUNTIME = ("timeout_seconds", "device", "num_connections")
-
-
 def check_unclaimed(directory: Path) -> None:
     """Refuse a directory that already holds a run.
 
@@ -92,40 +89,40 @@ def data_digest(directory: Path) -> str:
     return json.loads((directory / DATA_FILE).read_text())["digest"]
 
 
-def resume_config(directory: Path, asked: TrainConfig, recipe: TrainConfig) -> TrainConfig:
-    """The config to resume with: the run's own, where the command line doesn't ask for what may change.
+def resumable(directory: Path) -> TrainConfig:
+    """The config of a run, to be changed for a resume: what followed from other fields is left to do so again.
+
+    Raises:
+        ValueError: as `read_config` does.
+    """
+    saved = read_config(directory)
+    keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
+    return replace(saved, micro_batch=None, checkpoint=replace(saved.checkpoint, keep=keep))
+
+
+def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
+    """The config to resume with.
 
     Args:
         directory: of the run.
-        asked: the recipe with the command line's changes.
-        recipe: the recipe alone, to tell what the command line changed.
+        asked: what `resumable` gives, with changes.
 
     Raises:
-        ValueError: if the command line asks for what would make it another run, with both values.
+        ValueError: if a change would make it another run, with both values.
     """
     saved = read_config(directory)
-    changed = {name: value for name, (_, value) in differences(recipe, asked).items()}
-    if asked.recipe != saved.recipe:
-        changed["recipe"] = asked.recipe
-    if not asked.model.vocab_size:  # left to the tokenizer
-        changed.pop("model.vocab_size", None)
-    for name, value in changed.items():
+    for name, (_, value) in differences(resumable(directory), asked).items():
         if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
             raise ValueError(
                 f"{directory} was started with {name}={found}, and now {value} is asked for: "
                 "a resume continues the same run; leave it out, or start a new run"
             )
-    runtime = {name: value for name, value in changed.items() if name in _RUNTIME}
-    checkpoint = {n: getattr(asked.checkpoint, n) for n in ("every_steps", "keep") if f"checkpoint.{n}" in changed}
-    if (num_shards := changed.get("shards_per_replica", saved.num_shards)) != saved.num_shards:
-        assert saved.micro_batch is not None, "the config is resolved"
-        process_batch = saved.global_batch // (saved.num_replicas * max(1, num_shards))
-        runtime |= {"shards_per_replica": num_shards, "micro_batch": math.gcd(saved.micro_batch, process_batch)}
+    assert saved.micro_batch is not None, "the config is resolved"
+    keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
     return replace(
-        saved,
-        checkpoint=replace(saved.checkpoint, **checkpoint),
-        data=replace(saved.data, prepared=changed.get("data.prepared", saved.data.prepared)),
-        **runtime,
+        asked,
+        micro_batch=math.gcd(saved.micro_batch, asked.process_batch),
+        checkpoint=replace(asked.checkpoint, keep=keep),
     )
 
 

@@ -22,16 +22,16 @@ def prepare_run(
     """The resolved config of a run whose data is prepared and whose settings were checked.
 
     Args:
-        asked: a recipe's config with the user's changes.
+        asked: a recipe's config with the user's changes; of a resume, what `resumable` gives with them.
         resume: the directory of the run to go on with.
         progress: told how far the data is prepared.
 
     Raises:
         ValueError: for anything that would stop the run later.
     """
-    unchanged = recipe(asked.recipe)
     if resume is not None:
-        return resume_config(resume, asked, unchanged)
+        return resume_config(resume, asked)
+    unchanged = recipe(asked.recipe)
     if asked.method == "data_parallel":
         unused = [name for name in differences(unchanged, asked) if name.startswith("diloco.")]
         if unused:

@@ -139,6 +139,13 @@ def check(config: TrainConfig) -> None:
     settings = _engine_settings(config, model)
     del settings["outer"], settings["offload"]
     check_settings(model, num_replicas=config.num_replicas, **settings)
+    schedule: Schedule = settings["schedule"]
+    last = max(range(schedule.num_fragments), key=schedule.send_step)
+    if (step := schedule.send_step(last)) > config.num_steps:
+        raise ValueError(
+            f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
+            "parameters would stay the initial ones; lower --diloco.sync-every, or take --diloco.first-sync early"
+        )
 
 
 def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
