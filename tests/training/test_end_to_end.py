@@ -385,7 +385,7 @@ MISTAKES = {
     "never sent": (["--diloco.sync-every", "58"], "fragment 2 is first sent at step 96, and the run has 60"),
     "another recipe": (["--resume", "runs/streaming", "--data.tokenizer", "bpe:500"], "data.tokenizer=bytes"),
     "no outer step": (["--method", "data_parallel", "--diloco.mixing", "1"], "diloco.mixing means nothing to"),
-    "long sequences": (["--sequence-length", "1048576", "--num-tokens", "8388608"], "fewer than the 1048577"),
+    "long sequences": (["--sequence-length", "1048576", "--num-tokens", "134217728"], "fewer than the 1048577"),
 }
 
 
