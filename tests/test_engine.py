@@ -492,14 +492,14 @@ def load_the_others_state() -> str:
     own, others = states[dist.get_rank()], states[1 - dist.get_rank()]
     again = case.engine(case.model())
     again.load_state_dict(own)
-    with pytest.raises(ValueError, match="overlap_steps of this replica") as caught:
+    with pytest.raises(ValueError, match="own_overlap_steps") as caught:
         case.engine(case.model()).load_state_dict(others)
     return str(caught.value)
 
 
 def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap():
     told, _ = run_replicas(load_the_others_state, 2)
-    assert "overlap_steps of this replica=5, and this engine has" in told
+    assert "own_overlap_steps=5, and this engine has 0" in told
 
 
 def load_what_one_has_drained() -> str:

@@ -89,6 +89,19 @@ def test_blocks_tied_across_fragments_are_refused_by_name():
     assert len(strided(model, layers_per_fragment=4)) == 2
 
 
+def test_a_block_that_is_another_one_is_no_block_of_its_own():
+    model = Decoder(4)
+    model.blocks[2].weight, model.blocks[2].bias = model.blocks[0].weight, model.blocks[0].bias
+    assert [fragment.blocks for fragment in strided(model, layers_per_fragment=2)] == [
+        ("blocks.0",),
+        ("blocks.1", "blocks.3"),
+        (),
+    ]
+    model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+    with pytest.raises(ValueError, match=r"untie them, or take whole\(model\)"):
+        strided(model, layers_per_fragment=1)
+
+
 def test_a_block_tied_to_the_embedding_is_refused_by_name():
     model = Decoder(3)
     model.blocks[2].weight = model.head.weight = nn.Parameter(torch.ones(2, 2))

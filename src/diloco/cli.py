@@ -81,7 +81,7 @@ def _train(arguments: list[str]) -> None:
         configs = {name: recipe(name) for name in RECIPES}
         if (run := _resumed(arguments)) is not None:  # a resume begins with what the run was told
             saved = resumable(run)
-            configs[saved.recipe] = saved
+            configs |= {name: saved for name in configs if saved.recipe in ("", name)}
         choices = {name: (RECIPES[name].__doc__ or "", Command(config=config)) for name, config in configs.items()}
         command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
         with preparation_progress(Console(stderr=True)) as progress:

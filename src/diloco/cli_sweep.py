@@ -44,7 +44,8 @@ def sweep(arguments: Sequence[str]) -> None:
 
     choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
     asked = tyro.extras.overridable_config_cli(choices, prog="diloco sweep", args=arguments)
-    if asked.config.num_tokens != recipe(asked.config.recipe).num_tokens:
+    left_out = recipe(asked.config.recipe).num_tokens
+    if asked.config.num_tokens != left_out and not left_out % asked.config.tokens_per_step:
         raise ValueError(
             "leave out --num-tokens: the budget of a sweep's runs is --tokens-per-param times their size"
         )

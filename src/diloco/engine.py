@@ -254,11 +254,11 @@ class StreamingDiLoCo:
         """
         mine = self._settings_of_state()
         if not state["in_flight"]:
-            del mine["schedule"]
+            del mine["schedule"], mine["own_overlap_steps"]
         for name, value in mine.items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]}, and this engine has {value}: "
+                    f"the state was saved with {name}={state.get(name)}, and this engine has {value}: "
                     "load it into an engine with the settings of the one that saved it"
                 )
         flying = {"in flight in the loaded state (fragment, round, step)": state["in_flight"]}
@@ -308,13 +308,8 @@ class StreamingDiLoCo:
             "num_replicas": self.exchange.num_replicas,
             "error_feedback": self.error_feedback,
             "seed": self.seed,
-            "schedule": ", ".join(
-                f"{name}={value}"
-                for name, value in (
-                    *self._facts_of_schedule().items(),
-                    ("overlap_steps of this replica", self.schedule.overlap(self.exchange.replica)),
-                )
-            ),
+            "schedule": ", ".join(f"{name}={value}" for name, value in self._facts_of_schedule().items()),
+            "own_overlap_steps": self.schedule.overlap(self.exchange.replica),
         }
 
     def _check_sound(self) -> None:

@@ -157,8 +157,9 @@ def measurable(asked: "TrainConfig") -> "TrainConfig":
 
     if asked.num_replicas < 2:
         raise ValueError(f"a link has two ends: pass --num-replicas 2, or more, not {asked.num_replicas}")
-    kind, _, size = str(asked.data.tokenizer).partition(":")
-    vocab_size = int(size) if kind == "bpe" else load_tokenizer(asked.data.tokenizer).vocab_size
+    tokenizer = asked.data.prepared or asked.data.tokenizer
+    kind, _, size = str(tokenizer).partition(":")
+    vocab_size = int(size) if kind == "bpe" else load_tokenizer(tokenizer).vocab_size
     config = resolve(asked, vocab_size=vocab_size, prepared=Path())
     check(config)
     return config

@@ -187,6 +187,12 @@ def test_three_sizes_tell_what_more_replicas_do_and_no_more():
     assert two_points_more.replicas_exponent().reason == "an interval needs 9 points, and there are 7"
 
 
+def test_one_point_a_size_gives_a_joint_law_without_intervals():
+    fit = PowerLawFit([1e6, 2e6, 4e6, 8e6, 16e6], [3.0, 2.8, 2.65, 2.55, 2.3], [1, 2, 1, 4, 2])
+    for estimate in (fit.factor(), fit.exponent(), fit.replicas_exponent(), fit.predict(1e7, 2)):
+        assert estimate.low is None and "a size at which several numbers of replicas" in estimate.reason
+
+
 def test_points_on_a_law_leave_no_interval_but_the_law():
     law = PowerLaw(20.0, -0.1, 0.01)
     n, m = [1e6, 3e6, 1e7, 3e7, 1e8] * 2, [1] * 5 + [4] * 5

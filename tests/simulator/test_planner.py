@@ -72,17 +72,19 @@ def test_a_link_of_the_peak_loses_nothing_and_a_slower_one_something(gbit_s):
 def test_the_peak_is_that_of_the_slowest_replicas_steps(slower):
     equal = task(1.0, num_replicas=2, latency=0.0)
     one, other = equal.replicas
-    unequal = replace(equal, replicas=(one, replace(other, step_seconds=slower * other.step_seconds)))
-    for plan in feasible(unequal):
-        if plan.model.settings.overlap_steps == 0:
-            continue
-        utilization = [
-            replace(
-                plan.model, replicas=[replace(r, gbit_s=gbit_s) for r in unequal.replicas]
-            ).compute_utilization([1])
-            for gbit_s in (1e6, 1.000001 * plan.peak_gbit_s)
-        ]
-        assert utilization[1] == pytest.approx(utilization[0], abs=1e-6)
+    replicas = (one, replace(other, step_seconds=slower * other.step_seconds))
+    plans = feasible(replace(equal, replicas=replicas, target=0.3))
+    overlapped = [plan for plan in plans if plan.model.settings.overlap_steps]
+    assert overlapped
+    for plan in overlapped:
+
+        def utilization(gbit_s: float, plan: Plan = plan) -> float:
+            links = [replace(replica, gbit_s=gbit_s) for replica in replicas]
+            return replace(plan.model, replicas=links).compute_utilization([1])[0]
+
+        assert utilization(1.000001 * plan.peak_gbit_s) == pytest.approx(utilization(1e6), abs=1e-6)
+        both_slow = replace(plan, task=replace(plan.task, replicas=replicas[1:] * 2))
+        assert plan.peak_gbit_s == pytest.approx(both_slow.peak_gbit_s)
 
 
 def test_a_run_that_is_too_short_to_sync_is_not_planned():

@@ -172,6 +172,8 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     asked = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9))
     found = resume_config(run.directory, asked)
     assert (found.timeout_seconds, found.checkpoint.keep) == (5.0, 9)
+    unsaid = replace(saved, model=replace(saved.model, vocab_size=0))
+    assert resume_config(run.directory, unsaid) == run
     often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
     assert resume_config(run.directory, often).checkpoint.keep == 13
 

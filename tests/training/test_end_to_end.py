@@ -424,7 +424,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_everywhere_starts_over(fol
             if int(path.name[5:13]) != kept:
                 path.unlink()
     again = run(folder, "--resume", str(whole))
-    assert again.returncode == 0 and "going on" not in again.stdout
+    assert again.returncode == 0 and "no step was saved by every replica: starting over" in again.stdout
     assert [line["step"] for line in lines(whole, 1)] == list(range(1, 61))
 
 
@@ -435,6 +435,9 @@ def test_a_resume_without_a_step_in_common_is_refused(folder, streaming):
     process = run(folder, "--resume", str(lost))
     assert process.returncode == 2
     assert re.search(r"no step is held by every replica \(they hold \[80, 100, 120\], \[\]\)", process.stderr)
+    (lost / "checkpoints" / "replica-0" / "step-00000080.sha256").unlink()
+    process = run(folder, "--resume", str(lost))
+    assert process.returncode == 2 and "(they hold [100, 120], [])" in process.stderr
 
 
 def test_a_resume_on_other_text_is_refused(folder, streaming):

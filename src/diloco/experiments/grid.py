@@ -130,7 +130,10 @@ def make_job(
     """What a machine is told of a run, whose directory has the name of its config's digest."""
     facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
     texts = {split: [content(source) for source in getattr(config.data, split)] for split in ("train", "held_out")}
-    facts["data"] = {name: value for name, value in facts["data"].items() if name != "cache"} | texts
+    del facts["data"]["cache"]
+    if facts["data"]["max_train_bytes"] is None:  # runs from before there was a limit keep their names
+        del facts["data"]["max_train_bytes"]
+    facts["data"] |= texts
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     data = replace(
         config.data,

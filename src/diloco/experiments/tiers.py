@@ -139,6 +139,10 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         tokenizer="bpe:32000",
     )
 
+    def read_tokens(num_tokens: float) -> float:
+        # What is held out of the text that is read must be the same at every size.
+        return num_tokens if data.held_out else max(most for _, _, most in _ARCHITECTURES)
+
     def size(scale: str, num_tokens: float) -> TrainConfig:
         config = recipe(scale)
         step_tokens = config.global_batch * 1024
@@ -147,7 +151,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             num_tokens=round(num_tokens / step_tokens) * step_tokens,
             sequence_length=1024,
             model=replace(config.model, vocab_size=0),
-            data=replace(data, max_train_bytes=round(_BYTES_PER_TOKEN * num_tokens)),
+            data=replace(data, max_train_bytes=round(_BYTES_PER_TOKEN * read_tokens(num_tokens))),
             log_layer_cosine=True,
         )
 

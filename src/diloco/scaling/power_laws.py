@@ -173,7 +173,7 @@ class PowerLawFit:
         means_g = means_g / np.sqrt(np.maximum(1 - leverage_g * np.bincount(self._size_of_n), 1e-9))
         means_g -= means_g.mean()
         drawn_Rxn = generator.choice(means_g, size=(_REPEATS, len(means_g)))[:, self._size_of_n]
-        if self._freedom[1]:
+        if self._freedom[1] > 0:
             within_n = within_n * math.sqrt(len(within_n) / self._freedom[1])
             apart_Rxn = generator.choice(within_n, size=(_REPEATS, len(within_n)))
             drawn_Rxn = drawn_Rxn + apart_Rxn - (apart_Rxn @ self._mean_gxn.T)[:, self._size_of_n]
@@ -183,6 +183,8 @@ class PowerLawFit:
     def _interval(self, row_k: Array) -> Estimate:
         """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
         value, weights = float(row_k @ self._coefficients_k), self._weights(row_k)
+        if self._freedom[1] < 0:
+            return Estimate(value, reason="an interval needs a size at which several numbers of replicas were run")
         counts = {"sizes": len(self._mean_gxn), "points": len(self.values)}
         for weight, freedom, (what, count) in zip(weights, self._freedom, counts.items(), strict=True):
             if weight and freedom < _LEAST_FREEDOM:

@@ -225,9 +225,9 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
             )
     common = set.intersection(*map(set, held))
     newest = max((max(steps, default=0) for steps in held), default=0)
-    # Every replica has taken these steps; what it saved last may not have reached its disk.
+    # Every replica has taken these steps: of what it saved at them, all but the last is on its disk.
     taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
-    if not common and len(taken) > 1:
+    if not common and (len(taken) > 1 or (taken and min(taken) > config.checkpoint.every_steps)):
         raise ValueError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
             "bring the checkpoints that are missing back, or start a new run"

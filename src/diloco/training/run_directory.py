@@ -111,6 +111,8 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         ValueError: if a change would make it another run, with both values.
     """
     saved = read_config(directory)
+    if not asked.model.vocab_size:  # left to the tokenizer
+        asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
     for name, (_, value) in differences(resumable(directory), asked).items():
         if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
             raise ValueError(

@@ -144,7 +144,7 @@ def check(config: TrainConfig) -> None:
     if (step := schedule.send_step(last)) > config.num_steps:
         raise ValueError(
             f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
-            "parameters would stay the initial ones; lower --diloco.sync-every, or take --diloco.first-sync early"
+            "parameters would stay the initial ones; lower --diloco.sync-every, or raise --num-tokens"
         )
 
 
