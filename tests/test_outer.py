@@ -99,8 +99,9 @@ def test_nothing_is_changed_in_place(seed):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lr": 0.0}, "learning rate must be above 0, not 0.0"),
-        ({"lr": float("nan")}, "learning rate must be above 0, not nan"),
+        ({"lr": 0.0}, "learning rate must be above 0 and finite, not 0.0"),
+        ({"lr": float("nan")}, "learning rate must be above 0 and finite, not nan"),
+        ({"lr": float("inf")}, "learning rate must be above 0 and finite, not inf"),
         ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
         ({"momentum": -0.1}, "momentum must be at least 0 and below 1, not -0.1"),
     ],
