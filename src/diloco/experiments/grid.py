@@ -131,7 +131,7 @@ def make_job(
     facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
     texts = {split: [content(source) for source in getattr(config.data, split)] for split in ("train", "held_out")}
     del facts["data"]["cache"]
-    if facts["data"]["max_train_bytes"] is None:  # runs from before there was a limit keep their names
+    if facts["data"]["max_train_bytes"] is None:  # no limit is no part of a name
         del facts["data"]["max_train_bytes"]
     facts["data"] |= texts
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
