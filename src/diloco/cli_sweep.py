@@ -10,8 +10,8 @@ import tyro
 from diloco.cli_experiment import grid_progress, machines_of
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import load_tokenizer
-from diloco.experiments.grid import LabelledRun
-from diloco.experiments.rows import write_rows
+from diloco.experiments.grid import LabelledRun, adopt
+from diloco.experiments.rows import read_rows, write_rows
 from diloco.experiments.sweep import EXTENDED, Sweep, run_sweep
 from diloco.measure import flops_per_second
 from diloco.training.config import TrainConfig
@@ -34,7 +34,7 @@ def sweep(arguments: Sequence[str]) -> None:
         tokens_per_param: float = 20.0
         """Budget of a run."""
         output: Path = Path("sweep")
-        """Directory to write sweep.csv to; runs stay in OUTPUT/runs."""
+        """Directory to write sweep.csv to, from which the same command goes on; runs stay in OUTPUT/runs."""
         plan: bool = False
         """Run nothing, and print the runs and what they cost."""
         cores: int | None = None
@@ -62,20 +62,33 @@ def sweep(arguments: Sequence[str]) -> None:
     if asked.plan:
         _print_plan(planned, asked.cores or num_cores())
         return
+    table = asked.output / "sweep.csv"
+    earlier = _earlier_rows(table)
+    adopt(earlier, asked.output / "runs")
     rows: list[dict] = []
     with grid_progress("sweep") as on_finished:
         for rows in run_sweep(
             planned, asked.output / "runs", machines_of(asked.cores, asked.ray), on_finished=on_finished
         ):
-            if rows:
-                write_rows(rows, asked.output / "sweep.csv")
+            done = {row["run"] for row in rows}
+            # Until the end the table keeps what earlier calls left, to which this one may not have come yet.
+            if told := [*rows, *(row for row in earlier if row["run"] not in done)]:
+                write_rows(told, table)
+    write_rows(rows, table)
     failed = [row for row in rows if "failed" in row]
-    print(f"{asked.output / 'sweep.csv'}: {len(rows)} runs, of which {len(failed)} failed")
+    print(f"{table}: {len(rows)} runs, of which {len(failed)} failed")
     for row in failed:
         print(f"run {row['run']} failed: {row['failed']}")
-    print(f"now: diloco scaling fit --data {asked.output / 'sweep.csv'}")
+    print(f"now: diloco scaling fit --data {table}")
     if failed:
         raise SystemExit(1)
+
+
+def _earlier_rows(table: Path) -> list[dict]:
+    rows = read_rows(table) if table.exists() else []
+    if any("run" not in row for row in rows):
+        raise ValueError(f"{table} is not a sweep's, as it names no run: choose another --output")
+    return rows
 
 
 def _axes(told: Sequence[str]) -> dict[str, tuple[float, ...]]:

@@ -1,14 +1,16 @@
 """Sweeps over a made-up loss, on a machine that runs nothing."""
 
 import math
+import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
+from diloco import cli_sweep
 from diloco.cli import main
 from diloco.data.config import DataConfig
-from diloco.experiments.rows import write_rows
+from diloco.experiments.rows import read_rows, write_rows
 from diloco.experiments.sweep import Sweep, run_sweep
 from diloco.scaling.table import read_table
 from diloco.training.recipes import recipe
@@ -23,8 +25,11 @@ class Valley:
     def __init__(self, failing: int | None = None) -> None:
         self.asked = []
         self.failing = failing
+        self.killed_after = None
 
     def submit(self, job):
+        if len(self.asked) == self.killed_after:
+            raise KeyboardInterrupt
         self.asked.append(job.config)
         config = job.config
         if config.num_replicas == self.failing:
@@ -92,6 +97,39 @@ def test_what_failed_everywhere_is_not_varied_further(base, tmp_path):
     assert len([row for row in rows if row["replicas"] == 1]) == 3 + 2
     assert [row["failed"] for row in rows if row["replicas"] == 2] == 3 * ["diverged"]
     assert len([config for config in machine.asked if config.num_replicas == 2]) == 3
+
+
+def test_a_sweep_goes_on_from_its_table_alone(small_corpus, tmp_path, monkeypatch):
+    text = ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1", "--data.cache", str(tmp_path)]
+    axes = ["--axis", "width=32,48", "--axis", "num_replicas=1,2", "--axis", "batch_tokens=2048,4096,8192"]
+    asked = ["sweep", "tiny", "--method", "diloco", *text, *axes, "--then", "outer_learning_rate=0.4,0.6"]
+    machine, outputs = Valley(), (tmp_path / "whole", tmp_path / "halved")
+    monkeypatch.setattr(cli_sweep, "machines_of", lambda *_: machine)
+    main([*asked, "--output", str(outputs[0])])
+    whole = read_rows(outputs[0] / "sweep.csv")
+    num_asked = len(machine.asked)
+    # The last rows are of the later axis, to which a call comes after all others.
+    write_rows(whole[3:], outputs[1] / "sweep.csv")
+    machine.killed_after = num_asked
+    with pytest.raises(SystemExit, match="130"):
+        main([*asked, "--output", str(outputs[1])])
+    left = read_rows(outputs[1] / "sweep.csv")
+    assert {row["run"] for row in left} >= {row["run"] for row in whole[3:]}
+
+    shutil.rmtree(outputs[1] / "runs")
+    machine.killed_after = None
+    main([*asked, "--output", str(outputs[1])])
+    assert read_rows(outputs[1] / "sweep.csv") == whole
+    assert len(machine.asked) - num_asked == len({row["run"] for row in whole[:3]})
+
+
+def test_a_table_that_names_no_run_is_left_alone(small_corpus, tmp_path, capsys):
+    text = ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1", "--data.cache", str(tmp_path)]
+    write_rows([{"params": 1, "replicas": 0, "eval_loss": 2.0}], tmp_path / "sweep.csv")
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", "tiny", *text, "--axis", "num_replicas=0", "--output", str(tmp_path)])
+    assert "sweep.csv is not a sweep's, as it names no run: choose another --output" in capsys.readouterr().err
+    assert len(read_rows(tmp_path / "sweep.csv")) == 1
 
 
 def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(base, tmp_path):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,10 +156,30 @@ def _absolute(source: str) -> str:
 def read_result(job: Job) -> dict[str, Any] | None:
     """What an earlier call left of a run, if it lacks nothing that is asked for now."""
     result, tasks = _read(job.directory), {task.stem for task in job.tasks}
+    if "columns" in result:  # of a table, which does not say how to evaluate it further
+        return None if tasks or job.parameters else result
     found = {name: set(evaluated["tasks"]) for name, evaluated in result.get("evaluated", {}).items()}
     has_all = all(name in found and tasks <= found[name] for name in job.parameters)
     has_all &= tasks <= found.get("outer", set())
     return result if "failed" in result or (result and has_all) else None
+
+
+def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
+    """Take runs that are not in this directory for done, as a table says: their rows are what is left of them.
+
+    So a grid goes on from its table alone, on another machine. What failed is run again.
+
+    Args:
+        rows: as `run_grid` yields them.
+        directory: where the grid keeps its runs.
+    """
+    for row in rows:
+        path = directory / row["run"] / RESULT_FILE
+        if "failed" not in row and not path.exists():
+            names = list(row)
+            told = {name: row[name] for name in names[names.index("run") + 1 :]}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, [json.dumps({"columns": told}, indent=1).encode()])
 
 
 def _read(directory: Path) -> dict[str, Any]:
@@ -171,6 +191,8 @@ def columns(result: dict[str, Any], job: Job) -> dict[str, Any]:
     """What a row has of a job's result; no times, which depend on what else the machine did."""
     if "failed" in result:
         return {"failed": " ".join(result["failed"].split())}
+    if "columns" in result:
+        return result["columns"]
     row = {name: result["summary"][name] for name in _SUMMARY}
     row |= {f"eval_loss_{name}": result["evaluated"][name]["eval_loss"] for name in job.parameters}
     for name in ("outer", *job.parameters):
