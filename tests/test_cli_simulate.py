@@ -47,6 +47,45 @@ def test_a_finite_run_begins_without_anything_to_wait_for(capsys):
     assert short["gbit_s"]["0.9"] < steady["gbit_s"]["0.9"]
 
 
+def utilization(capsys, *arguments: str) -> float:
+    command = ["simulate", "utilization", *RUN, "--method", "streaming_overlapped_fp4", "--json", *arguments]
+    return json.loads(told(capsys, *command))["compute_utilization"]
+
+
+def test_links_give_a_utilization(capsys):
+    """The other way round: at the bandwidth that a target needs, it is reached, and not at the point before."""
+    needed = bandwidth(capsys, "--method", "streaming_overlapped_fp4", "--targets", "0.9")["gbit_s"]["0.9"]
+    before = GBIT_S[np.flatnonzero(needed == GBIT_S)[0] - 1]
+    for more in ([], ["--num-replicas", "3"]):
+        assert 0 < utilization(capsys, "--link-gbit-s", "0.001", *more) < 0.5
+    assert utilization(capsys, "--link-gbit-s", str(needed)) >= 0.9
+    assert utilization(capsys, "--link-gbit-s", str(before)) < 0.9
+    assert utilization(capsys, "--link-gbit-s", str(before), str(needed)) < 0.9
+    assert utilization(capsys, "--link-gbit-s", "1e5") == 1
+    assert 0 < utilization(capsys, "--link-gbit-s", "1", "--preset", "paper") < 1
+    shown = told(capsys, *("simulate", "utilization", *RUN, "--method", "diloco", "--link-gbit-s", "1e4"))
+    assert shown == "compute utilization 99.97%\n"
+
+
+def test_the_ends_of_the_grid_are_marked(capsys):
+    slow = ["--method", "diloco", "--sync-every", "50000", "--num-params", "1e7", "--targets", "0.5,1"]
+    table = told(capsys, "simulate", "bandwidth", *RUN, *slow)
+    assert "≤ 0.1" in table and "1000+" in table
+
+
+def test_all_of_compute_is_all_but_for_rounding(capsys):
+    for size in (["--num-params", "7e9", "--num-layers", "32", "--step-seconds", "2.3"], RUN):
+        method = ["--method", "streaming_overlapped_fp4", "--targets", "0.99,0.999999999,1", "--json"]
+        found = json.loads(told(capsys, "simulate", "bandwidth", *size, *method))["gbit_s"]
+        assert found["1"] == found["0.999999999"] < 1000
+
+
+def test_replicas_are_as_many_as_there_are_overlaps(capsys):
+    overlaps = ["--method", "streaming_overlapped", "--targets", "0.5", "--overlap-steps", "1", "2", "3"]
+    two = bandwidth(capsys, *overlaps[:-1])["gbit_s"]["0.5"]
+    assert two < bandwidth(capsys, *overlaps)["gbit_s"]["0.5"]
+
+
 def test_tables_are_for_people(capsys):
     table = told(capsys, "simulate", "bandwidth", *RUN, "--method", "data_parallel", "--step-variation", "0.2")
     assert "compute utilization" in table and "Gbit/s" in table
@@ -91,6 +130,9 @@ def test_a_plan_is_an_object(capsys):
     assert first["compute_utilization"] >= 0.95
     assert f"--diloco.sync-every {first['sync_every']} " in first["flags"]
     assert first["flags"] in told(capsys, *PLAN, "1")
+    assert first["command"] == f"diloco train RECIPE {first['flags']}"
+    assert found["num_steps"] == round(20e9 / 2**21) and found["most_utilization"] == 1
+    assert found["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
 
 
 def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
@@ -107,8 +149,7 @@ def test_a_plan_measures_this_machine_on_request(flags):
         *(sys.executable, "-m", "diloco", "plan", "--measure", "tiny"),
         "--target",
         "0.2",
-        "--global-batch",
-        "16",
+        *("--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--diloco.offload"),
         *flags,
     ]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -118,6 +159,7 @@ def test_a_plan_measures_this_machine_on_request(flags):
     told = (
         "diloco train tiny ",
         "--global-batch 16",
+        "--diloco.outer-learning-rate 0.7 --diloco.offload",
         " ".join(flags),
         "--method streaming --num-replicas 2 --diloco",
     )
@@ -168,13 +210,17 @@ MISTAKES = {
     "paper": ([*METHOD, "--preset", "paper", "--wire", "e3m0"], "wire=e3m0 means nothing to the preset paper"),
     "replicas": ([*METHOD, "--num-replicas", "3", "--latency-seconds", "1", "2"], "one for each of 3 replicas"),
     "wire": ([*METHOD, "--wire", "e9m9"], "'e9m9' is no wire format"),
+    "short": (["--method", "diloco", "--num-steps", "90"], "num_steps=90, but replicas sync every 100 steps"),
+    "no stall": ([*METHOD, "--stall-probability", "0.5"], "stall_probability=0.5 with stall_seconds=0.0 stalls"),
+    "no straggler": ([*METHOD, "--seed", "3"], "seed=3, but nothing is drawn"),
 }
 
 
 @pytest.mark.parametrize("preset", ["physical", "paper"])
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, preset, capsys):
-    physical = {"--wire", "--num-replicas", "--latency-seconds", "--step-variation"} & set(arguments)
+    machines = {"--wire", "--num-replicas", "--latency-seconds", "--step-variation", "--stall-probability"}
+    physical = (machines | {"--seed"}) & set(arguments) and sentence != MISTAKES["seed"][1]
     chosen = [] if "--preset" in arguments else ["--preset", preset]
     if physical and preset == "paper":
         sentence = "means nothing to the preset paper"
@@ -204,6 +250,9 @@ WALL_CLOCK = ["--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "
         ([*PLANNED, "--target", "1"], "target must be above 0 and below 1, not 1.0"),
         ([*PLANNED, "--link-gbit-s", "0"], "link_gbit_s must be above 0 and finite, not 0.0"),
         (["plan", "--measure", "tiny", "--target", "2"], "target must be above 0 and below 1, not 2.0"),
+        (["plan", "--measure=tiny", "--target", "2"], "target must be above 0 and below 1, not 2.0"),
+        (["plan", "--measure", "tiny", "--diloco.wire", "int8"], "leave out --diloco.wire int8: the plan chooses"),
+        (["plan", "--measure", "tiny", "--diloco.offsets", "1", "2"], "leave out --diloco.offsets 1 2: the plan"),
     ],
 )
 def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp_path, monkeypatch):

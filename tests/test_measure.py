@@ -1,4 +1,6 @@
 import json
+import time
+from typing import cast
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ from safetensors.torch import save_file
 from tests.processes import run_replicas
 
 import diloco
+from diloco import measure
 from diloco.cli import main
+from diloco.exchange import Exchange
 from diloco.measure import demo_gradient, load_gradient, measure_link, measure_wire
 from diloco.wire import CODECS, codec
 
@@ -67,6 +71,34 @@ def test_the_demo_gradient_is_a_real_one():
     gradient = demo_gradient()
     assert gradient.dtype == torch.float32 and gradient.numel() == 1_214_976
     assert torch.isfinite(gradient).all() and 1e-5 < gradient.abs().mean() < 1e-1
+
+
+class SlowLinks:
+    """Exchanges among M replicas, of which nothing takes time but the payloads, on a link of so many Gbit/s."""
+
+    replica = 0
+
+    def __init__(self, num_replicas, gbit_s, latency_seconds):
+        self.num_replicas, self._gbit_s, self._latency_seconds = num_replicas, gbit_s, latency_seconds
+
+    def start(self, payloads, *_):
+        num_bytes = sum(payload.numel() for payload in payloads.values())
+        self._seconds = self._latency_seconds + 8e-9 * num_bytes / self._gbit_s
+        self._payloads = payloads
+        return self
+
+    def wait(self):
+        time.sleep(self._seconds)
+        return self._payloads
+
+
+@pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (3, 0.05), (5, 0.2)])
+def test_a_link_is_measured_in_bits_that_a_replica_sends(num_replicas, gbit_s, monkeypatch):
+    monkeypatch.setattr(measure, "share", lambda exchange, value: [value] * exchange.num_replicas)
+    exchange = cast("Exchange", SlowLinks(num_replicas, gbit_s, 0.02))
+    found, latency = measure_link(exchange, seconds=0.2)
+    assert latency == pytest.approx(0.02, rel=0.2)
+    assert found == pytest.approx(gbit_s, rel=0.2)
 
 
 def links() -> tuple[float, float]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "train": "train a language model: diloco train RECIPE [--field value …] [--resume RUN]",
     "plan": "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G",
-    "simulate": "what link a run needs: diloco simulate bandwidth|published|timeline|curves|wall-clock",
+    "simulate": "links and runs: diloco simulate bandwidth|utilization|timeline|curves|wall-clock|published",
     "eval": "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]",
     "export": "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY",
     "experiment": "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]",
@@ -193,8 +193,9 @@ def _plan(arguments: list[str]) -> None:
     from diloco.cli_simulate import plan
 
     with _explained():
-        if "--measure" in arguments:
-            _plan_measured([argument for argument in arguments if argument != "--measure"])
+        if any(argument.partition("=")[0] == "--measure" for argument in arguments):
+            told = [argument.removeprefix("--measure=") for argument in arguments if argument != "--measure"]
+            _plan_measured(told)
         else:
             tyro.cli(plan, prog="diloco plan", args=arguments)
 
@@ -207,7 +208,7 @@ def _plan_measured(arguments: list[str]) -> None:
     from diloco.simulator.replicas import Replica
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import RECIPES, recipe
+    from diloco.training.recipes import RECIPES, flags, recipe
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
@@ -221,6 +222,9 @@ def _plan_measured(arguments: list[str]) -> None:
     asked = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
     if asked.config.method == "data_parallel":
         raise ValueError("leave out --method data_parallel: what is planned is Streaming DiLoCo")
+    for name, words in flags(asked.config).items():
+        if name in _CHOSEN_BY_A_PLAN:
+            raise ValueError(f"leave out {shlex.join(words)}: the plan chooses it, for strided fragments")
     config = measurable(asked.config)
     # What would be refused after measuring is refused now.
     task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=asked.target)
@@ -237,8 +241,14 @@ def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
     from diloco.training.recipes import flags
 
     for name, words in flags(asked).items():
-        if not name.startswith(("num_replicas", "method", "diloco.")):
+        if name not in ("num_replicas", "method"):  # which stand in every plan
             yield shlex.join(words)
+
+
+_CHOSEN_BY_A_PLAN = {
+    f"diloco.{name}"
+    for name in ("sync_every", "overlap_steps", "layers_per_fragment", "wire", "combine", "fragments", "offsets")
+}
 
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:

@@ -3,10 +3,13 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
+import tyro
+from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 
 from diloco.report.plan import plan_json, print_plans, print_remedy
@@ -15,6 +18,7 @@ from diloco.report.simulation import (
     print_bandwidth,
     print_published,
     print_wall_clock,
+    utilization_json,
     wall_clock_json,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
@@ -40,115 +44,184 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=120)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """What is simulated."""
+
+    num_params: float
+    """N, all parameters."""
+    num_layers: int
+    """L, transformer blocks."""
+    step_seconds: tuple[float, ...]
+    """Compute of an inner step; one number, or one a replica."""
+    method: str
+    """data_parallel, diloco, streaming, streaming_overlapped or streaming_overlapped_fp4."""
+    sync_every: int = 100
+    """H; nothing to data_parallel."""
+    layers_per_fragment: int = 3
+    """Of the streaming methods."""
+    overlap_steps: int | tuple[int, ...] | None = None
+    """τ of the overlapped methods, one number or one a replica; left out, 1."""
+    num_steps: int | None = None
+    """Of a run that ends when everything has arrived; left out, the steady state."""
+    preset: Preset = "physical"
+    """physical: replicas on links, as the engine works; paper: the simulator of the paper's table."""
+    width: int | None = None
+    """D; left out, what 12·L·D² and the embeddings make N of (physical)."""
+    vocab_size: int | None = None
+    """V; left out, 32,000 (physical)."""
+    num_replicas: int | None = None
+    """M; left out, 2, or as many as there are numbers (physical)."""
+    latency_seconds: tuple[float, ...] | None = None
+    """One way; one number, or one a replica; left out, 0 (physical)."""
+    wire: str | None = None
+    """Codec; left out, FP32 or, for fp4, E3M0 (physical)."""
+    combine: str | None = None
+    """gather, reduce_scatter, or reduce_scatter:CODEC; left out, gather (physical)."""
+    untied_embeddings: bool = False
+    """The head has a matrix of its own (physical)."""
+    step_variation: float = 0.0
+    """Standard deviation of a step's compute time, as a part of it (physical)."""
+    stall_probability: float = 0.0
+    """How often a step takes longer by --stall-seconds (physical)."""
+    stall_seconds: float = 0.0
+    """By how much (physical)."""
+    seed: int | None = None
+    """What these are drawn from; left out, 0 (physical)."""
+
+    def compute_utilization(
+        self, gbit_s: ArrayLike, links: tuple[float | None, ...] = (None,)
+    ) -> NDArray[np.float64]:
+        """At each of several bandwidths, which those links have that have none of their own.
+
+        Raises:
+            ValueError: if the fields contradict each other, or nothing would be sent.
+        """
+        self._check()
+        if self.preset == "paper":
+            return self.paper_model().compute_utilization(gbit_s, num_steps=self.num_steps)
+        return self._physical_model(links).compute_utilization(
+            gbit_s, num_steps=self.num_steps, seed=self.seed or 0
+        )
+
+    @property
+    def settings(self) -> MethodSettings:
+        """What the method's name and numbers stand for."""
+        return _settings(self.method, self.sync_every, self.layers_per_fragment, self.overlap_steps)
+
+    def paper_model(self) -> PaperModel:
+        """Of the preset paper."""
+        defaults = {field.name: field.default for field in fields(self)}
+        given = {name: getattr(self, name) for name in _OF_MACHINES if getattr(self, name) != defaults[name]}
+        return _paper_model(self.settings, self.num_params, self.num_layers, self.step_seconds, given)
+
+    def _physical_model(self, links: tuple[float | None, ...]) -> PhysicalModel:
+        size = ModelSize(
+            num_params=self.num_params,
+            num_layers=self.num_layers,
+            width=self.width,
+            vocab_size=32_000 if self.vocab_size is None else self.vocab_size,
+            tied_embeddings=not self.untied_embeddings,
+        )
+        latencies = (0.0,) if self.latency_seconds is None else self.latency_seconds
+        stragglers = Stragglers(
+            variation=self.step_variation,
+            stall_probability=self.stall_probability,
+            stall_seconds=self.stall_seconds,
+        )
+        if stragglers == Stragglers() and self.seed is not None:
+            raise ValueError(
+                f"seed={self.seed}, but nothing is drawn: leave it out, or pass --step-variation or "
+                "--stall-probability"
+            )
+        return PhysicalModel(
+            settings=self.settings,
+            size=size,
+            replicas=_replicas(self.num_replicas, self.step_seconds, latencies, links, self.overlap_steps),
+            wire=self.wire,
+            combine="gather" if self.combine is None else self.combine,
+            stragglers=None if stragglers == Stragglers() else stragglers,
+        )
+
+    def _check(self) -> None:
+        for name, most in (("sync_every", 100_000), ("num_layers", 10_000), ("num_steps", 1_000_000)):
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"{name} must be at most {most:,} in a simulation, not {getattr(self, name):,}")
+        if (self.seed or 0) < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
+        syncs = self.settings.method != "data_parallel"
+        if self.num_steps is not None and syncs and 1 <= self.num_steps < self.sync_every:
+            raise ValueError(
+                f"num_steps={self.num_steps}, but replicas sync every {self.sync_every} steps: nothing would be "
+                "sent; pass a smaller --sync-every, or more steps"
+            )
+
+
+_OF_MACHINES = (
+    "width",
+    "vocab_size",
+    "num_replicas",
+    "latency_seconds",
+    "wire",
+    "combine",
+    "untied_embeddings",
+    "step_variation",
+    "stall_probability",
+    "stall_seconds",
+    "seed",
+)
+"""What a run has on machines and links alone."""
+
+
 def bandwidth(
-    num_params: float,
-    num_layers: int,
-    step_seconds: tuple[float, ...],
-    method: str,
-    sync_every: int = 100,
-    layers_per_fragment: int = 3,
-    overlap_steps: int | tuple[int, ...] | None = None,
-    num_steps: int | None = None,
-    preset: Preset = "physical",
+    run: Annotated[SimulatedRun, tyro.conf.arg(name="")],
     targets: str = "0.5,0.8,0.9,0.95,0.99",
-    width: int | None = None,
-    vocab_size: int | None = None,
-    num_replicas: int | None = None,
-    latency_seconds: tuple[float, ...] | None = None,
-    wire: str | None = None,
-    combine: str | None = None,
-    untied_embeddings: bool = False,
-    step_variation: float = 0.0,
-    stall_probability: float = 0.0,
-    stall_seconds: float = 0.0,
-    seed: int = 0,
     json: bool = False,
 ) -> None:
-    """The bandwidth that a compute utilization needs, of 50 from 0.1 to 1000 Gbit/s.
+    """The bandwidth that a compute utilization needs, of 50 from 0.1, which may be too much, to 1000 Gbit/s.
 
     Args:
-        num_params: N, all parameters.
-        num_layers: L, transformer blocks.
-        step_seconds: Compute of an inner step; one number, or one a replica.
-        method: data_parallel, diloco, streaming, streaming_overlapped or streaming_overlapped_fp4.
-        sync_every: H; nothing to data_parallel.
-        layers_per_fragment: Of the streaming methods.
-        overlap_steps: τ of the overlapped methods, one number or one a replica; left out, 1.
-        num_steps: Of a run that ends when everything has arrived; left out, the steady state.
-        preset: physical: replicas on links, as the engine works; paper: the simulator of the paper's table.
+        run: What is simulated.
         targets: Compute utilizations, separated by commas.
-        width: D; left out, what 12·L·D² and the embeddings make N of (physical).
-        vocab_size: V; left out, 32,000 (physical).
-        num_replicas: M; left out, 2, or as many as there are numbers (physical).
-        latency_seconds: One way; one number, or one a replica; left out, 0 (physical).
-        wire: Codec; left out, FP32 or, for fp4, E3M0 (physical).
-        combine: gather, reduce_scatter, or reduce_scatter:CODEC; left out, gather (physical).
-        untied_embeddings: The head has a matrix of its own (physical).
-        step_variation: Standard deviation of a step's compute time, as a part of it (physical).
-        stall_probability: How often a step takes longer by --stall-seconds (physical).
-        stall_seconds: By how much (physical).
-        seed: What these are drawn from (physical).
         json: Print JSON.
     """
     wanted = [target.strip() for target in targets.split(",")]
-    for name, value, most in (
-        ("sync_every", sync_every, 100_000),
-        ("num_layers", num_layers, 10_000),
-        ("num_steps", num_steps or 0, 1_000_000),
-    ):
-        if value > most:
-            raise ValueError(f"{name} must be at most {most:,} in a simulation, not {value:,}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, not {seed}")
-    settings = _settings(method, sync_every, layers_per_fragment, overlap_steps)
-    given = {
-        "width": width,
-        "vocab_size": vocab_size,
-        "num_replicas": num_replicas,
-        "latency_seconds": latency_seconds,
-        "wire": wire,
-        "combine": combine,
-        "untied_embeddings": untied_embeddings or None,
-        "step_variation": step_variation or None,
-        "stall_probability": stall_probability or None,
-        "stall_seconds": stall_seconds or None,
-        "seed": seed or None,
-    }
-    paper = None
-    if preset == "paper":
-        paper = _paper_model(settings, num_params, num_layers, step_seconds, given)
-        utilization = paper.compute_utilization(GBIT_S, num_steps=num_steps)
-    else:
-        stragglers = Stragglers(
-            variation=step_variation, stall_probability=stall_probability, stall_seconds=stall_seconds
-        )
-        model = PhysicalModel(
-            settings=settings,
-            size=ModelSize(
-                num_params=num_params,
-                num_layers=num_layers,
-                width=width,
-                vocab_size=32_000 if vocab_size is None else vocab_size,
-                tied_embeddings=not untied_embeddings,
-            ),
-            replicas=_replicas(
-                num_replicas, step_seconds, (0.0,) if latency_seconds is None else latency_seconds, (None,)
-            ),
-            wire=wire,
-            combine="gather" if combine is None else combine,
-            stragglers=None if stragglers == Stragglers() else stragglers,
-        )
-        utilization = model.compute_utilization(GBIT_S, num_steps=num_steps, seed=seed)
-    needed = {target: needed_gbit_s(utilization, _number(target)) for target in wanted}
+    found = run.compute_utilization(GBIT_S)
+    needed = {target: needed_gbit_s(found, _number(target)) for target in wanted}
     if json:
         print(bandwidth_json(needed))
     else:
         print_bandwidth(needed, _console())
-    if paper is not None and settings.streams and (period := paper.schedule.sync_every) != sync_every:
-        fragments = paper.schedule.num_fragments
-        print(
-            f"diloco: the preset paper took H = {period}, a multiple of its {fragments} fragments", file=sys.stderr
-        )
+    _tell_period(run)
+
+
+def utilization(
+    run: Annotated[SimulatedRun, tyro.conf.arg(name="")], link_gbit_s: tuple[float, ...], json: bool = False
+) -> None:
+    """The compute utilization that links give.
+
+    Args:
+        run: What is simulated.
+        link_gbit_s: Bandwidth of a replica's link, each way; one number, or one a replica (physical).
+        json: Print JSON.
+    """
+    if run.preset == "paper" and len(link_gbit_s) != 1:
+        raise ValueError(f"link_gbit_s={link_gbit_s}: the preset paper has one network, and takes one number")
+    (found,) = run.compute_utilization(link_gbit_s[:1], links=link_gbit_s)
+    print(utilization_json(float(found)) if json else f"compute utilization {found:.2%}")
+    _tell_period(run)
+
+
+def _tell_period(run: SimulatedRun) -> None:
+    """What the preset paper made of H."""
+    if run.preset == "paper" and run.settings.streams:
+        schedule = run.paper_model().schedule
+        if schedule.sync_every != run.sync_every:
+            print(
+                f"diloco: the preset paper took H = {schedule.sync_every}, a multiple of its "
+                f"{schedule.num_fragments} fragments",
+                file=sys.stderr,
+            )
 
 
 def _settings(
@@ -185,9 +258,10 @@ def _replicas(
     step_seconds: Sequence[float],
     latency_seconds: Sequence[float],
     gbit_s: Sequence[float | None],
+    overlap_steps: int | tuple[int, ...] | None = None,
 ) -> tuple[Replica, ...]:
     given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": gbit_s}
-    longest = max(map(len, given.values()))
+    longest = max(*map(len, given.values()), len(overlap_steps) if isinstance(overlap_steps, tuple) else 1)
     num_replicas = num_replicas if num_replicas is not None else max(2, longest)
     if num_replicas < 1:
         raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
@@ -257,7 +331,7 @@ def timeline(
             panels[title] = paper_timeline(model, gbit_s=gbit_s, num_steps=num_steps)
         else:
             size = ModelSize(num_params=num_params, num_layers=num_layers)
-            replicas = _replicas(num_replicas, step_seconds, (0.0,), (None,))
+            replicas = _replicas(num_replicas, step_seconds, (0.0,), (None,), overlap_steps)
             machines = PhysicalModel(settings=chosen, size=size, replicas=replicas)
             panels[title] = physical_timeline(machines, gbit_s=gbit_s, num_steps=num_steps)
     _tell(save(draw_timelines(panels), output, "timeline"))
@@ -335,6 +409,7 @@ def wall_clock(
 
 COMMANDS = {
     "bandwidth": bandwidth,
+    "utilization": utilization,
     "published": published,
     "timeline": timeline,
     "curves": curves,
@@ -428,7 +503,7 @@ def _answer(task: Task, *, command: str, json: bool) -> None:
     plans = feasible(task)
     help_ = None if plans else remedy(task)
     if json:
-        print(plan_json(task, plans, help_))
+        print(plan_json(task, plans, help_, command=command))
     elif help_ is None:
         print_plans(task, plans, _console(), command=command)
     else:

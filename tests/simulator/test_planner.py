@@ -58,6 +58,8 @@ def test_a_link_of_the_peak_loses_nothing_and_a_slower_one_something(gbit_s):
     for plan in feasible(task(gbit_s, num_replicas=2, latency=0.0)):
         settings = plan.model.settings
         if settings.overlap_steps == 0:
+            fastest = replace(plan.model, replicas=[replace(one, gbit_s=1e6) for one in plan.task.replicas])
+            assert plan.peak_gbit_s is None and fastest.compute_utilization([1])[0] < 1
             continue
         found = []
         for factor in (1.000001, 0.99):
@@ -129,7 +131,7 @@ def printed(wanted: Task) -> tuple[str, dict[str, float]]:
     sentence = console.file.getvalue()
     patterns = {
         "gbit_s": "links of ([^ ]+) G",
-        "latency": "latency of ([^ ]+) s",
+        "latency": "latency of ([^ ]+) s on every link",
         "factor": "compute ([^ ]+) times",
     }
     found = {name: re.search(pattern, sentence) for name, pattern in patterns.items()}
@@ -148,8 +150,31 @@ def test_a_target_out_of_reach_is_told_with_what_would_reach_it(gbit_s):
     assert "No setting reaches a compute utilization of 0.95 here." in sentence and "latency" not in numbers
     assert feasible(with_links(wanted, gbit_s=numbers["gbit_s"]))
     assert not feasible(with_links(wanted, gbit_s=numbers["gbit_s"] / 1.13))
-    assert feasible(with_links(wanted, step_seconds=2.3 * numbers["factor"]))
+    longer = with_links(wanted, step_seconds=2.3 * numbers["factor"])
+    assert feasible(replace(longer, num_steps=int(66_757 / numbers["factor"])))
+    assert not feasible(with_links(wanted, step_seconds=2.3 * numbers["factor"] / 1.14))
     assert feasible(replace(wanted, target=numbers["target"]))
+
+
+def test_longer_steps_leave_room_for_the_syncs_that_they_need():
+    """A batch k times as large makes as many times fewer steps, and a long H may no longer fit in twice."""
+    size, replica = ModelSize(num_params=1e9, num_layers=24), Replica(step_seconds=0.5, gbit_s=0.004)
+    wanted = Task(size=size, replicas=(replica,) * 2, num_steps=2000)
+    _, numbers = printed(wanted)
+    assert "factor" not in numbers
+    for factor in (2, 4, 8, 16, 64):
+        longer = with_links(wanted, step_seconds=0.5 * factor)
+        assert not feasible(replace(longer, num_steps=2000 // factor))
+    assert feasible(with_links(wanted, step_seconds=2.0)), "but for its length"
+
+
+def test_a_latency_is_told_for_every_link():
+    far = with_links(task(10.0, num_layers=6), latency_seconds=0.0)
+    first, *others = far.replicas
+    wanted = replace(far, replicas=(replace(first, latency_seconds=600.0), *others))
+    _, numbers = printed(wanted)
+    assert feasible(with_links(wanted, latency_seconds=numbers["latency"]))
+    assert not feasible(with_links(wanted, latency_seconds=1.05 * numbers["latency"] + 6.0))
 
 
 def test_a_latency_out_of_reach_is_told_as_well():

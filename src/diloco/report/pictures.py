@@ -93,7 +93,8 @@ def _order(lane: str) -> tuple[int, str]:
 
 def _draw_bar(axes: "Axes", bar: Interval, row: int, end: float) -> None:
     width, color = bar.end_seconds - bar.start_seconds, _COLORS[bar.kind]
-    axes.barh(row, width, left=bar.start_seconds, height=0.8, color=color, edgecolor="white", linewidth=0.4)
+    edge = 0.4 if width > 0.002 * end else 0.0  # or it would cover the bar
+    axes.barh(row, width, left=bar.start_seconds, height=0.8, color=color, edgecolor="white", linewidth=edge)
     if width > 0.008 * end * len(bar.layers):
         text = " ".join(str(layer + 1) for layer in bar.layers)
         dark = bar.kind in ("forward", "backward_parameters")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,12 +12,18 @@ from rich.table import Table
 from diloco.simulator.planner import Plan, Remedy, Task
 
 
-def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None) -> str:
-    """One object: the settings, the least risky first; and what would help, where there are none."""
-    answer: dict[str, Any] = {"target": task.target, "plans": [_values(plan) for plan in plans]}
+def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str) -> str:
+    """One object: the task; the settings, the least risky first; and what would help, where there are none."""
+    answer: dict[str, Any] = {
+        "target": task.target,
+        "num_steps": task.num_steps,
+        "replicas": [asdict(replica) for replica in task.replicas],
+        "most_utilization": task.most_utilization,
+        "plans": [_values(plan, command) for plan in plans],
+    }
     if remedy is not None:
         answer["remedy"] = {
-            "best": _values(remedy.best),
+            "best": _values(remedy.best, command),
             "link_gbit_s": remedy.link_gbit_s,
             "latency_seconds": remedy.latency_seconds,
             "step_factor": remedy.step_factor,
@@ -24,7 +31,7 @@ def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None) -> str:
     return json.dumps(answer, indent=1)
 
 
-def _values(plan: Plan) -> dict[str, Any]:
+def _values(plan: Plan, command: str) -> dict[str, Any]:
     settings = plan.model.settings
     return {
         "sync_every": settings.sync_every,
@@ -39,6 +46,7 @@ def _values(plan: Plan) -> dict[str, Any]:
         "device_memory_gib": plan.device_memory_gib(),
         "device_memory_offload_gib": plan.device_memory_gib(offload=True),
         "flags": plan.flags,
+        "command": f"{command} {plan.flags}",
     }
 
 
@@ -61,7 +69,7 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
             f"{plan.compute_utilization:.1%}",
             f"{plan.hours:,.1f}",
             f"{plan.terabytes:.3g}",
-            f"{plan.peak_gbit_s:.3g}",
+            "–" if plan.peak_gbit_s is None else f"{plan.peak_gbit_s:.3g}",
             f"{plan.device_memory_gib():.3g}",
             f"{plan.device_memory_gib(offload=True):.3g}",
         )
@@ -81,9 +89,10 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     best, settings = remedy.best, remedy.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
-        ways.insert(0, f"steps that compute {_rounded(remedy.step_factor)} times as long, as with larger batches")
+        longer = _rounded(remedy.step_factor)
+        ways.insert(0, f"steps that compute {longer} times as long, with batches as many times as large")
     if remedy.latency_seconds:
-        ways.insert(0, f"a latency of {_rounded(remedy.latency_seconds, up=False)} s")
+        ways.insert(0, f"a latency of {_rounded(remedy.latency_seconds, up=False)} s on every link")
     if remedy.link_gbit_s is not None:
         ways.insert(0, f"links of {_rounded(remedy.link_gbit_s)} Gbit/s")
     sentence = (

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.methods import Method
 from diloco.simulator.published import (
     TARGETS,
@@ -26,12 +27,18 @@ def bandwidth_json(needed: Mapping[str, float | None]) -> str:
     return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})
 
 
+def utilization_json(compute_utilization: float) -> str:
+    """That one number."""
+    return json.dumps({"compute_utilization": compute_utilization})
+
+
 def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
     """A row a target."""
     table = Table("compute utilization", box=None, header_style="bold")
     table.add_column("Gbit/s", justify="right")
     for target, gbit_s in needed.items():
-        table.add_row(target, _gbit_s(gbit_s))
+        # What the least of the grid is enough for, less may be, too.
+        table.add_row(target, ("≤ " if gbit_s == GBIT_S[0] else "") + _gbit_s(gbit_s))
     console.print(table)
 
 

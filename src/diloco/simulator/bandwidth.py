@@ -19,6 +19,11 @@ def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
     return gbit_s_B
 
 
+def reaches(compute_utilization: NDArray[np.float64], target: float) -> NDArray[np.bool_]:
+    """Where a utilization reaches a target, but for the error of its own calculation."""
+    return compute_utilization >= target - 1e-9
+
+
 def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> float | None:
     """The smallest bandwidth of the grid that reaches a target; None where even the largest doesn't.
 
@@ -27,5 +32,5 @@ def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> fl
     """
     if not 0 < target <= 1:
         raise ValueError(f"a target must be above 0 and at most 1, not {target}")
-    enough = np.flatnonzero(compute_utilization >= target)
+    enough = np.flatnonzero(reaches(compute_utilization, target))
     return float(GBIT_S[enough[0]]) if enough.size else None

@@ -127,7 +127,8 @@ class PhysicalModel:
         """
         compute_M = np.array([replica.step_seconds for replica in self.replicas])
         if num_steps is None and self.stragglers is None:
-            return compute_M.mean() * self.schedule.sync_every / self._period_seconds(gbit_s)
+            share_B = compute_M.mean() * self.schedule.sync_every / self._period_seconds(gbit_s)
+            return np.minimum(share_B, 1.0)  # of what rounding adds
         if num_steps is None:
             num_steps = max(10_000, 20 * self.schedule.sync_every)
         if num_steps < 1:

@@ -1,12 +1,14 @@
 """What run does my link allow, and what link does my run need: a search over H, τ, fragment size and codec."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
 
+from diloco.simulator.bandwidth import reaches
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
@@ -92,6 +94,11 @@ class Plan:
         return float(self.model.compute_utilization([1.0])[0])
 
     @property
+    def reaches_target(self) -> bool:
+        """Whether that is enough."""
+        return bool(reaches(np.array(self.compute_utilization), self.task.target))
+
+    @property
     def hours(self) -> float:
         """Of the whole run."""
         mean = float(np.mean([replica.step_seconds for replica in self.task.replicas]))
@@ -108,20 +115,22 @@ class Plan:
         return self._bytes_per_param * num_params / 1e12
 
     @property
-    def peak_gbit_s(self) -> float:
-        """The least bandwidth at which training never waits, latency apart.
+    def peak_gbit_s(self) -> float | None:
+        """The least bandwidth at which training never waits, latency apart; None without overlap: it always does.
 
-        Whatever is due from step s on must have arrived τ steps after step t (one step, if τ is 0), with all that
-        was sent up to then in the order of the schedule: the worst stretch from s to t decides. Steps are those of
-        the slowest replica, for which the others wait.
+        Whatever is due from step s on must have arrived τ steps after step t, with all that was sent up to then in
+        the order of the schedule: the worst stretch from s to t decides. Steps are those of the slowest replica,
+        for which the others wait.
         """
+        if not self.model.schedule.max_overlap:
+            return None
         schedule, sizes = self.model.schedule, self.model.fragment_params
         steps = np.array([schedule.send_step(fragment) for fragment in range(len(sizes))] * 2)
         steps[len(sizes) :] += schedule.sync_every
         steps, params = steps[order := np.argsort(steps, kind="stable")], np.array(sizes * 2)[order]
         sent = params.cumsum()
         stretches = [
-            (sent[i:] - sent[i] + params[i]) / (steps[i:] - steps[i] + max(1, schedule.max_overlap))
+            (sent[i:] - sent[i] + params[i]) / (steps[i:] - steps[i] + schedule.max_overlap)
             for i in range(len(sizes))
         ]
         on_average = self.task.size.num_params / schedule.sync_every
@@ -165,9 +174,10 @@ class Remedy:
     link_gbit_s: float | None
     """A bandwidth, of every link, with which the largest H reaches it; None: bandwidth alone can't."""
     latency_seconds: float | None
-    """The most latency with which the best setting reaches it; None: it doesn't without any."""
+    """The most latency, of every link, with which the best setting reaches it; None: it doesn't without any."""
     step_factor: float | None
-    """How many times as long the best setting's steps must compute, as with larger batches; None: beyond 1000."""
+    """How many times as long steps must compute, with batches as many times as large and fewer of them; None: it
+    can't be reached so."""
 
 
 def feasible(task: Task) -> list[Plan]:
@@ -177,11 +187,11 @@ def feasible(task: Task) -> list[Plan]:
     with the same risk, the one that is preferred stays.
     """
     plans = _plans(task)
-    hopeful = {plan.cut for plan in _boldest(plans) if plan.compute_utilization >= task.target}
+    hopeful = {plan.cut for plan in _boldest(plans) if plan.reaches_target}
     found: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: plan.risk):
         beaten = any(all(a <= b for a, b in zip(other.risk, plan.risk, strict=True)) for other in found)
-        if plan.cut in hopeful and not beaten and plan.compute_utilization >= task.target:
+        if plan.cut in hopeful and not beaten and plan.reaches_target:
             found.append(plan)
     return found
 
@@ -201,7 +211,7 @@ def remedy(task: Task) -> Remedy:
         best=best,
         link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
         latency_seconds=_most_latency(best),
-        step_factor=next((factor for factor in _FACTORS if _reaches(best, step_factor=factor)), None),
+        step_factor=min(filter(None, map(_least_step_factor, plans)), default=None),
     )
 
 
@@ -230,7 +240,7 @@ def _plans(task: Task) -> tuple[Plan, ...]:
 def _least_bandwidth(plan: Plan) -> float | None:
     links = tuple(replace(replica, gbit_s=None) for replica in plan.task.replicas)
     utilization = replace(plan.model, replicas=links).compute_utilization(_GBIT_S)
-    enough = np.flatnonzero(utilization >= plan.task.target)
+    enough = np.flatnonzero(reaches(utilization, plan.task.target))
     return float(_GBIT_S[enough[0]]) if enough.size else None
 
 
@@ -239,25 +249,34 @@ _GBIT_S = np.logspace(-3, 5, 161)
 
 
 def _most_latency(plan: Plan) -> float | None:
-    if not _reaches(plan, latency_factor=0.0):
+    def is_little_enough(latency_seconds: float) -> bool:
+        return _would_reach(plan, lambda replica: replace(replica, latency_seconds=latency_seconds))
+
+    if not is_little_enough(0.0):
         return None
-    least, most = 0.0, 1.0
-    while most - least > 0.01:
+    least, most = 0.0, max(replica.latency_seconds for replica in plan.task.replicas)
+    precise = 0.01 * most
+    while most - least > precise:
         middle = (least + most) / 2
-        least, most = (middle, most) if _reaches(plan, latency_factor=middle) else (least, middle)
-    return least * max(replica.latency_seconds for replica in plan.task.replicas)
+        least, most = (middle, most) if is_little_enough(middle) else (least, middle)
+    return least
+
+
+def _least_step_factor(plan: Plan) -> float | None:
+    """By halves, as longer steps never make utilization less; the run must still have room for H twice."""
+    allowed = _FACTORS[plan.task.num_steps / _FACTORS >= 2 * plan.model.settings.sync_every]
+
+    def is_enough(factor: float) -> bool:
+        return _would_reach(plan, lambda replica: replace(replica, step_seconds=factor * replica.step_seconds))
+
+    if not allowed.size or not is_enough(allowed[-1]):
+        return None
+    return float(allowed[bisect_left(allowed, True, key=is_enough)])
 
 
 _FACTORS = np.logspace(0, 3, 61)
 
 
-def _reaches(plan: Plan, *, latency_factor: float = 1.0, step_factor: float = 1.0) -> bool:
-    replicas = tuple(
-        replace(
-            replica,
-            step_seconds=step_factor * replica.step_seconds,
-            latency_seconds=latency_factor * replica.latency_seconds,
-        )
-        for replica in plan.task.replicas
-    )
-    return bool(replace(plan.model, replicas=replicas).compute_utilization([1.0])[0] >= plan.task.target)
+def _would_reach(plan: Plan, change: Callable[[Replica], Replica]) -> bool:
+    replicas = tuple(map(change, plan.task.replicas))
+    return replace(plan, model=replace(plan.model, replicas=replicas)).reaches_target

@@ -45,6 +45,11 @@ class Stragglers:
         for name, most in (("variation", 100.0), ("stall_seconds", 1e9)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}")
+        if bool(self.stall_probability) != bool(self.stall_seconds):
+            raise ValueError(
+                f"stall_probability={self.stall_probability} with stall_seconds={self.stall_seconds} stalls "
+                "nothing: pass both"
+            )
 
     def draw(self, step_seconds: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
         """Compute times around those on average."""
