@@ -14,7 +14,7 @@ import tyro
 from diloco.data.optional import require
 from diloco.evaluation.questions import read_questions
 from diloco.experiments.experiment import Experiment, finished
-from diloco.experiments.grid import LocalMachine, Machines, make_job, run_grid
+from diloco.experiments.grid import LabelledRun, LocalMachine, Machines, make_job, read_result, run_grid
 from diloco.experiments.recipes import EXPERIMENTS, experiment
 from diloco.experiments.rows import write_rows
 from diloco.experiments.tiers import TIERS
@@ -131,7 +131,13 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
 
 def _over(one: Experiment, output: Path) -> Experiment:
     """The experiment without the runs that are not over."""
-    over = [run for run in one.runs if (make_job(run.config, output / "runs").directory / "summary.json").exists()]
+
+    def is_over(run: LabelledRun) -> bool:
+        job = make_job(run.config, output / "runs")
+        # Of a run that took place on another machine there is the result alone.
+        return (job.directory / "summary.json").exists() or "failed" not in (read_result(job) or {"failed": ""})
+
+    over = list(filter(is_over, one.runs))
     if not over:
         raise ValueError(f"no run of {one.name} is over in {output / 'runs'}: leave out --tabulate to run them")
     return replace(one, runs=over)

@@ -63,6 +63,11 @@ def test_a_continuation_that_is_long_itself_is_scored_in_parts():
     assert found.log_likelihood == pytest.approx(expected, abs=1e-5)
 
 
+def test_what_has_no_token_has_no_likelihood():
+    with pytest.raises(ValueError, match="request 1: the tokenizer makes no token of its continuation"):
+        likelihoods(MODEL, [([1], [2]), ([1], [])], max_length=8, device=CPU)
+
+
 def test_a_context_that_is_shared_is_read_once():
     read = []
 

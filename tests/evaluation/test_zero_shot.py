@@ -37,6 +37,18 @@ def questions(path: Path, limit: int | None = None) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()[:limit]]
 
 
+def test_texts_stay_as_they_are(tmp_path):
+    """Neither dates nor separators of lines that JSON does not know are made of them."""
+    path = tmp_path / "texts.jsonl"
+    asked = [
+        {"query": "Hastings\u2028was on\x85", "choices": ["1066-10-14", "1067-01-01"], "gold": 0},
+        {"query": "And London fell on", "choices": ["1066-12-25", "1066-12-26"], "gold": 0},
+    ]
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in asked), encoding="utf-8")
+    model = Decoder(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257), seed=0)
+    assert score(model, path)["acc"] in (0, 0.5, 1)
+
+
 class Scripted(nn.Module):
     """Its logits are a function of all tokens up to a position; the cache is those tokens."""
 
@@ -221,6 +233,7 @@ def test_a_metric_of_two_filters_is_two_numbers():
         ('{"query": "a", "choices": ["b", "c"]}', "line 2: the field 'gold' is missing"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "line 2: 'gold' is 2, but there are 2 choices"),
         ('{"query": "a", "choices": ["b"], "gold": 0}', "line 2: 'choices' must be two texts or more"),
+        ('{"query": "a", "choices": ["b", " "], "gold": 0}', "or more, none of them blank"),
         ('{"query": 1, "choices": ["b", "c"], "gold": 0}', "line 2: 'query' must be a str, not 1"),
         ("not JSON", "line 2: not JSON"),
     ],

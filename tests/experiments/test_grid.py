@@ -1,6 +1,7 @@
 """Grids of runs: what is run, what is not, and what is left after a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from diloco.data.config import DataConfig
+from diloco.data.prepare import prepare, resolve
+from diloco.data.tokenizers import train_bpe
 from diloco.experiments import grid
 from diloco.experiments.grid import LabelledRun, LocalMachine, make_job, run_grid
 from diloco.experiments.rows import read_rows, write_rows
+from diloco.training.config import CheckpointConfig
 from diloco.training.recipes import recipe
 
 SCRIPT = """
@@ -110,16 +114,54 @@ def test_a_run_is_known_by_its_text_wherever_that_lies(small_corpus, tmp_path):
     assert directory(copy) != directory(small_corpus)
 
 
-def test_a_run_is_scored_again_only_if_a_task_is_new(small_corpus, tmp_path):
-    runs, machine = real_runs(small_corpus, tmp_path)[:1], Instead()
-    rows_of(runs, tmp_path / "runs", machine)
-    rows = rows_of(runs, tmp_path / "runs", machine, tasks=(Path("piqa.jsonl"),))
-    assert rows[0]["piqa_acc"] == 0.25 and [[task.name for task in job.tasks] for job in machine.asked] == [
-        [],
-        ["piqa.jsonl"],
-    ]
-    rows_of(runs, tmp_path / "runs", machine)
-    assert len(machine.asked) == 2
+def test_a_run_is_known_by_what_was_prepared_and_the_tokenizers_file(small_corpus, tmp_path):
+    def name(**fields) -> str:
+        data = DataConfig(**fields)
+        return make_job(replace(recipe("tiny"), data=data), tmp_path / "runs").config.name
+
+    first, same, other = (tmp_path / place for place in ("first", "same", "other"))
+    text = {"train": (str(small_corpus),), "held_out_fraction": 0.1}
+    prepare(DataConfig(**text), first)
+    shutil.copytree(first, same)
+    prepare(DataConfig(**(text | {"held_out_fraction": 0.2})), other)
+    assert name(prepared=first) == name(prepared=same) != name(prepared=other)
+    shutil.rmtree(same)
+    shutil.copytree(other, same)
+    assert name(prepared=same) == name(prepared=other)
+    # Its sources may be named, as they were when it was made.
+    config = replace(recipe("tiny"), data=DataConfig(train=(str(small_corpus),), prepared=first))
+    assert resolve(make_job(config, tmp_path / "runs").config.data) == first
+
+    for place in "ab":
+        (tmp_path / place).mkdir()
+    train_bpe(["some text, and some more"], 260, tmp_path / "a" / "tokenizer.json")
+    shutil.copy(tmp_path / "a" / "tokenizer.json", tmp_path / "b" / "tokenizer.json")
+    places = [str(tmp_path / place / "tokenizer.json") for place in "ab"]
+    one, two = (name(**text, tokenizer=place) for place in places)
+    assert one == two != name(**text)
+    train_bpe(["some text, and some more"], 262, tmp_path / "b" / "tokenizer.json")
+    assert one != name(**text, tokenizer=places[1])
+
+
+def test_a_run_is_scored_again_only_if_a_task_is_new_or_another(small_corpus, tmp_path):
+    runs, machine = real_runs(small_corpus, tmp_path)[3:4], Instead()
+    mine, theirs = tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"
+    mine.write_text("a")
+    theirs.write_text("b")
+    wanted = {"parameters": ("replica",)}
+
+    def scored(*tasks: Path) -> int:
+        (row,) = rows_of(runs, tmp_path / "runs", machine, tasks=tasks, **wanted)
+        assert {name for name in row if name.endswith("_acc")} == {f"{task.stem}_acc" for task in tasks}
+        return len(machine.asked)
+
+    assert [scored(), scored(mine), scored(mine), scored(), scored(theirs), scored(mine)] == [1, 2, 2, 2, 3, 3]
+    wanted["parameters"] = ()
+    mine.write_text("c")
+    assert [scored(mine), scored(mine), scored(theirs)] == [4, 4, 4]
+    # What another set of parameters had answered was an earlier question.
+    wanted["parameters"] = ("replica",)
+    assert scored(mine) == 5
 
 
 def test_cosines_are_averaged_by_third_and_by_block(small_corpus, tmp_path):
@@ -199,6 +241,21 @@ def test_a_failure_that_may_pass_is_tried_again(small_corpus, tmp_path, monkeypa
     assert "piqa.jsonl can't be read" in row["failed"]
     (row,) = rows_of(runs[:1], tmp_path / "runs", Instead())
     assert "failed" not in row
+    # So is one of which the sentence says what to delete: the good checkpoint before it is kept.
+    directory = make_job(runs[0].config, tmp_path / "spoiled").directory
+    kept = replace(runs[0].config, checkpoint=CheckpointConfig(every_steps=10))
+    directory = make_job(kept, tmp_path / "spoiled").directory
+    (row,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
+    for name in ("result.json", "summary.json"):
+        (directory / name).unlink()
+    newest = directory / "checkpoints" / "replica-0" / "step-00000020"
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(b"")
+    (failed,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
+    assert "to resume from step 10" in failed["failed"]
+    newest.with_suffix(".sha256").unlink()
+    (again,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
+    assert again["outer_hash"] == row["outer_hash"]
     # But not one that would fail again.
     rows_of(runs[-1:], tmp_path / "runs", LocalMachine())
     again = Instead()

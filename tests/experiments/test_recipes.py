@@ -1,5 +1,6 @@
 """Every experiment, at both tiers, on rows that are made up: what is run, drawn and said."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -148,8 +149,12 @@ def test_seeds_are_compared_with_themselves():
     assert (found.rises(0.2), Change({0: 0.3, 1: 0.05}).rises()) == ("disagrees", "cannot tell")
     steeper = Change({0: 0.3, 1: 0.2})
     assert steeper.rises_over(found) == "agrees" and found.rises_over(found) == "cannot tell"
-    assert steeper.rises_over(Change({1: 0.29})) == "disagrees"
-    assert Change({0: 0.1, 1: -0.1}).rises() == "cannot tell" and str(Change({})) == "no run"
+    assert steeper.rises_over(Change({0: 0.4, 1: 0.29})) == "disagrees"
+    assert steeper.rises_over(Change({1: 0.29})) == "cannot tell", "of one seed"
+    assert (
+        Change({0: 0.1, 1: -0.1}).rises() == Change({0: 0.1}).rises() == "cannot tell"
+        and str(Change({})) == "no run"
+    )
     (points,) = curves([row | {"x": 1} for row in rows if row["method"] == "a"], "x").values()
     assert points == [(1, 1.5, 1.0, 2.0)]
 
@@ -186,3 +191,9 @@ def test_only_what_is_over_is_tabulated(capsys, tmp_path):
     over.mkdir(parents=True)
     (over / "summary.json").touch()
     assert list(_over(one, tmp_path).runs) == [one.runs[1]]
+    # Of what took place on another machine, there is the result; a failed run is not over.
+    for run, result in ((0, {"summary": {}, "evaluated": {"outer": {"tasks": {}}}}), (2, {"failed": "no"})):
+        directory = make_job(one.runs[run].config, tmp_path / "runs").directory
+        directory.mkdir(parents=True)
+        (directory / "result.json").write_text(json.dumps(result))
+    assert list(_over(one, tmp_path).runs) == list(one.runs[:2])

@@ -79,13 +79,17 @@ def content(source: str) -> list[Any]:
     if source.startswith("hf:"):
         return [source]
     root, paths = _match(source)
-    stats = [(path, path.stat()) for path in paths]
-    return [[path.relative_to(root).as_posix(), _sha256(path, s.st_size, s.st_mtime_ns)] for path, s in stats]
+    return [[path.relative_to(root).as_posix(), file_digest(path)] for path in paths]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256, in hex, of a file, which is read again only when its size or time has changed."""
+    stat = path.stat()
+    return _sha256(path.absolute(), stat.st_size, stat.st_mtime_ns)
 
 
 @cache
 def _sha256(path: Path, size: int, modified_ns: int) -> str:
-    """Of a file, read again only when its size or time has changed."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -32,7 +32,7 @@ from diloco.data.index import (
 )
 from diloco.data.packing import SplitWriter
 from diloco.data.splits import check_disjoint, explain_empty, split_documents
-from diloco.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file, train_bpe
+from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 
 SHARD_TOKENS = 2**26
 """Tokens in a shard, by default: 128 MiB of 16 bits each."""
@@ -113,13 +113,12 @@ def prepare(
 def _settings(config: DataConfig, shard_tokens: int) -> Settings:
     check_disjoint(config)
     sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
-    by_file = config.tokenizer != "bytes" and not config.tokenizer.startswith("bpe:")
     return Settings(
         train=config.train,
         held_out=config.held_out,
         held_out_fraction=config.held_out_fraction,
         tokenizer=config.tokenizer,
-        tokenizer_file_digest=_sha256([tokenizer_file(config.tokenizer)]) if by_file else "",
+        tokenizer_file_digest=_sha256([tokenizer_file(config.tokenizer)]) if is_file(config.tokenizer) else "",
         source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
         shard_tokens=shard_tokens,
         max_train_bytes=config.max_train_bytes,

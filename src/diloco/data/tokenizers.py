@@ -71,6 +71,11 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
 
 
+def is_file(spec: str) -> bool:
+    """Whether a tokenizer is named by its path."""
+    return spec != "bytes" and not spec.startswith("bpe:")
+
+
 def tokenizer_file(spec: str | Path) -> Path:
     """The file of a tokenizer that is named by its path, or by that of a directory that holds it.
 

@@ -44,6 +44,9 @@ def likelihoods(
     Contexts of equal length are read together, and one that several continuations share is read once. What is
     too long loses its beginning; a continuation of more than half of `max_length` is scored in parts.
 
+    Raises:
+        ValueError: if a continuation has no token.
+
     Args:
         model: tokens to logits.
         requests: token ids.
@@ -66,6 +69,8 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of the request, co
 
 def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length: int) -> Iterator[_Part]:
     context, continuation = tuple(request[0]), tuple(request[1])
+    if not continuation:
+        raise ValueError(f"request {index}: the tokenizer makes no token of its continuation")
     size = len(continuation) if len(continuation) <= max_length // 2 else max(1, max_length // 2)
     for start in range(0, len(continuation), size):
         part, before = continuation[start : start + size], context + continuation[:start]

@@ -14,7 +14,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         ValueError: naming the line, if the file can't be read or a field is missing or wrong.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a text
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read as questions: {error}") from None
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -34,8 +34,8 @@ def _question(path: Path, number: int, line: str) -> dict[str, Any]:
         if not isinstance(question[name], kind):
             raise ValueError(f"{path}, line {number}: {name!r} must be a {kind.__name__}, not {question[name]!r}")
     choices, gold = question["choices"], question["gold"]
-    if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError(f"{path}, line {number}: 'choices' must be two texts or more")
+    if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
+        raise ValueError(f"{path}, line {number}: 'choices' must be two texts or more, none of them blank")
     if not 0 <= gold < len(choices):
         raise ValueError(f"{path}, line {number}: 'gold' is {gold}, but there are {len(choices)} choices")
     return {"query": question["query"], "choices": choices, "gold": gold}

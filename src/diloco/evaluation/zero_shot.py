@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Features, List, Value
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -175,7 +176,14 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
     return {
         "task": _OWN + name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"validation": str(questions)}, "cache_dir": str(scratch / "cache")},
+        "dataset_kwargs": {
+            "data_files": {"validation": str(questions)},
+            "cache_dir": str(scratch / "cache"),
+            # Left to themselves, texts that look like dates would become dates.
+            "features": Features(
+                {"query": Value("string"), "choices": List(Value("string")), "gold": Value("int64")}
+            ),
+        },
         "validation_split": "validation",
         "output_type": "multiple_choice",
         "doc_to_text": "query",

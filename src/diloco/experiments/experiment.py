@@ -154,9 +154,12 @@ class Change(NamedTuple):
         return f"{100 * self.mean:+.2f} % ({low:+.2f} … {high:+.2f})"
 
     def rises(self, at_least: float = 0.0) -> Verdict:
-        """Whether it is above a bound in every seed, or in none, its mean further from it than seeds differ."""
+        """Whether it is above a bound in every seed, or in none, its mean further from it than seeds differ.
+
+        One seed cannot tell.
+        """
         values = self.by_seed.values()
-        if values and abs(self.mean - at_least) <= max(values) - min(values):
+        if len(values) < 2 or abs(self.mean - at_least) <= max(values) - min(values):
             return "cannot tell"
         return common(value > at_least for value in values)
 

@@ -8,15 +8,18 @@ import hashlib
 import json
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.data.atomic import write_atomically
-from diloco.data.corpora import content
+from diloco.data.config import DataConfig
+from diloco.data.corpora import content, file_digest
+from diloco.data.index import read_index
 from diloco.data.prepare import resolve as resolve_data
+from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.experiments.job import Job, end_running_jobs, run_job
 from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig, to_json, with_method_values
@@ -95,7 +98,7 @@ def run_grid(
     try:
         for future in as_completed(pending):
             path = pending[future]
-            results[path] = _kept(path, future)
+            results[path] = _kept(different[path], future)
             if on_finished is not None:
                 on_finished(sum(work[done] for done in results) / sum(work.values()))
             yield rows()
@@ -106,7 +109,7 @@ def run_grid(
             machines.close()
 
 
-def _kept(path: Path, future: "Future[dict[str, Any]]") -> dict[str, Any]:
+def _kept(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
     """A job's result, written down with what earlier ones say; not so a failure that may pass."""
     try:
         result = future.result()
@@ -114,14 +117,30 @@ def _kept(path: Path, future: "Future[dict[str, Any]]") -> dict[str, Any]:
         return {"failed": f"lost: {error}"}
     if "failed" in result and not result.pop("is_final"):
         return result
-    earlier = _read(path).get("evaluated", {})
-    for name, found in result.get("evaluated", {}).items():
-        found["tasks"] = earlier.get(name, {}).get("tasks", {}) | found["tasks"]
     if "failed" not in result:
-        result["evaluated"] = earlier | result["evaluated"]
-    path.mkdir(parents=True, exist_ok=True)
-    write_atomically(path / RESULT_FILE, [json.dumps(result, indent=1).encode()])
+        earlier, asked = _read(job.directory), _questions(job)
+        known = earlier.get("questions", {})
+        others = {name: digest for name, digest in known.items() if asked.get(name, digest) == digest}
+        evaluated = _scores_of(earlier.get("evaluated", {}), without=known.keys() - others.keys())
+        for name, found in result["evaluated"].items():
+            found["tasks"] = evaluated.get(name, {}).get("tasks", {}) | found["tasks"]
+        result |= {"evaluated": evaluated | result["evaluated"], "questions": others | asked}
+    job.directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.directory / RESULT_FILE, [json.dumps(result, indent=1).encode()])
     return result
+
+
+def _questions(job: Job) -> dict[str, str]:
+    """SHA-256 of each file of questions, by the name of its task; one that is not there fails in its job."""
+    return {task.stem: file_digest(task) if task.is_file() else "" for task in job.tasks}
+
+
+def _scores_of(evaluated: dict[str, Any], *, without: Collection[str]) -> dict[str, Any]:
+    """What was evaluated, but for some tasks."""
+    return {
+        name: found | {"tasks": {task: scores for task, scores in found["tasks"].items() if task not in without}}
+        for name, found in evaluated.items()
+    }
 
 
 def make_job(
@@ -129,22 +148,42 @@ def make_job(
 ) -> Job:
     """What a machine is told of a run, whose directory has the name of its config's digest."""
     facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
-    texts = {split: [content(source) for source in getattr(config.data, split)] for split in ("train", "held_out")}
-    del facts["data"]["cache"]
-    if facts["data"]["max_train_bytes"] is None:  # no limit is no part of a name
-        del facts["data"]["max_train_bytes"]
-    facts["data"] |= texts
+    facts["data"] = _facts_of_data(config.data)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    data = replace(
-        config.data,
-        train=tuple(map(_absolute, config.data.train)),
-        held_out=tuple(map(_absolute, config.data.held_out)),
-        cache=config.data.cache.absolute(),
+    placed = replace(
+        config, name=f"run-{digest[:12]}", runs=directory.absolute(), data=_found_from_anywhere(config.data)
     )
-    placed = replace(config, name=f"run-{digest[:12]}", runs=directory.absolute(), data=data)
     alone = config.num_replicas == 1 or config.method == "data_parallel"
     return Job(
         config=placed, tasks=tuple(task.absolute() for task in tasks), parameters=() if alone else parameters
+    )
+
+
+def _facts_of_data(data: DataConfig) -> dict[str, Any]:
+    """What is the same wherever text and tokenizer lie, and is not when either has changed."""
+    if data.prepared is not None:
+        index = read_index(data.prepared.expanduser())
+        return {"prepared": index.digest, "tokenizer": index.tokenizer_digest}
+    facts = to_json(data)
+    del facts["cache"]
+    if facts["max_train_bytes"] is None:  # no limit is no part of a name
+        del facts["max_train_bytes"]
+    if is_file(data.tokenizer):
+        facts["tokenizer"] = file_digest(tokenizer_file(data.tokenizer))
+    return facts | {name: [content(source) for source in getattr(data, name)] for name in ("train", "held_out")}
+
+
+def _found_from_anywhere(data: DataConfig) -> DataConfig:
+    """The same, as any process on this machine finds it."""
+    if data.prepared is not None:  # whose sources are told as they were when it was made
+        return replace(data, prepared=data.prepared.expanduser().absolute(), cache=data.cache.absolute())
+    tokenizer = data.tokenizer
+    return replace(
+        data,
+        train=tuple(map(_absolute, data.train)),
+        held_out=tuple(map(_absolute, data.held_out)),
+        tokenizer=str(tokenizer_file(tokenizer).absolute()) if is_file(tokenizer) else tokenizer,
+        cache=data.cache.absolute(),
     )
 
 
@@ -158,7 +197,9 @@ def read_result(job: Job) -> dict[str, Any] | None:
     result, tasks = _read(job.directory), {task.stem for task in job.tasks}
     if "columns" in result:  # of a table, which does not say how to evaluate it further
         return None if tasks or job.parameters else result
-    found = {name: set(evaluated["tasks"]) for name, evaluated in result.get("evaluated", {}).items()}
+    known = result.get("questions", {})
+    changed = {task for task, digest in _questions(job).items() if known.get(task) != digest}
+    found = {name: set(scored["tasks"]) - changed for name, scored in result.get("evaluated", {}).items()}
     has_all = all(name in found and tasks <= found[name] for name in job.parameters)
     has_all &= tasks <= found.get("outer", set())
     return result if "failed" in result or (result and has_all) else None

@@ -90,9 +90,8 @@ def _main(directory: Path) -> None:
     with (directory / "lock").open("w") as lock:
         # Another call may be at this run; the operating system drops the lock of a process that is killed.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        result = _trained(from_json(TrainConfig, told["config"])) or _evaluated(
-            directory, told["tasks"], told["parameters"]
-        )
+        asked = from_json(TrainConfig, told["config"])
+        result = _trained(asked) or _evaluated(asked, told["tasks"], told["parameters"])
     with os.fdopen(answer, "w") as file:
         json.dump(result, file)
 
@@ -107,10 +106,14 @@ def _trained(asked: TrainConfig) -> dict[str, Any] | None:
     if (asked.directory / "summary.json").exists():
         return None
     try:
+        prepared = resolve(asked.data)
+    except (ValueError, OSError) as error:  # text, or a library, that may be here later
+        return {"failed": str(error), "is_final": False}
+    try:
         begun = (asked.directory / CONFIG_FILE).exists()
         if begun:  # the same run, whose text may by now be found under another name
             config = read_config(asked.directory)
-            config = replace(config, data=replace(config.data, prepared=resolve(asked.data)))
+            config = replace(config, data=replace(config.data, prepared=prepared))
         else:
             config = prepare_run(asked, resume=None)
         launch(_train, config.num_replicas, config.num_shards, config, begun)
@@ -123,21 +126,32 @@ def _trained(asked: TrainConfig) -> dict[str, Any] | None:
 
 def _train(config: TrainConfig, resume: bool) -> None:
     """One replica, or shard."""
+    from diloco.training.checkpoints import CheckpointError
     from diloco.training.loop import train
 
-    train(config, resume=resume)
+    try:
+        train(config, resume=resume)
+    except CheckpointError as error:  # which says what to delete, and may then be called again
+        raise OSError(str(error)) from error
 
 
-def _evaluated(directory: Path, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
+def _evaluated(asked: TrainConfig, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
+    from diloco.data.prepare import resolve
     from diloco.training.finished import Parameters, evaluate_run
     from diloco.training.launcher import exit_code_of
 
-    named = {Path(task).stem: Path(task) for task in tasks}
+    directory, named = asked.directory, {Path(task).stem: Path(task) for task in tasks}
     evaluated: dict[str, Any] = {}
     try:
         for name in get_args(Parameters):
             if name in parameters or (name == "outer" and named):
-                evaluated[name] = evaluate_run(directory, parameters=name, tasks=named, held_out=name != "outer")
+                evaluated[name] = evaluate_run(
+                    directory,
+                    parameters=name,
+                    tasks=named,
+                    held_out=name != "outer",
+                    prepared=resolve(asked.data),  # it may have been elsewhere when the run was trained
+                )
     except Exception as error:
         if exit_code_of(error) is None:
             raise
