@@ -3,6 +3,7 @@ step, θ a replica's parameters, Θ the outer parameters. Vectors hold all param
 """
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -502,6 +503,35 @@ def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap():
     assert "own_overlap_steps=5, and this engine has 0" in told
 
 
+def load_another_replicas_state(beta: float | None, num_steps: int) -> list[str]:
+    """What each is told that takes up replica 0's, as DDP's users do: replica 0 itself, too."""
+    case = Case(H=10, P=1, tau=5, beta=beta)
+    model = case.model()
+    engine = case.engine(model)
+    states: list = [None, None]
+    own = [engine.state_dict() for _ in zip(range(num_steps), train(engine, model, 20))][-1]  # noqa: B905
+    dist.all_gather_object(states, own)
+    again, start = case.engine(case.model()), time.monotonic()
+    try:
+        again.load_state_dict(states[0])
+    except ValueError as error:
+        assert time.monotonic() - start < 10, "no replica waits for one that has refused"
+        return [type(error).__name__, str(error)]
+    return []
+
+
+@pytest.mark.parametrize(("beta", "num_steps"), [(None, 12), (1.0, 17)])
+def test_a_replica_does_not_take_up_the_state_of_another(beta, num_steps):
+    """In flight at step 12; at step 17 nothing is, but the error is the replica's own."""
+    first, second = run_replicas(load_another_replicas_state, 2, beta, num_steps)
+    assert first[0] == "DisagreementError" and "why the state can't be loaded: replica 0 has null" in first[1]
+    assert second[0] == "ValueError" and "saved with replica=0, and this engine has 1" in second[1]
+
+
+def test_a_state_of_nothing_but_what_is_shared_is_any_replicas():
+    assert run_replicas(load_another_replicas_state, 2, None, 17) == [[], []]
+
+
 def load_what_one_has_drained() -> str:
     case = Case(H=10, P=1, tau=5)
     model = case.model()
@@ -577,6 +607,36 @@ def test_a_parameter_that_was_replaced_is_refused_by_name():
         ValueError, match=r"step 4: parameter blocks.0.weight was replaced .*: build the engine last"
     ):
         engine.step()
+
+
+def test_a_parameter_that_was_unfrozen_is_refused_by_name():
+    case = Case(P=1, H=4)
+    model = case.model()
+    model.blocks[0].bias.requires_grad_(False)
+    engine = case.engine(model)
+    model.blocks[0].bias.requires_grad_(True)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(ValueError, match=r"step 4: parameter blocks.0.bias was unfrozen or added after"):
+        engine.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_outer_parameters_take_the_place_of_the_models_own_for_a_while(dtype):
+    case = Case(P=2, H=4)
+    model = case.model().to(dtype)
+    engine = case.engine(model)
+    for t in range(1, 7):
+        inner_step(model, 0, t)
+        engine.step()
+    own = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    Theta = {name: outer.clone() for name, outer in engine.outer_parameters().items()}
+    with pytest.raises(ZeroDivisionError), engine.outer_in_place():
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, Theta[name].to(dtype)) and not torch.equal(parameter, own[name])
+        raise ZeroDivisionError
+    assert all(torch.equal(parameter, own[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(outer, Theta[name]) for name, outer in engine.outer_parameters().items())
 
 
 def test_frozen_parameters_may_be_of_any_type_and_on_any_device():

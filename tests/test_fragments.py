@@ -102,6 +102,18 @@ def test_a_block_that_is_another_one_is_no_block_of_its_own():
         strided(model, layers_per_fragment=1)
 
 
+def test_a_block_may_stand_in_several_places_of_one_fragment():
+    """Layers that share all they have, as in ALBERT: blocks count by their places."""
+    model = Decoder(4)
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1]] * 2)
+    first, second, rest = strided(model, layers_per_fragment=2)
+    assert first.parameters == ("blocks.0.weight", "blocks.0.bias")
+    assert second.parameters == ("blocks.1.weight", "blocks.1.bias")
+    assert (first.blocks, second.blocks, rest.blocks) == (("blocks.0",), ("blocks.1",), ())
+    with pytest.raises(ValueError, match=r"blocks\.0\.weight and blocks\.2\.weight"):
+        sequential(model, layers_per_fragment=2)
+
+
 def test_a_block_tied_to_the_embedding_is_refused_by_name():
     model = Decoder(3)
     model.blocks[2].weight = model.head.weight = nn.Parameter(torch.ones(2, 2))

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from tests.test_engine import Case, inner_step
@@ -39,6 +42,28 @@ def test_one_fragment_is_on_the_device_at_a_time():
     assert set(outer._visiting) == {("outer", 1), ("velocity", 1)}
     fetched = outer._visiting["outer", 1][0]
     assert outer.use("outer", 1) is fetched
+
+
+def test_outer_steps_that_are_kept_keep_no_outer_parameters():
+    case = Case(P=3, H=3, tau=0, offload=True)
+    model = case.model()
+    engine = case.engine(model)
+    visitors = []
+    use = engine._state.use
+
+    def used(kind, fragment):
+        found = use(kind, fragment)
+        visitors.append(weakref.ref(found))
+        return found
+
+    engine._state.use = used
+    kept = []
+    for t in range(1, 10):
+        inner_step(model, 0, t)
+        kept += engine.step()
+    gc.collect()
+    assert len(kept) > 4 and sum(visitor() is not None for visitor in visitors) <= 2
+    assert all(outer_step.average.isfinite().all() for outer_step in kept)
 
 
 @pytest.mark.parametrize("beta", [None, 1.0])

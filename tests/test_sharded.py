@@ -1,7 +1,11 @@
 """Replicas of several processes: FSDP2 inside each, and the engine on local shards."""
 
 import math
+import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -356,6 +360,107 @@ def what_is_masked() -> list[int]:
 def test_shards_mask_other_places_and_replicas_the_same():
     first, second, *others = run_replicas(what_is_masked, M * 2)
     assert first != second and others == [first, second]
+
+
+def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of Θ, and of the replica's own parameters before and after."""
+    mesh = processes(S)
+    model = decoder(mesh)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=3, num_fragments=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = windows(0)
+    for _ in range(5):
+        loss_of(model, window, mesh)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    with torch.no_grad():
+        before = logits(model, window)
+        with engine.outer_in_place():
+            outer = logits(model, window)
+        assert torch.equal(logits(model, window), before)
+    return outer, before
+
+
+def test_a_sharded_model_is_evaluated_at_the_outer_parameters():
+    (whole, _), *_ = run_replicas(evaluate_outer, M, 1)
+    for outer, own in run_replicas(evaluate_outer, M * 2, 2):
+        torch.testing.assert_close(outer, whole, rtol=0, atol=1e-3)
+        assert (outer - own).abs().max() > 10 * (outer - whole).abs().max()
+
+
+def one_mesh_for_all() -> str:
+    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    fully_shard(model)
+    with pytest.raises(diloco.DisagreementError) as caught:
+        diloco.StreamingDiLoCo(
+            model,
+            fragments=diloco.whole(model),
+            schedule=diloco.Schedule(sync_every=3, num_fragments=1),
+            exchange=diloco.ProcessGroupExchange(timeout_seconds=20),
+        )
+    return str(caught.value)
+
+
+def test_a_mesh_that_spans_replicas_is_refused():
+    for told in run_replicas(one_mesh_for_all, 2):
+        assert "a replica's mesh has no process of another replica" in told
+        assert "replica 0 has [0, 2], replica 1 has [1, 2]" in told
+
+
+class Mute(diloco.ProcessGroupExchange):
+    """Neither sends nor receives a fragment."""
+
+    def start(self, payloads, fragment, round, phase=0):
+        if fragment < 0:
+            return super().start(payloads, fragment, round, phase)
+
+        def wait() -> NoReturn:
+            time.sleep(3)
+            raise diloco.ExchangeError(f"fragment {fragment}, round {round}: lost", (1 - self.replica,))
+
+        return SimpleNamespace(wait=wait)
+
+
+def lose_the_link_of_one_shard() -> str:
+    """The other shards have theirs, and wait for less long than the link does to fail."""
+    ranks = [[0, 1], [2, 3]]
+
+    def group(of: list[list[int]]) -> dist.ProcessGroup:
+        made = [dist.new_group(members, timeout=timedelta(seconds=1)) for members in of]
+        return next(one for one, members in zip(made, of, strict=True) if dist.get_rank() in members)
+
+    mesh = DeviceMesh.from_group(
+        [group([list(others) for others in zip(*ranks, strict=True)]), group(ranks)],
+        "cpu",
+        mesh=torch.tensor(ranks),
+        mesh_dim_names=("replica", "shard"),
+    )
+    model = decoder(mesh)
+    kind = Mute if tuple(mesh.get_coordinate()) == (1, 0) else diloco.ProcessGroupExchange
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1),
+        exchange=kind(mesh.get_group("replica"), timeout_seconds=3),
+    )
+    engine.step()
+    with pytest.raises(diloco.ExchangeError) as caught:
+        engine.step()
+    return str(caught.value)
+
+
+def test_a_link_that_fails_is_named_even_if_the_other_shards_have_given_up():
+    waits, beside, lost, beside_lost = run_replicas(lose_the_link_of_one_shard, M * 2)
+    assert waits.startswith("step 2: fragment 0, round 1: no payload from or to replica 1")
+    assert lost == "step 2: fragment 0, round 1: lost"
+    for replica, told in enumerate((beside, beside_lost)):
+        assert told.startswith(f"step 2: another shard of replica {replica} does not answer: ")
 
 
 def lose_one_shard() -> str:

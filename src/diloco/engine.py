@@ -5,16 +5,17 @@ Shapes: N elements of one fragment.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.combine import Combine, combine_by, encode_with_feedback
-from diloco.exchange import Exchange, ExchangeError, Pending, agree
+from diloco.exchange import DisagreementError, Exchange, ExchangeError, Pending, agree
 from diloco.fragments import Fragment, block_spans, check_partition
 from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
@@ -119,6 +120,7 @@ class StreamingDiLoCo:
         self._combine: Combine = combine_by(combine, self.wire)
         self._model, named = model, dict(model.named_parameters())
         self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
+        self._exchanged = {name for part in self._parameters for name in part}
         self._shard_group = shard_group({name: p for part in self._parameters for name, p in part.items()})
         self._shard = shard_index(self._shard_group)
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
@@ -205,12 +207,30 @@ class StreamingDiLoCo:
         return merged
 
     def outer_parameters(self) -> dict[str, Tensor]:
-        """Θ by parameter name, FP32, shaped as in the model: what to evaluate, e.g. with `functional_call`.
+        """Θ by parameter name, FP32, shaped as in the model: what to ship, and to evaluate.
 
         They are views, which the next outer step changes; with `offload` of host memory. Of a sharded model they
-        are sharded as its parameters are.
+        are sharded as its parameters are: to evaluate that, use `outer_in_place`, since `functional_call` would
+        silently take the parameters that FSDP has gathered itself.
         """
         return self._by_name("outer")
+
+    @contextmanager
+    def outer_in_place(self) -> Iterator[None]:
+        """The model with Θ in the place of its own parameters, sharded or not; at the end it gets its own back.
+
+        They are kept on the side meanwhile. Take no inner step in there.
+        """
+        own = [(local(p), local(p).clone()) for part in self._parameters for p in part.values()]
+        try:
+            outer_parameters = self.outer_parameters()
+            for part in self._parameters:
+                for name, parameter in part.items():
+                    local(parameter).copy_(local(outer_parameters[name]))
+            yield
+        finally:
+            for parameter, kept in own:
+                parameter.copy_(kept)
 
     def outer_hash(self) -> str:
         """SHA-256 over Θ, whole, in the order of the parameters' names: equal on all replicas after `finish()`.
@@ -250,19 +270,18 @@ class StreamingDiLoCo:
         Raises:
             DisagreementError: if the replicas load different steps, or one of them what `finish()` has drained.
             ValueError: if the state is of another wire, combine, error_feedback, seed or number of replicas, or,
-                with something in flight, of another schedule or of a replica with another overlap.
+                with something in flight, of another schedule; with that, or error feedback, of another replica.
         """
-        mine = self._settings_of_state()
-        if not state["in_flight"]:
-            del mine["schedule"], mine["own_overlap_steps"]
-        for name, value in mine.items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the state was saved with {name}={state.get(name)}, and this engine has {value}: "
-                    "load it into an engine with the settings of the one that saved it"
-                )
+        refusal = self._refusal(state)
         flying = {"in flight in the loaded state (fragment, round, step)": state["in_flight"]}
-        agree(self.exchange, {"step of the loaded state": state["num_steps"]} | flying)
+        loaded = {"why the state can't be loaded": refusal, "step of the loaded state": state["num_steps"]}
+        try:
+            agree(self.exchange, loaded | flying)
+        except DisagreementError:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise ValueError(refusal)
         self.num_steps = state["num_steps"]
         # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
         self._drained_step = state["drained_step"] if state["in_flight"] else self.num_steps
@@ -277,6 +296,21 @@ class StreamingDiLoCo:
             sent_N = joined(state["sent"][name] for name in self._parameters[sync.fragment])
             payloads = again.encode(sent_N, self._key(sync), self.exchange.num_replicas)
             self._start(sync, again, payloads)
+
+    def _refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Why a state can't be loaded here, in a sentence."""
+        mine = self._settings_of_state()
+        if not state["in_flight"]:
+            del mine["schedule"], mine["own_overlap_steps"]
+            if self.error_feedback is None:
+                del mine["replica"]
+        for name, value in mine.items():
+            if state.get(name) != value:
+                return (
+                    f"the state was saved with {name}={state.get(name)}, and this engine has {value}: "
+                    "load it into an engine with the settings of the one that saved it"
+                )
+        return None
 
     def sent_like(self, in_flight: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Room for the `sent` of a saved state, whose `in_flight` is given, sharded as the parameters are now.
@@ -310,6 +344,7 @@ class StreamingDiLoCo:
             "seed": self.seed,
             "schedule": ", ".join(f"{name}={value}" for name, value in self._facts_of_schedule().items()),
             "own_overlap_steps": self.schedule.overlap(self.exchange.replica),
+            "replica": self.exchange.replica,
         }
 
     def _check_sound(self) -> None:
@@ -321,6 +356,7 @@ class StreamingDiLoCo:
     def _send(self, syncs: Sequence[Sync]) -> None:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         with self._all_shards_or_none():
+            self._check_all_there()
             for sync in syncs:
                 self._check_in_place(sync.fragment)
             encoded = [self._encode(sync) for sync in syncs]
@@ -330,6 +366,15 @@ class StreamingDiLoCo:
                 self._state.keep("error", sync.fragment)
             self._start(sync, self._combine, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
+
+    def _check_all_there(self) -> None:
+        """Refuse to leave out parameters that need a gradient since the fragments were cut."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name not in self._exchanged:
+                raise ValueError(
+                    f"step {self.num_steps}: parameter {name} was unfrozen or added after the fragments were cut, "
+                    "and would differ between the replicas: cut them, and build the engine, after that"
+                )
 
     def _check_in_place(self, fragment: int) -> None:
         """Refuse to send parameters that are no longer the model's."""
@@ -392,19 +437,28 @@ class StreamingDiLoCo:
         """If it fails in one shard of a replica, it fails in all.
 
         Raises:
-            ExchangeError: where it went well, if it failed elsewhere.
+            ExchangeError: where it went well, if it failed elsewhere, or another shard does not answer.
         """
-        failed = True
+        others = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
         try:
             yield
-            failed = False
-        finally:
-            if self._shard_group is not None:
-                one = torch.tensor([failed], dtype=torch.int32, device=self._device)
-                number = sum_over_shards(one, self._shard_group)
-                if number.item() and not failed:
-                    where = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
-                    raise ExchangeError(f"{where} failed, and says why")
+        except Exception:
+            with suppress(RuntimeError):  # the others may be gone: what went wrong here is what counts
+                self._num_failed(1)
+            raise
+        try:
+            num_failed = self._num_failed(0)
+        except RuntimeError as error:
+            raise ExchangeError(f"{others} does not answer: {str(error).splitlines()[0]}") from error
+        if num_failed:
+            raise ExchangeError(f"{others} failed, and says why")
+
+    def _num_failed(self, here: int) -> int:
+        """In how many shards of the replica something failed."""
+        if self._shard_group is None:
+            return here
+        failed = torch.tensor([here], dtype=torch.int32, device=self._device)
+        return int(sum_over_shards(failed, self._shard_group).item())
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
         """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
@@ -452,10 +506,12 @@ class StreamingDiLoCo:
         )
         self._state.keep("outer", p)
         self._state.keep("velocity", p)
-        decode = partial(combine.each, payloads, outer_N.numel(), key, outer_N.device)
+        # Not Θ itself, which an outer step that is kept would keep on the device.
+        num_elements, device = outer_N.numel(), outer_N.device
+        decode = partial(combine.each, payloads, num_elements, key, device)
 
         def average() -> Tensor:
-            total_N = torch.empty_like(outer_N)
+            total_N = torch.empty(num_elements, dtype=torch.float32, device=device)
             combine.total(payloads, total_N, key)
             return divide(total_N, divisor)
 
@@ -532,8 +588,13 @@ class StreamingDiLoCo:
 
     def _facts(self) -> dict[str, object]:
         """What all replicas must agree on, in the order in which a difference explains the most."""
+        num_shards = dist.get_world_size(self._shard_group) if self._shard_group is not None else 1
         facts: dict[str, object] = {
             "num_replicas": self.exchange.num_replicas,
+            "which shard of how many this process holds (a replica's mesh has no process of another replica)": [
+                self._shard,
+                num_shards,
+            ],
             **self._facts_of_schedule(),
             "outer learning rate": float(self.outer.lr),
             "outer momentum": float(self.outer.momentum),

@@ -125,7 +125,7 @@ def _outer_step_reference(
 
 @dataclass(frozen=True)
 class OuterStep:
-    """One outer step of one fragment, as this replica took it."""
+    """One outer step of one fragment, as this replica took it; it holds the payloads as long as it is kept."""
 
     sync: Sync
     """Fragment, round, and the step after which it was sent."""

@@ -12,7 +12,7 @@ from tests.processes import run_replicas
 
 from diloco.exchange import DisagreementError, ExchangeError, agree, share
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.process_group import ProcessGroupExchange, _tag
 
 # (fragment, round, phase) of exchanges that are in flight together, and how long their payloads are.
 KEYS = list(product((0, 1, 40), (1, 90_000), (0, 1)))
@@ -55,8 +55,15 @@ def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
     before = _tcp_connections()
     exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
     share(exchange, "all have connected")
+    largest = _tcp_connections() - before
     large, small = ([chunk.numel() for _, chunk in exchange._chunks(torch.zeros(n))] for n in (300_001, 65_537))
-    return _tcp_connections() - before, large, small
+    exchange.close()
+    exchange.close()
+    deadline = time.monotonic() + 5
+    while _tcp_connections() > before + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _tcp_connections() <= before + 1, "the first connection is the group's"
+    return largest, large, small
 
 
 def _tcp_connections() -> int:
@@ -70,6 +77,27 @@ def test_a_large_payload_goes_out_over_several_connections():
     (_, whole, _), (several, chunks, small) = (run_replicas(connections_of, 2, n)[0] for n in (1, 3))
     assert (whole, chunks, small) == ([300_001], [100_001, 100_000, 100_000], [65_537])
     assert several >= 2, "besides the first, which was there before"
+
+
+def connect_differently() -> str:
+    """The first replica asks for one connection, and then compares settings, as an engine does."""
+    with pytest.raises(DisagreementError) as caught:
+        if dist.get_rank() == 0:
+            agree(ProcessGroupExchange(timeout_seconds=20), {"sync_every": 30})
+        else:
+            ProcessGroupExchange(timeout_seconds=20, num_connections=2)
+    return str(caught.value)
+
+
+def test_replicas_that_ask_for_other_numbers_of_connections_are_told_so():
+    for told in run_replicas(connect_differently, 2):
+        assert "sync_every" in told or "num_connections" in told
+
+
+def test_more_fragments_than_a_group_can_tell_apart_are_refused():
+    assert _tag(2045, 3, 1) != _tag(2045, 3, 0)
+    with pytest.raises(ValueError, match="fragment 2047 is one too many: take at most 2047"):
+        _tag(2047, 1, 0)
 
 
 def exchange_within(ranks: list[int]):
@@ -188,8 +216,9 @@ def test_values_are_shared_in_replica_order():
 
 
 def refuse_no_time():
-    with pytest.raises(ValueError, match="timeout_seconds must be above 0, not 0"):
-        ProcessGroupExchange(timeout_seconds=0)
+    for seconds in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"timeout_seconds must be above 0 and finite, not {seconds}"):
+            ProcessGroupExchange(timeout_seconds=seconds)
 
 
 def test_a_time_limit_of_nothing_is_refused():

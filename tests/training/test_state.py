@@ -16,7 +16,7 @@ from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import DilocoConfig, TrainConfig, resolve
 from diloco.training.loop import inner_step
 from diloco.training.recipes import tiny
-from diloco.training.state import TrainState, initial_state, outer_in_place
+from diloco.training.state import TrainState, initial_state
 from diloco.training.world import World, world_of
 
 M = 2
@@ -138,8 +138,8 @@ def swap() -> tuple[bool, bool]:
         for name, outer in state.sync.outer_parameters().items():
             outer.mul_(2 if name.startswith("embedding") else 1)
         own = [state.model(tokens)]
-        with outer_in_place(state) as model:
-            outer = [model(tokens)]
+        with state.sync.outer_in_place():
+            outer = [state.model(tokens)]
         own.append(state.model(tokens))
     return torch.equal(*own), torch.equal(outer[0], own[0])
 

@@ -1,5 +1,6 @@
 """Direct messages between replicas over a torch.distributed process group (gloo or nccl)."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.exchange import ABOUT_THE_RUN, ExchangeError
+from diloco.exchange import ABOUT_THE_RUN, ExchangeError, agree
 
 # A message's tag is (fragment + 1, round, phase) in 31 bits; rounds this far apart are never in flight together.
 _FRAGMENT_BITS, _ROUND_BITS = 11, 19
@@ -32,6 +33,7 @@ class ProcessGroupExchange:
 
     Raises:
         ValueError: if torch.distributed is not initialised, or several connections are asked of nccl.
+        DisagreementError: if another replica asks for another number of connections.
     """
 
     def __init__(
@@ -46,8 +48,8 @@ class ProcessGroupExchange:
                 "ProcessGroupExchange needs torch.distributed.init_process_group first; "
                 "for one replica alone take LoopbackExchange"
             )
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be above 0, not {timeout_seconds}")
+        if not 0 < timeout_seconds < math.inf:
+            raise ValueError(f"timeout_seconds must be above 0 and finite, not {timeout_seconds}")
         self._group = group if group is not None else dist.group.WORLD
         assert self._group is not None, "torch.distributed is initialised"
         self.replica: int = dist.get_rank(self._group)
@@ -60,7 +62,19 @@ class ProcessGroupExchange:
                 f"num_connections={num_connections} must be at least 1, and 1 with nccl, which has channels of "
                 "its own: give ProcessGroupExchange a group that has gloo"
             )
-        self._groups = [self._group, *(_another(self._group, timeout_seconds) for _ in range(1, num_connections))]
+        self._groups = [self._group]
+        if num_connections > 1:
+            agree(self, {"num_connections": num_connections})
+            self._groups += [_another(self._group, timeout_seconds) for _ in range(1, num_connections)]
+
+    def close(self) -> None:
+        """Free the connections that were made for this exchange; the group that it was given stays as it is.
+
+        Only several `num_connections` make any. Nothing may be in flight, but what has failed.
+        """
+        for group in self._groups[1:]:
+            dist.destroy_process_group(group)
+        del self._groups[1:]
 
     def start(
         self,
@@ -170,7 +184,9 @@ class _PendingMessages:
 
 
 def _tag(fragment: int, round: int, phase: int) -> int:
-    assert fragment + 1 < 1 << _FRAGMENT_BITS and phase in (0, 1), "more fragments or phases than a tag can tell"
+    if fragment + 1 >= 1 << _FRAGMENT_BITS:
+        raise ValueError(f"fragment {fragment} is one too many: take at most {(1 << _FRAGMENT_BITS) - 1}")
+    assert phase in (0, 1), "more phases than a tag can tell"
     return ((fragment + 1) << _ROUND_BITS | round % (1 << _ROUND_BITS)) << 1 | phase
 
 

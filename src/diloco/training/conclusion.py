@@ -19,7 +19,7 @@ from diloco.outer import parameters_hash
 from diloco.sharded import gathered
 from diloco.training.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.state import TrainState, outer_in_place
+from diloco.training.state import TrainState
 from diloco.training.world import World
 
 OUTER_FILE = "outer.safetensors"
@@ -45,8 +45,9 @@ def evaluate(
     mine = windows[rank::num_ranks]
     # The processes of a replica must take as many passes: a share that is shorter repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
-    with outer_in_place(state) as model:
-        losses = sequence_losses(model, held_out_batches(held_out, padded, config), world.device)[: len(mine)]
+    with state.sync.outer_in_place():
+        batches = held_out_batches(held_out, padded, config)
+        losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses) for loss in share_of_one]
     return held_out_loss(

@@ -83,6 +83,10 @@ class DataParallel:
         """The parameters, which all replicas share."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
+    def outer_in_place(self) -> nullcontext[None]:
+        """They are in the model already."""
+        return nullcontext()
+
     def outer_hash(self) -> str:
         """SHA-256 over them, as the engine's."""
         return parameters_hash(self.outer_parameters())

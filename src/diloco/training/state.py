@@ -1,7 +1,7 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
 from diloco.outer import Nesterov
 from diloco.schedule import Schedule
-from diloco.sharded import local
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel
@@ -178,22 +177,3 @@ def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
         return whole(model)
     cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
     return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
-
-
-@contextmanager
-def outer_in_place(state: TrainState) -> Iterator[Decoder]:
-    """The model with the outer parameters in the place of its own, which take theirs until the end."""
-    _swap(state)
-    try:
-        yield state.model
-    finally:
-        _swap(state)
-
-
-def _swap(state: TrainState) -> None:
-    outer_parameters = state.sync.outer_parameters()
-    for name, parameter in state.model.named_parameters():
-        theta, outer = local(parameter), local(outer_parameters[name])
-        kept = theta.clone()
-        theta.copy_(outer)
-        outer.copy_(kept)

@@ -119,7 +119,9 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     """The groups of a process; payloads travel through the CPU on gloo, which sends while the device computes."""
     num_replicas, num_shards = config.num_replicas, config.num_shards
 
-    def group(ranks: list[list[int]], backend: str | None = "gloo") -> dist.ProcessGroup:
+    def group(
+        ranks: list[list[int]], backend: str | None = "gloo", timeout: timedelta = timeout
+    ) -> dist.ProcessGroup:
         """This process's, of several that all processes make together."""
         mine = None
         for members in ranks:
@@ -140,7 +142,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     if num_shards > 1:
         everyone = exchange(group([list(range(config.num_processes))]))
         mesh = DeviceMesh.from_group(
-            [same_shard, group(ranks, backend=None)],
+            # Longer than an exchange takes to fail: who waits for a shard that waits for a link hears why.
+            [same_shard, group(ranks, backend=None, timeout=3 * timeout)],
             device.type,
             mesh=torch.tensor(ranks),
             mesh_dim_names=("replica", "shard"),
