@@ -110,6 +110,12 @@ def test_a_block_may_stand_in_several_places_of_one_fragment():
     assert first.parameters == ("blocks.0.weight", "blocks.0.bias")
     assert second.parameters == ("blocks.1.weight", "blocks.1.bias")
     assert (first.blocks, second.blocks, rest.blocks) == (("blocks.0",), ("blocks.1",), ())
+    holes = Decoder(4)
+    holes.blocks[1] = None  # pyright: ignore[reportArgumentType] - which torch allows
+    assert [fragment.blocks for fragment in strided(holes, layers_per_fragment=3)] == [
+        ("blocks.0", "blocks.2", "blocks.3"),
+        (),
+    ]
     with pytest.raises(ValueError, match=r"blocks\.0\.weight and blocks\.2\.weight"):
         sequential(model, layers_per_fragment=2)
 

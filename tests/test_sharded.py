@@ -363,9 +363,12 @@ def test_shards_mask_other_places_and_replicas_the_same():
 
 
 def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of Θ, and of the replica's own parameters before and after."""
+    """Logits of Θ, and of the replica's own parameters before and after; FSDP keeps the outermost gathered."""
     mesh = processes(S)
-    model = decoder(mesh)
+    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    if S > 1:
+        fully_shard(model.blocks[0], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
     engine = diloco.StreamingDiLoCo(
         model,
         fragments=diloco.whole(model),

@@ -68,10 +68,11 @@ def run(
             f"{', '.join(map(str, eval_data))}: tasks are known by their files' names, and two are equal"
         )
     machines = machines_of(cores, ray)
+    asked = [eval_data if one.with_accuracy else () for one in experiments]
     if tabulate:
-        experiments = [_over(one, output) for one in experiments]
+        experiments = [_over(one, output, tasks) for one, tasks in zip(experiments, asked, strict=True)]
     num_failed = sum(
-        _run_one(one, tier, output, machines, eval_data if one.with_accuracy else ()) for one in experiments
+        _run_one(one, tier, output, machines, tasks) for one, tasks in zip(experiments, asked, strict=True)
     )
     if num_failed:
         raise SystemExit(1)
@@ -129,12 +130,12 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     return sum("failed" in row for row in rows)
 
 
-def _over(one: Experiment, output: Path) -> Experiment:
+def _over(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experiment:
     """The experiment without the runs that are not over."""
 
     def is_over(run: LabelledRun) -> bool:
-        job = make_job(run.config, output / "runs")
-        # Of a run that took place on another machine there is the result alone.
+        job = make_job(run.config, output / "runs", tasks, one.parameters)
+        # Of a run that took place on another machine there is the result alone, which must lack nothing.
         return (job.directory / "summary.json").exists() or "failed" not in (read_result(job) or {"failed": ""})
 
     over = list(filter(is_over, one.runs))

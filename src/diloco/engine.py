@@ -21,7 +21,16 @@ from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
 from diloco.schedule import Schedule, Sync
-from diloco.sharded import gathered, joined, local, shard_group, shard_index, sharded_like, sum_over_shards
+from diloco.sharded import (
+    gathered,
+    joined,
+    local,
+    reshard,
+    shard_group,
+    shard_index,
+    sharded_like,
+    sum_over_shards,
+)
 from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
 
 
@@ -222,6 +231,7 @@ class StreamingDiLoCo:
         They are kept on the side meanwhile. Take no inner step in there.
         """
         own = [(local(p), local(p).clone()) for part in self._parameters for p in part.values()]
+        reshard(self._model)
         try:
             outer_parameters = self.outer_parameters()
             for part in self._parameters:
@@ -231,6 +241,7 @@ class StreamingDiLoCo:
         finally:
             for parameter, kept in own:
                 parameter.copy_(kept)
+            reshard(self._model)
 
     def outer_hash(self) -> str:
         """SHA-256 over Θ, whole, in the order of the parameters' names: equal on all replicas after `finish()`.
@@ -305,7 +316,7 @@ class StreamingDiLoCo:
             if self.error_feedback is None:
                 del mine["replica"]
         for name, value in mine.items():
-            if state.get(name) != value:
+            if state.get(name) != value and (name in state or name != "replica"):  # which older states don't tell
                 return (
                     f"the state was saved with {name}={state.get(name)}, and this engine has {value}: "
                     "load it into an engine with the settings of the one that saved it"

@@ -141,7 +141,8 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
             raise ValueError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
             raise ValueError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
-        paths += [f"{path}.{name}" for name in module._modules]  # a block that stands there twice, twice
+        # Not named_children, which tells a block once that stands in two places.
+        paths += [f"{path}.{name}" for name, block in module._modules.items() if block is not None]
     if len(set(paths)) < len(paths):
         raise ValueError(f"blocks={blocks!r} names a list of blocks twice")
     trained = [p for p in paths if any(w.requires_grad for w in model.get_submodule(p).parameters())]

@@ -83,6 +83,16 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
     return mesh.get_group()
 
 
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 forget parameters that it has kept gathered, as it does after a pass without a backward."""
+    if any(map(is_sharded, model.parameters())):
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def shard_index(group: dist.ProcessGroup | None) -> int:
     """Which of a replica's processes this is."""
     return dist.get_rank(group) if group is not None else 0

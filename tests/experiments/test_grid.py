@@ -1,5 +1,6 @@
 """Grids of runs: what is run, what is not, and what is left after a kill."""
 
+import json
 import os
 import shutil
 import signal
@@ -63,10 +64,14 @@ class Instead:
     """A machine that runs nothing, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked = []
+        self.asked, self.answer = [], None
 
     def submit(self, job):
         self.asked.append(job)
+        future: Future = Future()
+        if self.answer is not None:
+            future.set_result(dict(self.answer))
+            return future
         summary = dict.fromkeys(
             ("eval_loss", "eval_standard_error", "eval_bits_per_byte", "num_params", "bytes_sent_per_replica"), 1.0
         )
@@ -76,7 +81,6 @@ class Instead:
         ]
         tasks = {task.stem: {"acc": 0.25} for task in job.tasks}
         evaluated = {name: {"eval_loss": 2.0, "tasks": tasks} for name in ("outer", *job.parameters)}
-        future: Future = Future()
         future.set_result({"summary": summary, "evaluated": evaluated, "outer_steps": outer_steps})
         return future
 
@@ -162,6 +166,28 @@ def test_a_run_is_scored_again_only_if_a_task_is_new_or_another(small_corpus, tm
     # What another set of parameters had answered was an earlier question.
     wanted["parameters"] = ("replica",)
     assert scored(mine) == 5
+
+
+def test_a_failure_takes_the_place_of_no_result(small_corpus, tmp_path):
+    runs = real_runs(small_corpus, tmp_path)[:1]
+    (row,) = rows_of(runs, tmp_path / "runs", Instead())
+    (tmp_path / "mine.jsonl").write_text("a question")
+    failing = Instead()
+    failing.answer = {"failed": "not so", "is_final": True}
+    (failed,) = rows_of(runs, tmp_path / "runs", failing, tasks=(tmp_path / "mine.jsonl",))
+    assert failed["failed"] == "not so" and len(failing.asked) == 1
+    assert rows_of(runs, tmp_path / "runs", failing) == [row] and len(failing.asked) == 1
+
+
+def test_scores_of_questions_whose_digest_was_not_kept_are_taken_for_theirs(small_corpus, tmp_path):
+    runs, machine, mine = real_runs(small_corpus, tmp_path)[:1], Instead(), tmp_path / "mine.jsonl"
+    mine.write_text("a question")
+    rows = rows_of(runs, tmp_path / "runs", machine, tasks=(mine,))
+    path = make_job(runs[0].config, tmp_path / "runs").directory / "result.json"
+    result = json.loads(path.read_text())
+    del result["questions"]
+    path.write_text(json.dumps(result))
+    assert rows_of(runs, tmp_path / "runs", machine, tasks=(mine,)) == rows and len(machine.asked) == 1
 
 
 def test_cosines_are_averaged_by_third_and_by_block(small_corpus, tmp_path):

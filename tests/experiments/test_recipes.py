@@ -190,10 +190,13 @@ def test_only_what_is_over_is_tabulated(capsys, tmp_path):
     over = make_job(one.runs[1].config, tmp_path / "runs").directory
     over.mkdir(parents=True)
     (over / "summary.json").touch()
-    assert list(_over(one, tmp_path).runs) == [one.runs[1]]
+    assert list(_over(one, tmp_path, ()).runs) == [one.runs[1]]
     # Of what took place on another machine, there is the result; a failed run is not over.
     for run, result in ((0, {"summary": {}, "evaluated": {"outer": {"tasks": {}}}}), (2, {"failed": "no"})):
         directory = make_job(one.runs[run].config, tmp_path / "runs").directory
         directory.mkdir(parents=True)
         (directory / "result.json").write_text(json.dumps(result))
-    assert list(_over(one, tmp_path).runs) == list(one.runs[:2])
+    assert list(_over(one, tmp_path, ()).runs) == list(one.runs[:2])
+    # Where it lacks something the run is not: it would have to be trained to be asked.
+    (tmp_path / "mine.jsonl").write_text("a question")
+    assert list(_over(one, tmp_path, (tmp_path / "mine.jsonl",)).runs) == [one.runs[1]]

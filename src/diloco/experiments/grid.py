@@ -110,15 +110,16 @@ def run_grid(
 
 
 def _kept(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """A job's result, written down with what earlier ones say; not so a failure that may pass."""
+    """A job's result, written down with what earlier ones say; not so a failure that may pass, or comes later."""
     try:
         result = future.result()
     except Exception as error:  # whatever a cluster raises
         return {"failed": f"lost: {error}"}
-    if "failed" in result and not result.pop("is_final"):
+    earlier = _read(job.directory)
+    if "failed" in result and (not result.pop("is_final") or "summary" in earlier or "columns" in earlier):
         return result
     if "failed" not in result:
-        earlier, asked = _read(job.directory), _questions(job)
+        asked = _questions(job)
         known = earlier.get("questions", {})
         others = {name: digest for name, digest in known.items() if asked.get(name, digest) == digest}
         evaluated = _scores_of(earlier.get("evaluated", {}), without=known.keys() - others.keys())
@@ -198,7 +199,7 @@ def read_result(job: Job) -> dict[str, Any] | None:
     if "columns" in result:  # of a table, which does not say how to evaluate it further
         return None if tasks or job.parameters else result
     known = result.get("questions", {})
-    changed = {task for task, digest in _questions(job).items() if known.get(task) != digest}
+    changed = {task for task, digest in _questions(job).items() if known.get(task, digest) != digest}
     found = {name: set(scored["tasks"]) - changed for name, scored in result.get("evaluated", {}).items()}
     has_all = all(name in found and tasks <= found[name] for name in job.parameters)
     has_all &= tasks <= found.get("outer", set())

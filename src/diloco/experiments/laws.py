@@ -41,9 +41,10 @@ def sync_cadence(tier: Tier) -> Experiment:
             f"{' and '.join(dict.fromkeys(f'{found[i]:g}' for found in complete))} at H = {period}"
             for i, period in enumerate(periods)
         )
-        rises = (found == sorted(found) and found[0] < found[-1] for found in complete)
+        rises = [found == sorted(found) and found[0] < found[-1] for found in complete]
+        verdict = common(rises) if len(rises) > 1 else "cannot tell"
         edges = f" (of {rates[0]:g} to {rates[-1]:g}, in each seed)"
-        return Finding(f"best outer learning rate: {said}{edges}" if complete else "no run", common(rises))
+        return Finding(f"best outer learning rate: {said}{edges}" if complete else "no run", verdict)
 
     return Experiment(
         name="sync_cadence",
