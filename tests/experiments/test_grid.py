@@ -18,9 +18,11 @@ from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare, resolve
 from diloco.data.tokenizers import train_bpe
 from diloco.experiments import grid
+from diloco.experiments import job as one_job
 from diloco.experiments.grid import LabelledRun, LocalMachine, make_job, run_grid
 from diloco.experiments.rows import read_rows, write_rows
-from diloco.training.config import CheckpointConfig
+from diloco.training.checkpoints import CheckpointError
+from diloco.training.launcher import FAILURE, exit_code_of
 from diloco.training.recipes import recipe
 
 SCRIPT = """
@@ -215,10 +217,15 @@ def results(output: Path) -> list[Path]:
     return sorted((output / "runs").glob("*/result.json"))
 
 
-def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
-    undisturbed = tmp_path / "undisturbed"
-    process = start(small_corpus, undisturbed)
-    assert process.wait(timeout=200) == 0
+@pytest.fixture(scope="module")
+def undisturbed(small_corpus, tmp_path_factory) -> Path:
+    """The table of a grid that nothing happened to."""
+    output = tmp_path_factory.mktemp("grids") / "undisturbed"
+    assert start(small_corpus, output).wait(timeout=200) == 0
+    return output / "grid.csv"
+
+
+def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path, undisturbed):
     output = tmp_path / "killed"
     process = start(small_corpus, output)
     deadline = time.monotonic() + 100
@@ -232,7 +239,7 @@ def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
     process = start(small_corpus, output)  # while what the first one started may still be at it
     assert process.wait(timeout=200) == 0
     assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert (output / "grid.csv").read_text() == (undisturbed / "grid.csv").read_text()
+    assert (output / "grid.csv").read_text() == undisturbed.read_text()
     low, same, other, two, wrong = read_rows(output / "grid.csv")
     assert low["eval_loss"] == same["eval_loss"] != other["eval_loss"]
     assert len({two[f"eval_loss{whose}"] for whose in ("", "_replica", "_average")}) == 3
@@ -240,14 +247,14 @@ def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path):
 
 
 @pytest.mark.filterwarnings("default")  # of ray
-def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path):
+def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, undisturbed):
     ray = pytest.importorskip("ray")
     from diloco.experiments.cluster import RayCluster
 
     with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
         RayCluster("127.0.0.1:1")
     runs = [run for run in real_runs(small_corpus, tmp_path) if run.labels["rate"] in ("low", "wrong")]
-    here = rows_of(runs, tmp_path / "here", LocalMachine(1))
+    here = [row for row in read_rows(undisturbed) if row["rate"] in ("low", "wrong")]
     cluster = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         there = rows_of(runs, tmp_path / "there", RayCluster(cluster.address_info["gcs_address"]))
@@ -267,26 +274,23 @@ def test_a_failure_that_may_pass_is_tried_again(small_corpus, tmp_path, monkeypa
     assert "piqa.jsonl can't be read" in row["failed"]
     (row,) = rows_of(runs[:1], tmp_path / "runs", Instead())
     assert "failed" not in row
-    # So is one of which the sentence says what to delete: the good checkpoint before it is kept.
-    directory = make_job(runs[0].config, tmp_path / "spoiled").directory
-    kept = replace(runs[0].config, checkpoint=CheckpointConfig(every_steps=10))
-    directory = make_job(kept, tmp_path / "spoiled").directory
-    (row,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
-    for name in ("result.json", "summary.json"):
-        (directory / name).unlink()
-    newest = directory / "checkpoints" / "replica-0" / "step-00000020"
-    for file in newest.glob("*.distcp"):
-        file.write_bytes(b"")
-    (failed,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
-    assert "to resume from step 10" in failed["failed"]
-    newest.with_suffix(".sha256").unlink()
-    (again,) = rows_of([LabelledRun(labels={}, config=kept)], tmp_path / "spoiled", LocalMachine())
-    assert again["outer_hash"] == row["outer_hash"]
     # But not one that would fail again.
     rows_of(runs[-1:], tmp_path / "runs", LocalMachine())
     again = Instead()
     assert "layers_per_fragment=7" in rows_of(runs[-1:], tmp_path / "runs", again)[0]["failed"]
     assert not again.asked
+
+
+def test_a_damaged_checkpoint_is_a_failure_that_may_pass(small_corpus, tmp_path, monkeypatch):
+    """It says what to delete; the checkpoint before it is good."""
+
+    def damaged(*_, **__):
+        raise CheckpointError("delete it")
+
+    monkeypatch.setattr("diloco.training.loop.train", damaged)
+    with pytest.raises(OSError, match="delete it") as caught:
+        one_job._train(config(small_corpus, tmp_path), resume=True)
+    assert exit_code_of(caught.value) == FAILURE
 
 
 def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, monkeypatch):
