@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -188,77 +187,10 @@ def _experiment(arguments: list[str]) -> None:
 
 
 def _plan(arguments: list[str]) -> None:
-    import tyro
-
-    from diloco.cli_simulate import plan
-
     with _explained():
-        if any(argument.partition("=")[0] == "--measure" for argument in arguments):
-            told = [argument.removeprefix("--measure=") for argument in arguments if argument != "--measure"]
-            _plan_measured(told)
-        else:
-            tyro.cli(plan, prog="diloco plan", args=arguments)
+        from diloco.cli_plan import plan
 
-
-def _plan_measured(arguments: list[str]) -> None:
-    import tyro
-
-    from diloco.cli_simulate import task_of
-    from diloco.measure import measurable
-    from diloco.simulator.replicas import Replica
-    from diloco.training.config import TrainConfig
-    from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import RECIPES, flags, recipe
-
-    @dataclass(frozen=True, kw_only=True)
-    class Command:
-        config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-        target: float = 0.95
-        """Compute utilization to be reached."""
-        json: bool = False
-        """Print JSON."""
-
-    choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
-    asked = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
-    if asked.config.method == "data_parallel":
-        raise ValueError("leave out --method data_parallel: what is planned is Streaming DiLoCo")
-    for name, words in flags(asked.config).items():
-        if name in _CHOSEN_BY_A_PLAN:
-            raise ValueError(f"leave out {shlex.join(words)}: the plan chooses it, for strided fragments")
-    config = measurable(asked.config)
-    # What would be refused after measuring is refused now.
-    task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=asked.target)
-    train = " ".join(["diloco train", config.recipe, *_flags_besides_a_plans(asked.config)])
-    if under_a_launcher():
-        _measure_and_plan(config, asked.target, train, asked.json)
-    else:
-        told = (config, asked.target, train, asked.json)
-        launch(_measure_and_plan, config.num_replicas, config.num_shards, *told)
-
-
-def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
-    """What else the user changed in the recipe."""
-    from diloco.training.recipes import flags
-
-    for name, words in flags(asked).items():
-        if name not in ("num_replicas", "method"):  # which stand in every plan
-            yield shlex.join(words)
-
-
-_CHOSEN_BY_A_PLAN = {
-    f"diloco.{name}"
-    for name in ("sync_every", "overlap_steps", "layers_per_fragment", "wire", "combine", "fragments", "offsets")
-}
-
-
-def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
-    """One replica of several that measure together."""
-    from diloco.cli_simulate import plan_measured
-    from diloco.measure import measure_machines
-
-    machines = measure_machines(config)
-    if int(os.environ["RANK"]) == 0:
-        plan_measured(config, machines, target=target, command=train, json=json)
+        plan(arguments)
 
 
 def _data(arguments: list[str]) -> None:

@@ -1,18 +1,15 @@
-"""`diloco simulate` and `diloco plan`: flags in, one answer out, torch only where something is measured."""
+"""`diloco simulate`: flags in, one answer out, without torch."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 from numpy.typing import ArrayLike, NDArray
-from rich.console import Console
 
-from diloco.report.plan import plan_json, print_plans, print_remedy
 from diloco.report.simulation import (
     bandwidth_json,
     print_bandwidth,
@@ -20,28 +17,18 @@ from diloco.report.simulation import (
     print_wall_clock,
     utilization_json,
     wall_clock_json,
+    wide_console,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
 from diloco.simulator.methods import Method, MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.planner import Task, feasible, remedy
-from diloco.simulator.replicas import Replica, Stragglers
+from diloco.simulator.replicas import Stragglers, replicas_of
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun
 
-if TYPE_CHECKING:
-    from diloco.measure import Machines
-    from diloco.training.config import TrainConfig
-
 Preset = Literal["physical", "paper"]
-
-
-def _console() -> Console:
-    """Wide enough for the tables, also where nobody looks on."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +124,7 @@ class SimulatedRun:
         return PhysicalModel(
             settings=self.settings,
             size=size,
-            replicas=_replicas(self.num_replicas, self.step_seconds, latencies, links, self.overlap_steps),
+            replicas=replicas_of(self.num_replicas, self.step_seconds, latencies, links, self.overlap_steps),
             wire=self.wire,
             combine="gather" if self.combine is None else self.combine,
             stragglers=None if stragglers == Stragglers() else stragglers,
@@ -191,7 +178,7 @@ def bandwidth(
     if json:
         print(bandwidth_json(needed))
     else:
-        print_bandwidth(needed, _console())
+        print_bandwidth(needed, wide_console())
     _tell_period(run)
 
 
@@ -253,30 +240,6 @@ def _paper_model(
     )
 
 
-def _replicas(
-    num_replicas: int | None,
-    step_seconds: Sequence[float],
-    latency_seconds: Sequence[float],
-    gbit_s: Sequence[float | None],
-    overlap_steps: int | tuple[int, ...] | None = None,
-) -> tuple[Replica, ...]:
-    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": gbit_s}
-    longest = max(*map(len, given.values()), len(overlap_steps) if isinstance(overlap_steps, tuple) else 1)
-    num_replicas = num_replicas if num_replicas is not None else max(2, longest)
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
-    for name, values in given.items():
-        if len(values) not in (1, num_replicas):
-            raise ValueError(f"{name}={values} must be one number, or one for each of {num_replicas} replicas")
-    steps, latencies, links = (
-        values if len(values) == num_replicas else list(values) * num_replicas for values in given.values()
-    )
-    return tuple(
-        Replica(step_seconds=step, latency_seconds=latency, gbit_s=link)
-        for step, latency, link in zip(steps, latencies, links, strict=True)
-    )
-
-
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -286,7 +249,7 @@ def _number(text: str) -> float:
 
 def published() -> None:
     """What the paper prints of bandwidth and wall-clock, cell by cell beside the preset paper."""
-    print_published(_console())
+    print_published(wide_console())
 
 
 def timeline(
@@ -331,7 +294,7 @@ def timeline(
             panels[title] = paper_timeline(model, gbit_s=gbit_s, num_steps=num_steps)
         else:
             size = ModelSize(num_params=num_params, num_layers=num_layers)
-            replicas = _replicas(num_replicas, step_seconds, (0.0,), (None,), overlap_steps)
+            replicas = replicas_of(num_replicas, step_seconds, (0.0,), (None,), overlap_steps)
             machines = PhysicalModel(settings=chosen, size=size, replicas=replicas)
             panels[title] = physical_timeline(machines, gbit_s=gbit_s, num_steps=num_steps)
     _tell(save(draw_timelines(panels), output, "timeline"))
@@ -404,7 +367,7 @@ def wall_clock(
     if json:
         print(wall_clock_json(run))
     else:
-        print_wall_clock(run, _console())
+        print_wall_clock(run, wide_console())
 
 
 COMMANDS = {
@@ -415,96 +378,3 @@ COMMANDS = {
     "curves": curves,
     "wall-clock": wall_clock,
 }
-
-
-def plan(
-    num_params: float,
-    num_layers: int,
-    step_seconds: tuple[float, ...],
-    link_gbit_s: tuple[float, ...],
-    latency_seconds: tuple[float, ...] = (0.0,),
-    num_replicas: int | None = None,
-    width: int | None = None,
-    vocab_size: int = 32_000,
-    untied_embeddings: bool = False,
-    num_tokens: float | None = None,
-    batch_tokens: float = 2**21,
-    target: float = 0.95,
-    json: bool = False,
-) -> None:
-    """Which settings reach a compute utilization on given links; the first risks the least of the model's quality.
-
-    With --measure RECIPE [--field value …] in the place of sizes and speeds, the recipe's step and the link
-    between its replicas are timed first, here or, under torchrun, on several machines.
-
-    Args:
-        num_params: N, all parameters.
-        num_layers: L, transformer blocks.
-        step_seconds: Compute of an inner step; one number, or one a replica.
-        link_gbit_s: Bandwidth of a replica's link, each way; one number, or one a replica.
-        latency_seconds: One way; one number, or one a replica.
-        num_replicas: M; left out, 2, or as many as there are numbers.
-        width: D; left out, what 12·L·D² and the embeddings make N of.
-        vocab_size: V.
-        untied_embeddings: The head has a matrix of its own.
-        num_tokens: Of the whole run; left out, 20·N.
-        batch_tokens: Tokens of a step over all replicas.
-        target: Compute utilization to be reached.
-        json: Print JSON.
-    """
-    size = ModelSize(
-        num_params=num_params,
-        num_layers=num_layers,
-        width=width,
-        vocab_size=vocab_size,
-        tied_embeddings=not untied_embeddings,
-    )
-    replicas = _replicas(num_replicas, step_seconds, latency_seconds, link_gbit_s)
-    tokens = 20 * num_params if num_tokens is None else num_tokens
-    for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, not {value}")
-    task = Task(size=size, replicas=replicas, num_steps=round(tokens / batch_tokens), target=target)
-    _answer(task, command="diloco train RECIPE", json=json)
-
-
-def plan_measured(config: "TrainConfig", machines: "Machines", *, target: float, command: str, json: bool) -> None:
-    """The same for a run's config, on machines that were measured."""
-    replicas = tuple(
-        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=latency)
-        for step, gbit_s, latency in zip(
-            machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True
-        )
-    )
-    if not json:
-        for index, replica in enumerate(replicas):
-            print(
-                f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
-                f"latency {1000 * replica.latency_seconds:.3g} ms"
-            )
-    _answer(task_of(config, replicas, target=target), command=command, json=json)
-
-
-def task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
-    """What a run's config asks of its replicas' machines."""
-    from diloco.models.ladder import num_matrix_params
-
-    model = config.model
-    size = ModelSize(
-        num_params=num_matrix_params(model),
-        num_layers=model.num_layers,
-        width=model.width,
-        vocab_size=model.vocab_size,
-    )
-    return Task(size=size, replicas=replicas, num_steps=config.num_steps, target=target)
-
-
-def _answer(task: Task, *, command: str, json: bool) -> None:
-    plans = feasible(task)
-    help_ = None if plans else remedy(task)
-    if json:
-        print(plan_json(task, plans, help_, command=command))
-    elif help_ is None:
-        print_plans(task, plans, _console(), command=command)
-    else:
-        print_remedy(task, help_, _console())

@@ -22,6 +22,12 @@ BEYOND = "1000+"
 """More than the largest bandwidth of the grid."""
 
 
+def wide_console() -> Console:
+    """Wide enough for the tables, also where nobody looks on."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def bandwidth_json(needed: Mapping[str, float | None]) -> str:
     """Gbit/s by target, the targets as they were typed."""
     return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})

@@ -1,5 +1,6 @@
 """Who trains: machines, their links, and how evenly they go."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,35 @@ class Replica:
             raise ValueError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}")
         if not 0 <= self.latency_seconds < np.inf:
             raise ValueError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
+
+
+def replicas_of(
+    num_replicas: int | None,
+    step_seconds: Sequence[float],
+    latency_seconds: Sequence[float],
+    gbit_s: Sequence[float | None],
+    overlap_steps: int | tuple[int, ...] | None = None,
+) -> tuple[Replica, ...]:
+    """M replicas from numbers that are one for all, or one a replica; left out, as many as there are, at least 2.
+
+    Raises:
+        ValueError: if their counts contradict one another.
+    """
+    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": gbit_s}
+    longest = max(*map(len, given.values()), len(overlap_steps) if isinstance(overlap_steps, tuple) else 1)
+    num_replicas = num_replicas if num_replicas is not None else max(2, longest)
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
+    for name, values in given.items():
+        if len(values) not in (1, num_replicas):
+            raise ValueError(f"{name}={values} must be one number, or one for each of {num_replicas} replicas")
+    steps, latencies, links = (
+        values if len(values) == num_replicas else list(values) * num_replicas for values in given.values()
+    )
+    return tuple(
+        Replica(step_seconds=step, latency_seconds=latency, gbit_s=link)
+        for step, latency, link in zip(steps, latencies, links, strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
