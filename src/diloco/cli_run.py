@@ -70,15 +70,16 @@ def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
     return found
 
 
-def export(run: tyro.conf.Positional[Path], to: Format, output: Path) -> None:
+def export(run: tyro.conf.Positional[Path], to: Format, output: Path, prepared: Path | None = None) -> None:
     """Write a run's outer parameters, with config and tokenizer, for other programs.
 
     Args:
         run: Its directory.
         to: safetensors, with our own names; or hf, for transformers' AutoModelForCausalLM.from_pretrained.
         output: A new directory.
+        prepared: The run's data, where it is no longer where it was.
     """
-    export_run(run, to, output)
+    export_run(run, to, output, prepared=prepared)
     print(output)
 
 

@@ -52,8 +52,8 @@ class Combine(Protocol):
 
     def each(
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
-    ) -> tuple[Tensor, ...]:
-        """Each replica's decoded outer gradient, in replica order; empty where none has seen them whole."""
+    ) -> Iterator[Tensor]:
+        """Each replica's decoded outer gradient, in replica order; none where none has seen them whole."""
         ...
 
     def divisor(self, num_replicas: int) -> int:
@@ -137,12 +137,10 @@ class Gather:
 
     def each(
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    ) -> Iterator[Tensor]:
         """Decoded again."""
-        return tuple(
-            self.wire.decode(payload.to(device), num_elements, key._replace(replica=replica))
-            for replica, payload in sorted(received.items())
-        )
+        for replica, payload in sorted(received.items()):
+            yield self.wire.decode(payload.to(device), num_elements, key._replace(replica=replica))
 
     def divisor(self, num_replicas: int) -> int:
         """M."""
@@ -199,9 +197,9 @@ class ReduceScatter:
 
     def each(
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
-    ) -> tuple[Tensor, ...]:
+    ) -> Iterator[Tensor]:
         """None: a replica sees the others' shares of its own part alone."""
-        return ()
+        return iter(())
 
     def divisor(self, num_replicas: int) -> int:
         """1: what was sent is an average already."""

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.exchange import Exchange, share
-from diloco.exchange.loopback import LoopbackExchange
 from diloco.native import empty
 from diloco.wire import CODECS, Codec, codec
 
@@ -228,8 +227,6 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
     while len(taken) < 5 or (len(taken) < 50 and max(share(world.everyone, sum(taken))) < 5):
         start = time.perf_counter()
         inner_step(state, batch, config, world, 0.0)
-        state.optimizer.step()
-        state.optimizer.zero_grad()
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
@@ -248,9 +245,10 @@ def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
         autocast = use_autocast(config, torch.device("cpu"))
 
         def step() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits_BxTxV = model(tokens_BxT1[:, :-1])
-            next_token_loss(logits_BxTxV, tokens_BxT1[:, 1:])[1].backward()
+            for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits_BxTxV = model(window_BxT1[:, :-1])
+                next_token_loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -278,7 +276,7 @@ def demo_gradient() -> Tensor:
     from diloco.training.recipes import recipe
     from diloco.training.start import prepare_run
     from diloco.training.state import initial_state
-    from diloco.training.world import World, use_autocast
+    from diloco.training.world import alone
 
     with TemporaryDirectory() as directory:
         laptop = recipe("laptop")
@@ -286,23 +284,11 @@ def demo_gradient() -> Tensor:
             laptop, runs=Path(directory), num_replicas=1, data=replace(laptop.data, cache=Path(directory) / "data")
         )
         config = prepare_run(asked, resume=None)
-        cpu = torch.device("cpu")
-        alone = LoopbackExchange()
-        world = World(
-            exchange=alone,
-            everyone=alone,
-            mesh=None,
-            own_group=None,
-            device=cpu,
-            is_first_on_machine=True,
-            autocast=use_autocast(config, cpu),
-        )
+        world = alone(config)
         assert config.data.prepared is not None, "the config is resolved"
         batches = open_batches(config, world, open_split(config.data.prepared, "train"))
         state = initial_state(config, world)
         start = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
         for step in range(1, config.diloco.sync_every + 1):
             inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
-            state.optimizer.step()
-            state.optimizer.zero_grad()
         return start - torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()

@@ -8,10 +8,9 @@ Shapes: N elements of one fragment.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement
 from typing import TypeAlias
 
 import torch
@@ -133,8 +132,8 @@ class OuterStep:
     """How long this replica waited for the others' payloads."""
     make_average: Callable[[], Tensor]
     """Makes Δ_p again from what the replicas sent."""
-    make_deltas: Callable[[], tuple[Tensor, ...]]
-    """Makes the replicas' decoded outer gradients again."""
+    make_deltas: Callable[[], Iterator[Tensor]]
+    """Makes the replicas' decoded outer gradients again, one after the other."""
     spans: Mapping[str, tuple[int, int]]
     """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
     sum_over_shards: Callable[[Tensor], Tensor]
@@ -151,7 +150,7 @@ class OuterStep:
 
         Decoded when they are first asked for; none with reduce_scatter, where no replica sees them whole.
         """
-        return self.make_deltas()
+        return tuple(self.make_deltas())
 
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
@@ -160,17 +159,19 @@ class OuterStep:
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
 
-        Over all shards: every process of a sharded replica must call it.
+        (‖Σ_m u_m‖² − Σ_m ‖u_m‖²) / (M (M − 1)) with u_m = Δ_m / ‖Δ_m‖, so that two vectors are in memory however
+        many replicas there are. Over all shards: every process of a sharded replica must call it.
         """
-        if len(self.deltas) < 2:
-            return None
         start, end = self.spans[block] if block is not None else (0, None)
-        parts = [delta_N[start:end] for delta_N in self.deltas]
-        pairs = list(combinations_with_replacement(range(len(parts)), 2))
-        products = self.sum_over_shards(torch.stack([parts[a].dot(parts[b]) for a, b in pairs])).tolist()
-        dot = dict(zip(pairs, products, strict=True))
-        cosines = [dot[a, b] / max(math.sqrt(dot[a, a] * dot[b, b]), 1e-30) for a, b in pairs if a != b]
-        return sum(cosines) / len(cosines)
+        squares = [delta_N[start:end].square().sum() for delta_N in self.make_deltas()]
+        if len(squares) < 2:
+            return None
+        norms_M = self.sum_over_shards(torch.stack(squares)).sqrt()
+        sum_N = torch.zeros(())
+        for delta_N, norm in zip(self.make_deltas(), norms_M, strict=True):
+            sum_N = sum_N + delta_N[start:end] / norm.clamp(min=1e-30)
+        all_pairs = self.sum_over_shards(sum_N.square().sum()).item()
+        return (all_pairs - norms_M.count_nonzero().item()) / (len(squares) * (len(squares) - 1))
 
 
 def parameters_hash(parameters: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = Tensor.detach) -> str:

@@ -1,5 +1,6 @@
 """`prepare` is interrupted, in real processes and at every rename, and called again."""
 
+import fcntl
 import json
 import os
 import signal
@@ -86,6 +87,19 @@ def test_two_processes_that_ask_at_a_time_do_it_once(tmp_path, source):
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     finish(source, tmp_path / "one", "bytes")
     assert content(tmp_path / "both") == content(tmp_path / "one")
+
+
+def test_waiting_for_another_process_is_told(tmp_path, config):
+    told = []
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+        def report(progress):
+            told.append(progress.stage)
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+        prepare(config, tmp_path, progress=report)
+    assert told[0] == "waiting for another process" and "packing" in told
 
 
 class CutError(Exception):

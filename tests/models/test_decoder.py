@@ -101,6 +101,24 @@ def test_rope_depends_on_distance_alone():
     torch.testing.assert_close(turned_q[3] @ turned_k[1], turned_q[10] @ turned_k[8])
 
 
+def test_bfloat16_autocast_rounds_and_nothing_else():
+    """Norms, RoPE, softmax and loss stay in FP32; products of matrices lose 8 of 24 bits."""
+    config = DecoderConfig(num_layers=4, num_heads=2, width=32, vocab_size=50)
+    tokens = torch.randint(0, 50, (4, 33), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for enabled in (False, True):
+        model = Decoder(config, seed=0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = model(tokens[:, :-1])
+        loss, _ = next_token_loss(logits, tokens[:, 1:])
+        loss.backward()
+        assert loss.dtype == torch.float32
+        found[enabled] = loss.item(), [p.grad.flatten() for p in model.parameters()]
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-3) and found[True][0] != found[False][0]
+    for one, other in zip(found[False][1], found[True][1], strict=True):
+        assert F.cosine_similarity(one, other, dim=0) > 0.99
+
+
 def test_the_same_seed_gives_the_same_parameters():
     one, two, other = Decoder(SMALL, seed=5), Decoder(SMALL, seed=5), Decoder(SMALL, seed=6)
     assert torch.equal(one.embedding.weight, two.embedding.weight)

@@ -19,7 +19,8 @@ from diloco.training.config import (
 )
 from diloco.training.loop import learning_rate
 from diloco.training.recipes import RECIPES, scaling_laws, tiny
-from diloco.training.run_directory import claim, resumable, resume_config
+from diloco.training.run_directory import claim, claim_together, resumable, resume_config
+from diloco.training.world import alone
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -77,6 +78,12 @@ def test_an_unknown_field_is_an_error():
         ({"micro_batch": 3}, "micro_batch=3 must divide a process's share of the batch, 4"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
+        ({"timeout_seconds": 1e15}, "timeout_seconds must be above 0 and at most 1e7"),
+        (
+            {"method": "data_parallel", "log_layer_cosine": True},
+            "not with method=data_parallel, combine=gather",
+        ),
+        ({"diloco": DilocoConfig(combine="reduce_scatter"), "log_layer_cosine": True}, "combine=reduce_scatter"),
         ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
         ({"shards_per_replica": 0}, "num_shards must be at least 1, not 0"),
@@ -140,6 +147,8 @@ def test_the_ladder_recipes_follow_the_published_power_laws():
     assert config.optimizer.learning_rate == pytest.approx(0.0059, rel=0.01)
     assert config.global_batch == 32
     assert config.num_tokens == pytest.approx(20 * 35_651_584, rel=1e-3)
+    # 36.2 sequences are 12.1 of each of three replicas, 2^3.6
+    assert scaling_laws("35M", num_replicas=3).global_batch == 3 * 16
 
 
 def test_differences_name_nested_fields():
@@ -155,6 +164,15 @@ def run(tmp_path):
     config = resolve(replace(tiny(), name="r", runs=tmp_path), vocab_size=257, prepared=prepared)
     claim(config)
     return config
+
+
+@pytest.mark.parametrize(
+    ("offsets", "first_sync", "expected"),
+    [(None, "full_period", 11), ((3, 7), "full_period", 14), ((3, 7), "early", 11)],
+)
+def test_replicas_may_be_as_far_apart_as_the_first_sync_lets_them(offsets, first_sync, expected):
+    diloco = replace(tiny().diloco, offsets=offsets, first_sync=first_sync)
+    assert replace(tiny(), diloco=diloco).steps_apart == expected
 
 
 @pytest.mark.parametrize(("every_steps", "expected"), [(20, 3), (5, 5), (1, 13), (0, 3)])
@@ -193,6 +211,26 @@ def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tm
 def test_a_resume_that_would_be_another_run_is_refused(run):
     with pytest.raises(ValueError, match=r"started with seed=0, and now 3 is asked for"):
         resume_config(run.directory, replace(resumable(run.directory), seed=3))
+
+
+def test_a_resume_may_take_smaller_passes(run):
+    saved = resumable(run.directory)
+    assert resume_config(run.directory, replace(saved, micro_batch=2)).micro_batch == 2
+
+
+def test_a_resume_without_its_data_names_the_flag(run):
+    (run.data.prepared / "index.json").unlink()
+    with pytest.raises(ValueError, match=r"the data of run r is no longer in .*prepared: .* by --data.prepared"):
+        resume_config(run.directory, resumable(run.directory))
+
+
+@pytest.mark.parametrize("name", ["r", "seeds/r"])
+def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
+    (tmp_path / "index.json").write_text("{}")
+    config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
+    claim_together(config, alone(config))
+    with pytest.raises(ValueError, match="already holds a run"):
+        claim_together(config, alone(config))
 
 
 def test_a_directory_is_claimed_once(run):

@@ -86,11 +86,31 @@ def test_a_run_without_checkpoints_is_refused(unfinished, capsys):
         assert "holds no checkpoint of replica 0: evaluate where that replica ran" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused(unfinished):
+@pytest.mark.parametrize("damage", [lambda b: b[:100], lambda b: b[:5000] + bytes([b[5000] ^ 1]) + b[5001:]])
+def test_a_damaged_checkpoint_is_refused(unfinished, damage):
     for file in (unfinished / "checkpoints").rglob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="can't be read"):
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"distcp is damaged .*: to take an earlier one, if there is, delete"):
         run_parameters(unfinished, "replica")
+
+
+def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path, capsys):
+    """Its config names a place that is gone."""
+    moved = tmp_path / "moved"
+    shutil.copytree(finished_run, moved)
+    config = json.loads((moved / "config.json").read_text())
+    prepared, config["data"]["prepared"] = config["data"]["prepared"], "/nowhere"
+    (moved / "config.json").write_text(json.dumps(config))
+    export = ["export", str(moved), "--to", "safetensors", "--output", str(tmp_path / "out")]
+    for command in (["eval", str(moved)], export):
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+        assert (
+            "data of run moved is no longer in /nowhere: name its directory by --prepared"
+            in capsys.readouterr().err
+        )
+    main([*export, "--prepared", prepared])
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

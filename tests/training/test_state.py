@@ -41,8 +41,6 @@ def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> 
         tokens = np.sort(tokens)  # something to learn
         share = np.split(tokens, config.num_processes)[world.everyone.replica]
         losses.append(inner_step(state, share, config, world, 1e-3)[0])
-        state.optimizer.step()
-        state.optimizer.zero_grad()
         state.sync.step()
         state.step = step
     return losses

@@ -47,7 +47,7 @@ _BATCH_BYTES = 2**20
 class PrepareProgress:
     """How far `prepare` has come; what an earlier call had finished counts."""
 
-    stage: Literal["training the tokenizer", "packing"]
+    stage: Literal["waiting for another process", "training the tokenizer", "packing"]
     """What it is doing."""
     num_documents: int = 0
     """Documents packed."""
@@ -71,8 +71,8 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
         settings = _settings(config, SHARD_TOKENS)
         told = {name: value for name, value in asdict(settings).items() if value is not None}
         name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-        return prepare(config, config.cache.expanduser() / name, progress=progress)
-    directory = config.prepared.expanduser()
+        return prepare(config, config.cache.expanduser().absolute() / name, progress=progress)
+    directory = config.prepared.expanduser().absolute()
     made_with = read_index(directory).settings
     for name in ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer"):
         asked, found = getattr(config, name), getattr(made_with, name)
@@ -101,10 +101,10 @@ def prepare(
     """
     settings = _settings(config, shard_tokens)
     output.mkdir(parents=True, exist_ok=True)
-    with _lock(output):
+    report = progress or (lambda _: None)
+    with _lock(output, report):
         _claim(output, settings)
         if not (output / INDEX_FILE).exists():
-            report = progress or (lambda _: None)
             tokenizer = _install_tokenizer(config, output, report)
             write_record(output / INDEX_FILE, _pack(config, settings, output, tokenizer, report))
     return output
@@ -126,10 +126,14 @@ def _settings(config: DataConfig, shard_tokens: int) -> Settings:
 
 
 @contextmanager
-def _lock(output: Path) -> Iterator[None]:
+def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
     # The operating system drops the lock of a process that is killed.
     with (output / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(PrepareProgress(stage="waiting for another process"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -98,13 +98,13 @@ class Checkpoints:
         """
         checksums = _checksums(self._path(step))
         names = list(checksums)
-        found = self._by_shards(lambda name: _sha256(self._directory / name), names)
+        found = self._by_shards(lambda name: _sha256_if_any(self._directory / name), names)
         if damaged := [name for name, now in zip(names, found, strict=True) if now != checksums[name]]:
             earlier = [s for s in self.steps() if s < step]
             otherwise = f"to resume from step {earlier[-1]}" if earlier else "and start again"
             raise CheckpointError(
-                f"checkpoint {self._directory / damaged[0]} is damaged (its SHA-256 is not the one it was saved "
-                f"with): delete {_checksum_path(self._path(step)).name} {otherwise}"
+                f"{_damaged(self._directory / damaged[0])}: delete {_checksum_path(self._path(step)).name} "
+                f"{otherwise}"
             )
         return json.loads((self._path(step) / _FACTS).read_text())
 
@@ -188,12 +188,18 @@ def read(directory: Path, replica: int, step: int, tensors: dict[str, Any]) -> N
     """Read some tensors of a finished checkpoint in place, whole, without the replica's processes.
 
     Raises:
-        CheckpointError: if they can't be read.
+        CheckpointError: if a file is missing, cut short or altered, or has no such tensors.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     path = _directory(directory, replica) / f"step-{step:08d}"
+    for name, checksum in _checksums(path).items():
+        if _sha256_if_any(path.parent / name) != checksum:
+            raise CheckpointError(
+                f"{_damaged(path.parent / name)}: to take an earlier one, if there is, delete "
+                f"{_checksum_path(path)}"
+            )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group is what is meant
@@ -230,12 +236,20 @@ def _remove(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_if_any(path: Path) -> str:
     """The checksum of a file, or nothing if it can't be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(path)
     except OSError:
         return ""
+
+
+def _damaged(path: Path) -> str:
+    return f"checkpoint {path} is damaged (its SHA-256 is not the one it was saved with)"
 
 
 def _reason(error: BaseException) -> str:

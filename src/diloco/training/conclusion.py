@@ -113,7 +113,8 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
         "precision": "bf16" if world.autocast else "fp32",
     }
     write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
-    model = state.model if world.mesh is None else Decoder(config.model, seed=config.seed).to(world.device)
+    # A model that is sharded may fit on no device whole.
+    model = state.model if world.mesh is None else Decoder(config.model, seed=config.seed)
     model.load_state_dict(outer)
     return Outcome(summary, _sample(model, config))
 

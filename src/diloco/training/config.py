@@ -170,12 +170,17 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"timeout_seconds must be above 0 and finite, not {self.timeout_seconds}")
+        if not 0 < self.timeout_seconds <= 1e7:
+            raise ValueError(f"timeout_seconds must be above 0 and at most 1e7, not {self.timeout_seconds}")
         if self.method == "data_parallel" and self.num_connections > 1:
             raise ValueError(
                 f"num_connections={self.num_connections} means nothing to data_parallel, which leaves gradients "
                 "to DistributedDataParallel: leave it out"
+            )
+        if self.log_layer_cosine and (self.method == "data_parallel" or self.diloco.combine != "gather"):
+            raise ValueError(
+                "log_layer_cosine needs every replica's outer gradient whole, which is there with combine=gather "
+                f"alone, not with method={self.method}, combine={self.diloco.combine}: leave it out"
             )
         if self.method == "data_parallel" and self.num_shards > 1:
             raise ValueError(
@@ -263,9 +268,13 @@ class TrainConfig:
     @property
     def steps_apart(self) -> int:
         """How far a replica may be ahead of another."""
-        overlap = self.diloco.overlap_steps
-        most_overlap = max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
-        return 1 if self.method == "data_parallel" else self.diloco.sync_every + most_overlap
+        diloco, overlap = self.diloco, self.diloco.overlap_steps
+        if self.method == "data_parallel":
+            return 1
+        waits_for_first = diloco.sync_every
+        if diloco.offsets and diloco.first_sync == "full_period":
+            waits_for_first += min(diloco.offsets)
+        return waits_for_first + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
 
 
 _METHOD_VALUES: dict[Method, dict[str, Any]] = {

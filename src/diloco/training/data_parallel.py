@@ -26,27 +26,29 @@ class DataParallel:
     Args:
         model: the replica's copy.
         forward: the same, compiled or not, to be called in training.
+        batch: the shape of the tokens that it will be called with, (B, T).
     """
 
-    def __init__(self, model: nn.Module, forward: nn.Module) -> None:
+    def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int]) -> None:
         self._model = model
         group = dist.group.WORLD
         assert group is not None, "this process has joined the others"
         self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
         self.forward.register_comm_hook(group, self._reduce)
         self._last_bucket_at = 0.0
-        self._settle_buckets()
+        self._settle_buckets(batch)
         self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
 
-    def _settle_buckets(self) -> None:
+    def _settle_buckets(self, batch: tuple[int, int]) -> None:
         """Let DDP sort gradients into buckets anew, as it does after its first pass, before the first step.
 
         With three replicas or more the order of a sum depends on the bucket, and so a resume would on its step.
         """
         device = next(self._model.parameters()).device
-        self.forward(torch.zeros(1, 2, dtype=torch.int64, device=device)).sum().backward()
+        # With a batch of the true shape, since a compiled model would keep to shapes that vary.
+        self.forward(torch.zeros(batch, dtype=torch.int64, device=device)).sum().backward()
         self._model.zero_grad()
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -19,13 +19,12 @@ from diloco.data.tokenizers import (
 from diloco.models.decoder import Decoder
 from diloco.models.hugging_face import persimmon_config, persimmon_state
 from diloco.training.config import TrainConfig
-from diloco.training.finished import run_parameters
-from diloco.training.run_directory import read_config
+from diloco.training.finished import finished_config, run_parameters
 
 Format = Literal["safetensors", "hf"]
 
 
-def export_run(directory: Path, to: Format, output: Path) -> None:
+def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | None = None) -> None:
     """Write the outer parameters of a run, over or not.
 
     Args:
@@ -33,11 +32,12 @@ def export_run(directory: Path, to: Format, output: Path) -> None:
         to: safetensors: `model.safetensors` with the decoder's own names; hf: a directory that
             `transformers.AutoModelForCausalLM.from_pretrained` loads, as Persimmon.
         output: a new directory.
+        prepared: the run's data, where it is no longer where it was.
 
     Raises:
-        ValueError: if there is no run or no checkpoint, or `output` holds something already.
+        ValueError: if there is no run, no checkpoint or no data, or `output` holds something already.
     """
-    config = read_config(directory)
+    config = finished_config(directory, prepared)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: name a new directory by --output")
     model, step = run_parameters(directory, "outer")

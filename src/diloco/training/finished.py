@@ -18,7 +18,7 @@ from diloco.models.decoder import Decoder
 from diloco.training.checkpoints import CheckpointError, finished_steps, read
 from diloco.training.conclusion import OUTER_FILE, held_out_batches, held_out_windows
 from diloco.training.config import TrainConfig
-from diloco.training.run_directory import read_config
+from diloco.training.run_directory import check_data, read_config
 
 Parameters = Literal["outer", "replica", "average"]
 
@@ -77,6 +77,23 @@ def _read(config: TrainConfig, model: Decoder, replica: int, step: int, where: S
     return found
 
 
+def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
+    """The config of a run, with the place of its data.
+
+    Args:
+        directory: of the run.
+        prepared: the run's data, where it is no longer where it was.
+
+    Raises:
+        ValueError: if there is no run, or no data.
+    """
+    config = read_config(directory)
+    if prepared is not None:
+        config = replace(config, data=replace(config.data, prepared=prepared))
+    check_data(config, flag="--prepared")
+    return config
+
+
 def evaluate_run(
     directory: Path,
     *,
@@ -109,10 +126,7 @@ def evaluate_run(
         from diloco.evaluation.zero_shot import check_tasks
 
         check_tasks(tasks)
-    config = read_config(directory)
-    if prepared is not None:
-        config = replace(config, data=replace(config.data, prepared=prepared))
-    assert config.data.prepared is not None, "a run's config is resolved"
+    config = finished_config(directory, prepared)
     model, step = run_parameters(directory, parameters)
     place = torch.device(
         "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
@@ -125,6 +139,7 @@ def evaluate_run(
     if tasks:
         from diloco.evaluation.zero_shot import score_tasks
 
+        assert config.data.prepared is not None, "a run's config is resolved"
         tokenizer, length = load_tokenizer(config.data.prepared), config.sequence_length
         result["tasks"] = score_tasks(model, tokenizer, tasks, max_length=length, device=place, limit=limit)
     return result

@@ -19,7 +19,7 @@ from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.conclusion import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.config import TrainConfig, shared_facts
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
-from diloco.training.run_directory import claim_together, data_digest
+from diloco.training.run_directory import claim_together, data_started_with
 from diloco.training.state import TrainState, initial_state
 from diloco.training.world import World, join
 
@@ -53,6 +53,7 @@ def train(
     """
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
+        stack.enter_context(_lack_of_memory_explained(config, world))
         corpus, held_out = _open_corpus(config, world)
         if not resume:
             claim_together(config, world)
@@ -85,6 +86,8 @@ def train(
                 on_step(metrics)
             every = config.checkpoint.every_steps
             if every and (step % every == 0 or step == config.num_steps):
+                if log is not None:
+                    log.sync()
                 state.save(checkpoints)
 
         checkpoints.wait()
@@ -92,6 +95,24 @@ def train(
             log.close()
         found = evaluate(state, config, world, held_out, together=True)
         return conclude(state, config, world, found) if world.replica == 0 else None
+
+
+@contextmanager
+def _lack_of_memory_explained(config: TrainConfig, world: World) -> Iterator[None]:
+    """Say which settings take memory, where torch says how many bytes there are."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # torch's own class on a GPU; on a CPU it has none, but names its allocator.
+        is_it = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not is_it:
+            raise
+        raise TrainingError(
+            f"replica {world.replica} has not enough memory on its {world.device.type}: take a smaller "
+            f"--micro-batch (now {config.micro_batch}) or --evaluation.batch (now {config.evaluation.batch}), or "
+            f"more --shards-per-replica (now {config.num_shards}), and start again, or go on with --resume "
+            f"{config.directory} ({(str(error) or 'MemoryError').splitlines()[0]})"
+        ) from error
 
 
 @contextmanager
@@ -122,10 +143,6 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
     before = (state.sync.blocked_seconds, state.sync.bytes_sent, state.sync.bytes_received)
     rate = learning_rate(config, step)
     loss, grad_norm = inner_step(state, batches.batch(step), config, world, rate)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise TrainingError(_not_finite(config, world, step, loss, grad_norm))
-    state.optimizer.step()
-    state.optimizer.zero_grad()
     outer_steps = state.sync.step()
     if step == config.num_steps:
         outer_steps += state.sync.finish()
@@ -151,7 +168,11 @@ def _step(state: TrainState, batches: Batches, config: TrainConfig, world: World
 def inner_step(
     state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
 ) -> tuple[float, float]:
-    """Accumulate a batch's gradients; the replica's loss, nats a token, and its gradient norm before clipping."""
+    """Train on a batch; the replica's loss, nats a token, and its gradient norm before clipping.
+
+    Raises:
+        TrainingError: if one of them is not finite; no parameter has changed then.
+    """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     assert config.micro_batch is not None, "the config is resolved"
@@ -167,8 +188,13 @@ def inner_step(
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    loss = torch.stack(losses).mean().item()
-    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, gathered(grad_norm).item()
+    loss = world.over_shards(torch.stack(losses).mean().item(), dist.ReduceOp.SUM) / world.num_shards
+    norm = gathered(grad_norm).item()
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingError(_not_finite(config, world, state.step + 1, loss, norm))
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return loss, norm
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -187,7 +213,8 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
     member = "replica" if world.num_shards == 1 else "process"
-    agree(world.everyone, shared_facts(config) | {"digest of the data": corpus.digest}, member=member)
+    read = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
+    agree(world.everyone, shared_facts(config) | read, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
     return corpus, held_out
 
@@ -207,10 +234,12 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batc
 
 
 def _check_digest(corpus: TokenShards, config: TrainConfig) -> None:
-    if corpus.digest != (started_with := data_digest(config.directory)):
+    started_with = data_started_with(config.directory)
+    if (corpus.digest, corpus.num_tokens) != started_with:
         raise ValueError(
-            f"the run was started on data with digest {started_with}, and {config.data.prepared} has "
-            f"{corpus.digest}: name the directory with the same text by --data.prepared"
+            f"the run was started on data with digest {started_with[0]} and {started_with[1]:,} tokens of "
+            f"training text, and {config.data.prepared} has {corpus.digest} and {corpus.num_tokens:,}: name the "
+            "directory with the same text by --data.prepared"
         )
 
 
@@ -225,12 +254,12 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
             )
     common = set.intersection(*map(set, held))
     newest = max((max(steps, default=0) for steps in held), default=0)
-    # Every replica has taken these steps: of what it saved at them, all but the last is on its disk.
+    # Every replica has taken these steps, and should have saved what another has saved at them.
     taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
-    if not common and (len(taken) > 1 or (taken and min(taken) > config.checkpoint.every_steps)):
+    if taken and not common:
         raise ValueError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
-            "bring the checkpoints that are missing back, or start a new run"
+            f"bring the checkpoints that are missing back, or delete {config.checkpoints} to start over"
         )
     step = max(common, default=0)
     if step:

@@ -1,6 +1,7 @@
 """What a replica writes down of each step: `metrics-{replica}.jsonl`, and the same curves for TensorBoard."""
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> dict[str, Any]
 
 
 class MetricsLog:
-    """Appends to a replica's metrics; a line is a step, and is on disk when the step is over.
+    """Appends to a replica's metrics; a line is a step, and outlives the process when the step is over.
 
     Args:
         run: the run's directory.
@@ -84,6 +85,10 @@ class MetricsLog:
                     self._curves.add_scalar(
                         f"{name}/fragment_{outer_step['fragment']}", outer_step[name], metrics.step
                     )
+
+    def sync(self) -> None:
+        """Until what was written outlives the machine, as a checkpoint does."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Write out what is left."""

@@ -39,12 +39,12 @@ def scaling_laws(scale: str, num_replicas: int = 2) -> TrainConfig:
     """A size of arXiv 2503.09799, 20 tokens a parameter, at the hyperparameters of its joint power laws.
 
     Learning rate 22256·N^−0.8827·M^0.2929; batch 0.00709·N^0.4695·M^0.3399 sequences, to the nearest power of
-    two; the token budget to the nearest whole step. Needs a tokenizer of at most 32,768 entries.
+    two a replica; the token budget to the nearest whole step. Needs a tokenizer of 16,384 to 32,768 entries.
     """
     model = ladder(scale)
     num_params = num_matrix_params(model)
     sequences = 0.00709 * num_params**0.4695 * num_replicas**0.3399
-    global_batch = 2 ** round(math.log2(sequences))
+    global_batch = num_replicas * 2 ** round(math.log2(sequences / num_replicas))
     tokens_per_step = global_batch * SEQUENCE_LENGTH
     return TrainConfig(
         num_replicas=num_replicas,
@@ -64,7 +64,7 @@ def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
 
     recipe.__doc__ = (
         f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs --data.train "
-        "and a --data.tokenizer of at most 32,768 entries."
+        "and a --data.tokenizer of 16,384 to 32,768 entries."
     )
     return recipe
 

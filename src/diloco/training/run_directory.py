@@ -18,6 +18,7 @@ DATA_FILE = "data.json"
 _MAY_CHANGE_ON_RESUME = {
     "timeout_seconds",
     "device",
+    "micro_batch",
     "num_connections",
     "shards_per_replica",
     "checkpoint.every_steps",
@@ -64,7 +65,7 @@ def claim_together(config: TrainConfig, world: World) -> None:
     if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
         claim(config)
     share(world.everyone, "every machine has")
-    if shared_facts(read_config(config.directory)) != shared_facts(config):
+    if shared_facts(replace(read_config(config.directory), name=config.name)) != shared_facts(config):
         check_unclaimed(config.directory)  # this machine's disk has an older run of that name
 
 
@@ -84,9 +85,23 @@ def read_config(directory: Path) -> TrainConfig:
     return replace(from_json(TrainConfig, values), name=directory.name, runs=directory.parent)
 
 
-def data_digest(directory: Path) -> str:
-    """The digest of the data that a run was started on."""
-    return json.loads((directory / DATA_FILE).read_text())["digest"]
+def check_data(config: TrainConfig, *, flag: str) -> None:
+    """Refuse a run whose data is gone.
+
+    Raises:
+        ValueError: with the flag that names another place.
+    """
+    assert config.data.prepared is not None, "a run's config is resolved"
+    if not (config.data.prepared / INDEX_FILE).exists():
+        raise ValueError(
+            f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {flag}"
+        )
+
+
+def data_started_with(directory: Path) -> tuple[str, int]:
+    """The digest of the data that a run was started on, and how many tokens of it are training text."""
+    index = json.loads((directory / DATA_FILE).read_text())
+    return index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
 
 
 def resumable(directory: Path) -> TrainConfig:
@@ -119,11 +134,12 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
                 f"{directory} was started with {name}={found}, and now {value} is asked for: "
                 "a resume continues the same run; leave it out, or start a new run"
             )
+    check_data(asked, flag="--data.prepared")
     assert saved.micro_batch is not None, "the config is resolved"
     keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
     return replace(
         asked,
-        micro_batch=math.gcd(saved.micro_batch, asked.process_batch),
+        micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
         checkpoint=replace(asked.checkpoint, keep=keep),
     )
 

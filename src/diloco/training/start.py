@@ -9,7 +9,7 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.training.conclusion import held_out_windows
-from diloco.training.config import TrainConfig, differences, resolve
+from diloco.training.config import TrainConfig, differences, resolve, with_method_values
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.run_directory import check_unclaimed, resume_config
@@ -31,11 +31,16 @@ def prepare_run(
     """
     if resume is not None:
         return resume_config(resume, asked)
-    unchanged = recipe(asked.recipe)
+    changed = differences(recipe(asked.recipe), asked)
     if asked.method == "data_parallel":
-        unused = [name for name in differences(unchanged, asked) if name.startswith("diloco.")]
+        unused = [name for name in changed if name.startswith("diloco.")]
         if unused:
             raise ValueError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+    if "diloco.layers_per_fragment" in changed and with_method_values(asked).diloco.fragments == "whole":
+        raise ValueError(
+            f"diloco.layers_per_fragment={asked.diloco.layers_per_fragment} means nothing to one whole fragment: "
+            "leave it out, or take --diloco.fragments strided or sequential"
+        )
     if not asked.name and under_a_launcher():
         raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
     asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")

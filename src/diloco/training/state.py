@@ -99,8 +99,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         ValueError: for settings that the engine refuses.
         DisagreementError: if the replicas were started with different ones.
     """
-    model = Decoder(config.model, seed=config.seed).to(world.device)
-    if world.mesh is not None:
+    model = Decoder(config.model, seed=config.seed)
+    if world.mesh is None:
+        model.to(world.device)
+    else:  # which puts shards on the device, a block at a time: whole it might not fit
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 
         for module in (*model.blocks, model):
@@ -119,7 +121,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     )
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
-        sync = DataParallel(model, forward)
+        assert config.micro_batch is not None, "the config is resolved"
+        sync = DataParallel(model, forward, (config.micro_batch, config.sequence_length))
         return TrainState(model, sync.forward, optimizer, sync.passes, sync)
     engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
     return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=config.diloco.freeze)

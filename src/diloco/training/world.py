@@ -159,6 +159,20 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     )
 
 
+def alone(config: TrainConfig) -> World:
+    """A world of this process on its CPU, without process groups."""
+    exchange, cpu = LoopbackExchange(), torch.device("cpu")
+    return World(
+        exchange=exchange,
+        everyone=exchange,
+        mesh=None,
+        own_group=None,
+        device=cpu,
+        is_first_on_machine=True,
+        autocast=use_autocast(config, cpu),
+    )
+
+
 def use_autocast(config: TrainConfig, device: torch.device) -> bool:
     """Whether the forward pass runs in bfloat16."""
     if config.precision != "auto":
