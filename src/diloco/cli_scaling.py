@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.scaling.judgement import judge
-from diloco.scaling.prediction import Kind, Laws
+from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.prediction import predict as predict_from
 from diloco.scaling.published import method_name
 from diloco.scaling.table import read_table
@@ -17,6 +17,7 @@ def predict(
     fit: Kind | None = None,
     data: Path | None = None,
     overtraining: float = 1.0,
+    sync_every: float | None = None,
     json: bool = False,
 ) -> None:
     """Loss, learning rates, batch and tokens for a model, each with a 95 % interval where data says one.
@@ -29,9 +30,12 @@ def predict(
         fit: joint, over all M, or independent, this M's own; left out, joint where M ≥ 1.
         data: CSV of your own sweep; left out, the published losses and laws of arXiv 2503.09799.
         overtraining: Tokens as a multiple of 20 a parameter; the loss stays that of the table's budget.
+        sync_every: H whose runs are read, where the data has several.
         json: Print JSON.
     """
-    found = predict_from(num_params, num_replicas, fit=fit, laws=_laws(data), overtraining=overtraining)
+    found = predict_from(
+        num_params, num_replicas, fit=fit, laws=_laws(data, sync_every), overtraining=overtraining
+    )
     if found["warning"]:
         print(f"diloco: {found['warning']}", file=sys.stderr)
     if json:
@@ -43,15 +47,16 @@ def predict(
         print(f"{name.replace('_', ' '):20} {_estimate(found[name])}")
 
 
-def fit(data: Path | None = None, json: bool = False) -> None:
+def fit(data: Path | None = None, sync_every: float | None = None, json: bool = False) -> None:
     """Fit all laws to a table, rank them by how they extrapolate, and find where DiLoCo and Data-Parallel cross.
 
     Args:
         data: CSV with params, replicas (0 is Data-Parallel), eval_loss, and maybe learning_rate, batch_tokens,
-            outer_learning_rate, sync_every, tokens; left out, the published losses.
+            outer_learning_rate, sync_every, tokens, seed; left out, the published losses.
+        sync_every: H whose runs are read, where the data has several.
         json: Print JSON.
     """
-    found = judge(_laws(data))
+    found = judge(_laws(data, sync_every))
     if json:
         _print_json(found)
         return
@@ -64,7 +69,7 @@ def fit(data: Path | None = None, json: bool = False) -> None:
         for error in found["test_errors"][quantity]:
             print(f"    {error['law']:17} {error['mean']:.4f}   {_by_replicas(error)}")
     if found["forms"] or found["forms_refused"]:
-        print("forms of the loss, N in millions, and |log y − log ŷ| at the largest size, which selected them:")
+        print("forms of the loss, and |log y − log ŷ| at the largest size, which selected them:")
     for form in found["forms"]:
         values = ", ".join(f"{symbol} = {value:.4g}" for symbol, value in form["coefficients"].items())
         print(f"    {form['formula']:17} {form['selected_at_largest']:.4f}   {_by_replicas(form)}   {values}")
@@ -85,6 +90,9 @@ def fit(data: Path | None = None, json: bool = False) -> None:
             f"{point['params']:g} parameters, M = {point['replicas']}: the best {point['quantity']}, "
             f"{point['value']:g}, is the smallest or the largest that was tried; a better one may lie beyond"
         )
+    for uneven in found["uneven"]:
+        numbers = ", ".join(f"{number} at {params:g}" for params, number in uneven["num_outer_rates"].items())
+        print(f"M = {uneven['replicas']}: unequally many outer learning rates were tried, {numbers} parameters")
 
 
 def _law(law: dict[str, Any]) -> str:
@@ -105,6 +113,8 @@ def _by_replicas(residual: dict[str, Any]) -> str:
 
 
 def _crossing(replicas: str, crossing: dict[str, Any]) -> str:
+    if crossing["is_lower_above"] is None:
+        return f"M = {replicas} has the loss of Data-Parallel at every size"
     if crossing["num_params"] is None:
         more = "less" if crossing["is_lower_above"] else "more"
         return f"by the laws M = {replicas} has {more} loss than Data-Parallel at every size"
@@ -116,8 +126,12 @@ def _crossing(replicas: str, crossing: dict[str, Any]) -> str:
     return f"{whose} {side} {where} parameters ({interval}){outside}"
 
 
-def _laws(data: Path | None) -> Laws:
-    return Laws(read_table(data) if data is not None else None)
+def _laws(data: Path | None, sync_every: float | None) -> Laws:
+    if data is None:
+        if sync_every is not None:
+            raise ValueError(f"--sync-every {sync_every:g} chooses among the runs of --data, and there is none")
+        return Laws()
+    return Laws(read_table(data, sync_every=sync_every))
 
 
 def _estimate(value: Any) -> str:
@@ -127,6 +141,7 @@ def _estimate(value: Any) -> str:
         return f"none ({value['reason']})"
     interval = f" ({value['low']:.4g} … {value['high']:.4g})" if value["low"] is not None else ""
     rounded = f", 2^{value['power_of_two'].bit_length() - 1}" if "power_of_two" in value else ""
+    rounded += f", {value['at_power_of_two']:,} at that power of two" if "at_power_of_two" in value else ""
     reason = f" ({value['reason']})" if value.get("reason") else ""
     return f"{value['value']:.4g}{interval}{rounded}{reason}"
 
@@ -137,16 +152,17 @@ def _print_json(found: dict[str, Any]) -> None:
     print(json.dumps(found))
 
 
-def pictures(data: Path | None = None, output: Path = Path("pictures")) -> None:
+def pictures(data: Path | None = None, output: Path = Path("pictures"), sync_every: float | None = None) -> None:
     """Draw what the table has the columns for: loss over size and batch, the gap to Data-Parallel, outer rates.
 
     Args:
         data: CSV of a sweep; left out, the published losses.
         output: Directory to write SVG and PNG to.
+        sync_every: H whose runs are read, where the data has several.
     """
     from diloco.report.laws import draw_laws
 
-    for path in draw_laws(_laws(data), output):
+    for path in draw_laws(_laws(data, sync_every), output):
         print(path)
 
 

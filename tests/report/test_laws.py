@@ -10,7 +10,7 @@ from diloco.report.laws import (
     loss_over_batch,
     loss_over_params,
 )
-from diloco.scaling.prediction import Laws
+from diloco.scaling.laws import Laws
 from diloco.scaling.published import EXTRAPOLATED, LOSS, NUM_PARAMS
 from diloco.scaling.table import Point
 

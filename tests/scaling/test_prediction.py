@@ -8,9 +8,11 @@ import pytest
 from diloco.cli import main
 from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
+from diloco.scaling.laws import Laws
 from diloco.scaling.parametric import FORMS
 from diloco.scaling.power_laws import PowerLaw
-from diloco.scaling.prediction import Laws, predict
+from diloco.scaling.prediction import predict
+from diloco.scaling.published import JOINT
 from diloco.scaling.table import Point, best_points, read_table
 
 SIZES = (1e5, 2e5, 4e5)
@@ -84,15 +86,97 @@ def test_an_interval_of_the_batch_is_one_of_the_steps():
     )
 
 
-def test_the_outer_rate_of_most_sizes_is_taken():
-    tried = {1e5: {0.4: 3.0, 0.6: 2.9}, 2e5: {0.4: 2.8, 0.6: 2.85}, 4e5: {1.0: 2.5}}
-    points = [
-        Point(n, 1, loss, {"outer_learning_rate": rate}) for n, of in tried.items() for rate, loss in of.items()
+def rates(tried: dict[float, dict[float, float]]) -> Laws:
+    runs = [(n, loss, rate) for n, of in tried.items() for rate, loss in of.items()]
+    return Laws([Point(n, 1, loss, {"outer_learning_rate": rate}) for n, loss, rate in runs])
+
+
+def outer_rate(laws: Laws) -> dict:
+    return predict(2e5, 1, laws=laws, fit="independent")["outer_learning_rate"]
+
+
+def test_outer_rates_are_compared_at_the_sizes_that_they_share():
+    found = outer_rate(rates({1e5: {0.4: 3.0, 0.6: 2.9}, 2e5: {0.4: 2.8, 0.6: 2.85}, 4e5: {1.0: 2.5}}))
+    assert found["value"] == 0.6 and "1 (" not in found["reason"]
+    # An interrupted sweep: only the grid's own rate was tried at the largest size.
+    tried = {1e5: {0.4: 3.0, 0.6: 2.9, 0.8: 2.8}, 2e5: {0.4: 2.9, 0.6: 2.8, 0.8: 2.7}, 4e5: {0.6: 2.6}}
+    found = outer_rate(rates(tried))
+    assert found["value"] == 0.8
+    assert found["reason"].startswith("the best of 0.4 (at 2 of 3 sizes), 0.6, 0.8 (at 2 of 3 sizes), tried with")
+    assert found["reason"].endswith("a better one may lie beyond")
+    told = predict(2e5, 1, laws=rates(tried), fit="independent")["warning"]
+    assert "M = 1: the loss is the best of unequally many outer learning rates (3 at N = 100000, 3 at" in told
+    tried[1e5][0.8] = tried[2e5][0.8] = 3.1
+    found = outer_rate(rates(tried))
+    assert found["value"] == 0.6 and "beyond" not in found["reason"]
+    alone = outer_rate(rates({1e5: {0.4: 3.0}, 2e5: {0.4: 2.8}}))
+    assert (alone["value"], alone["reason"]) == (0.4, "the only one tried with M = 1")
+
+
+def grid(best_rate: float, best_batch: float) -> list[Point]:
+    """Five sizes and two M, each with the same best of a grid of three by three."""
+    return [
+        Point(n, m, 9.0 * n**-0.1 + 0.02 * abs(rate / best_rate - 1) + 1e-5 * abs(batch - best_batch), settings)
+        for n in (1e5, 2e5, 4e5, 8e5, 16e5)
+        for m in (1, 2)
+        for rate in (0.008, 0.0113, 0.016)
+        for batch in (1024.0, 2048.0, 4096.0)
+        for settings in [{"learning_rate": rate, "batch_tokens": batch}]
     ]
-    assert predict(2e5, 1, laws=Laws(points), fit="independent")["outer_learning_rate"]["value"] == 0.6
-    alone = [point for point in points if point.settings["outer_learning_rate"] == 0.4]
-    found = predict(2e5, 1, laws=Laws(alone), fit="independent")["outer_learning_rate"]
-    assert (found["value"], found["reason"]) == (0.4, "the only one tried with M = 1")
+
+
+def test_values_on_the_edge_of_what_was_tried_are_told_and_have_no_interval():
+    edges = predict(4e5, 2, laws=Laws(grid(0.008, 1024)))
+    for name in ("learning_rate", "batch_tokens"):
+        assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
+        assert f"the best {name} of 10 of the law's 10 points is the smallest or the largest" in edges["warning"]
+    inside = predict(4e5, 2, laws=Laws(grid(0.0113, 2048)))
+    assert inside["warning"] is None
+    assert inside["learning_rate"]["low"] is None and "a factor 1.41" in inside["learning_rate"]["reason"]
+    assert inside["batch_tokens"]["low"] is not None, "a parabola's minimum is no value of the grid"
+
+
+def test_the_edge_is_that_of_what_was_tried_beside_the_best():
+    wide = [
+        Point(1e6, 1, 3.0 + loss, {"learning_rate": rate, "batch_tokens": batch})
+        for batch, tried in {1024.0: {0.005: 0.2, 0.01: 0.1, 0.02: 0.2}, 2048.0: {0.005: 0.1, 0.01: 0.0}}.items()
+        for rate, loss in tried.items()
+    ]
+    laws = Laws(wide)
+    assert laws.is_on_edge(laws.best[0], "learning_rate") and laws.is_on_edge(laws.best[0], "batch_tokens")
+
+
+def test_a_table_of_losses_alone_predicts_the_loss_for_any_m():
+    points = [Point(n, m, 9.0 * n**-0.1) for n in (1e6, 2e6, 4e6) for m in (0, 3)]
+    found = predict(2e6, 3, laws=Laws(points), fit="independent")
+    assert found["loss"]["value"] == pytest.approx(9.0 * 2e6**-0.1)
+    for name in ("learning_rate", "batch_tokens", "steps"):
+        assert found[name]["value"] is None and found[name]["reason"]
+    assert "no published law is there for M = 3" in found["batch_tokens"]["reason"]
+
+
+def test_a_size_that_was_not_run_with_this_m_is_told():
+    points = [Point(n, m, 9.0 * n**-0.1 * 1.01**m) for n, m in ((1e5, 1), (4e5, 1), (1e5, 2))]
+    assert "that were run with M = 2, 100000 to 100000" in predict(3e5, 2, laws=Laws(points))["warning"]
+    with pytest.raises(ValueError, match=r"M = 2 was run at 100000 parameters only: .* laws for M = 1$"):
+        predict(3e5, 2, laws=Laws(points), fit="independent")
+
+
+def test_steps_are_told_for_a_batch_that_can_be_run(capsys):
+    found = predict(1.3e9, 3)
+    assert found["batch_tokens"]["power_of_two"] == 2**19
+    assert found["steps"]["at_power_of_two"] == math.ceil(20 * 1.3e9 / 2**19)
+    main(["scaling", "predict", "--num-params", "1.3e9", "--num-replicas", "3"])
+    assert "49,592 at that power of two" in capsys.readouterr().out
+
+
+def test_the_recipes_have_the_published_joint_laws():
+    from diloco.training.recipes import scaling_laws
+
+    for scale, params in (("35M", 35_651_584), ("1.3B", 1_275_068_416)):
+        config = scaling_laws(scale, num_replicas=4)
+        assert config.optimizer.learning_rate == pytest.approx(JOINT["learning_rate"](params, 4))
+        assert config.global_batch == 2 ** round(math.log2(JOINT["batch_tokens"](params, 4)))
 
 
 def test_the_published_laws_are_the_default(capsys):
@@ -121,6 +205,9 @@ def test_the_published_laws_are_the_default(capsys):
         (["--num-replicas", "3", "--fit", "independent"], "there are those for M = 0, 1, 2, 4, 8"),
         (["--num-replicas", "-1"], "num_replicas must be at least 1, or 0 for Data-Parallel, not -1"),
         (["--overtraining", "0"], "overtraining=0 must be above 0"),
+        (["--num-params", "0.001"], "num_params=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
+        (["--num-params", "1e308"], "must be from 1 to 1e15"),
+        (["--sync-every", "30"], "--sync-every 30 chooses among the runs of --data"),
         (["--data", "nowhere.csv"], "nowhere.csv can't be read as a table"),
     ],
 )
@@ -154,6 +241,13 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
             "params,replicas,eval_loss,sync_every\n1e6,0,2,\n1e6,1,2,30\n2e6,1,2,100\n",
             "runs with sync_every = 30, 100: a law holds for one",
         ),
+        ("params,replicas,eval_loss\n1e6,1,2,95\n", "line 2: more cells than columns .a decimal comma"),
+        ("params,replicas,eval_loss\n1e6,1,2\n1000100,1,1.9\n", r"runs of one size only \(1e\+06\)"),
+        ("params,replicas,eval_loss\n1e6,1,2\n2e6,1,2\n1e6,1,2\n", "lines 2 and 4 are runs of the same settings"),
+        (
+            "params,replicas,eval_loss,seed,wire\n1e6,1,2,0,fp32\n2e6,1,2,0,fp32\n2e6,1,2,0,e3m0\n",
+            "lines 3 and 4 are runs of the same settings and seed: keep one, or tell them apart in the column",
+        ),
         (
             "params,replicas,eval_loss,tokens\n1e6,1,2,2e7\n2e6,1,2,1e7\n",
             "runs of 5 to 20 tokens a parameter",
@@ -167,16 +261,53 @@ def test_bad_data_is_refused_by_its_row(text, sentence, tmp_path):
         read_table(path)
 
 
-def test_the_best_batch_is_the_bottom_of_the_parabola():
-    def points(losses: dict[float, float]) -> list[Point]:
-        return [Point(1e6, 1, loss, {"batch_tokens": batch}) for batch, loss in losses.items()]
+def at_batches(losses: dict[float, float], **settings: float) -> list[Point]:
+    return [Point(1e6, 1, loss, {"batch_tokens": batch, **settings}) for batch, loss in losses.items()]
 
+
+def the_best_batch(points: list[Point]) -> float:
+    return best_batch(points, best_points(points)[0])
+
+
+def test_the_best_batch_is_the_bottom_of_the_parabola():
     valley = {2.0**x: 3 + 0.1 * (x - 12.4) ** 2 for x in (11, 12, 13, 14)}
-    assert best_batch(points(valley)) == pytest.approx(2**12.4)
-    assert best_batch(points(valley | {2.0**15: 9.0, 2.0**10: 3.4})) == pytest.approx(2**12.4)
-    assert best_batch(points({1024: 3.0, 2048: 2.9, 4096: 2.85})) == 4096  # the bottom is not among them
-    assert best_batch(points({1024: 3.0, 2048: 3.2, 4096: 3.1})) == 1024  # a hill
-    assert best_batch(points({1024: 3.0, 2048: 2.9})) == 2048
+    assert the_best_batch(at_batches(valley)) == pytest.approx(2**12.4)
+    assert the_best_batch(at_batches(valley | {2.0**15: 9.0, 2.0**10: 3.4})) == pytest.approx(2**12.4)
+    assert the_best_batch(at_batches({1024: 3.0, 2048: 2.9, 4096: 2.85})) == 4096  # the bottom is not among them
+    assert the_best_batch(at_batches({1024: 3.0, 2048: 3.2, 4096: 3.1})) == 1024  # a hill
+    assert the_best_batch(at_batches({1024: 3.0, 2048: 2.9})) == 2048
+
+
+def test_the_best_batch_is_that_of_the_best_run():
+    # A lucky run at the edge, and the settings that three seeds have tried.
+    lucky = at_batches({1024: 2.8, 2048: 3.0, 4096: 2.9, 8192: 3.0})
+    seeds = [replace(p, num_seeds=3) if p.settings["batch_tokens"] == 4096 else p for p in lucky]
+    assert the_best_batch(lucky) == 1024 and the_best_batch(seeds) == pytest.approx(4096)
+    # Other outer learning rates count where they were tried at batches on both sides, and not at one batch alone.
+    grid = at_batches({1024: 3.2, 2048: 3.1, 4096: 3.05, 8192: 3.0, 16384: 3.1}, outer_learning_rate=0.2)
+    better = at_batches({1024: 2.9, 2048: 2.7, 4096: 2.9}, outer_learning_rate=0.8)
+    assert the_best_batch(grid + better) == pytest.approx(2048)
+    alone = at_batches({8192: 2.7}, outer_learning_rate=0.8)
+    assert 4096 < the_best_batch(grid + alone) < 16384
+    # What lies in no valley between its neighbours stays at what was tried.
+    hill = [*at_batches({1024: 2.9, 4096: 2.8}), *(replace(p, num_seeds=2) for p in at_batches({2048: 3.0}))]
+    assert the_best_batch(hill) == 2048
+
+
+def test_what_data_parallel_has_of_the_outer_step_is_nothing_and_failed_runs_are_left_out(tmp_path):
+    path = tmp_path / "sweep.csv"
+    rows = ["1e6,0,2.0,1,0,False", "2e6,0,1.9,1,nan,False", "1e6,2,2.1,30,0.6,False", "2e6,2,2.0,30,0.6,False"]
+    path.write_text("\n".join(("params,replicas,eval_loss,sync_every,outer_learning_rate,failed", *rows)))
+    points = read_table(path)
+    assert [point.settings for point in points[:2]] == [{}, {}] and len(points) == 4
+    path.write_text(path.read_text() + "\n4e6,2,,30,0.6,the loss was nan\n")
+    assert read_table(path) == points
+    path.write_text(path.read_text() + "1e6,2,2.3,100,0.6,\n")
+    with pytest.raises(ValueError, match=r"sync_every = 30, 100: .* choose it by --sync-every"):
+        read_table(path)
+    assert read_table(path, sync_every=30) == points
+    with pytest.raises(ValueError, match="no run with sync_every = 10, but 30, 100"):
+        read_table(path, sync_every=10)
 
 
 def test_seeds_are_averaged_and_a_mean_is_not_beaten_by_a_lucky_run(tmp_path):
@@ -219,6 +350,8 @@ def test_laws_cross_where_they_are_equal():
         apart = [Point(n, m, (factor if m else 1.0) * laws[0](n)) for m in (0, 1) for n in sizes]
         never = crossing(Laws(apart), 1)
         assert (never.num_params, never.is_lower_above) == (None, is_lower)
+    same = crossing(Laws([Point(n, m, laws[0](n)) for m in (0, 1) for n in sizes]), 1)
+    assert (same.num_params, same.is_lower_above) == (None, None)
     assert crossing(Laws([p for p in points if p.params < 5e5]), 1).reason.startswith("an interval needs 5 sizes")
 
 
@@ -258,5 +391,5 @@ def test_the_published_table_is_judged(capsys):
     assert all(name in printed for name in ("independent", "joint", *(form.formula for form in FORMS.values())))
     assert "loss = A·N^α" in printed and printed.count(" has less loss than Data-Parallel ") == 4
     assert (
-        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.071 (-0.7 %)" in printed
+        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.070 (-0.8 %)" in printed
     )

@@ -79,11 +79,6 @@ def test_an_unknown_field_is_an_error():
         ({"seed": -1}, "seed must be at least 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
         ({"timeout_seconds": 1e15}, "timeout_seconds must be above 0 and at most 1e7"),
-        (
-            {"method": "data_parallel", "log_layer_cosine": True},
-            "not with method=data_parallel, combine=gather",
-        ),
-        ({"diloco": DilocoConfig(combine="reduce_scatter"), "log_layer_cosine": True}, "combine=reduce_scatter"),
         ({"method": "data_parallel", "checkpoint": CheckpointConfig(keep=2)}, "1 steps apart, so keep at least 3"),
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
         ({"shards_per_replica": 0}, "num_shards must be at least 1, not 0"),

@@ -384,6 +384,10 @@ MISTAKES = {
     ),
     "never sent": (["--diloco.sync-every", "58"], "fragment 2 is first sent at step 96, and the run has 60"),
     "another recipe": (["--resume", "runs/streaming", "--data.tokenizer", "bpe:500"], "data.tokenizer=bytes"),
+    "no whole gradient": (
+        ["--diloco.combine", "reduce_scatter", "--log-layer-cosine"],
+        "log_layer_cosine means nothing to diloco.combine=reduce_scatter",
+    ),
     "one fragment": (["--method", "diloco", "--diloco.layers-per-fragment", "1"], "nothing to one whole fragment"),
     "no outer step": (["--method", "data_parallel", "--diloco.mixing", "1"], "diloco.mixing means nothing to"),
     "long sequences": (["--sequence-length", "1048576", "--num-tokens", "134217728"], "fewer than the 1048577"),

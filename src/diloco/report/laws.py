@@ -10,10 +10,11 @@ import numpy as np
 from diloco.experiments.experiment import Panel, Point
 from diloco.report.experiments import draw_panel
 from diloco.report.pictures import new_figure, save, viridis
-from diloco.scaling.batches import loss_of_batches
-from diloco.scaling.prediction import Laws
+from diloco.scaling.batches import losses_beside
+from diloco.scaling.laws import Laws
 from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, method_name
 from diloco.scaling.table import Point as Run
+from diloco.scaling.table import best_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +70,15 @@ def difference_to_data_parallel(laws: Laws) -> "Figure":
 
 def loss_over_batch(laws: Laws) -> "Figure":
     """The best loss at each batch, a panel a size (Figure 4)."""
-    figure = _panels(laws, "batch_tokens", loss_of_batches, "global batch, tokens")
+    figure = _panels(laws, "batch_tokens", _loss_of_batches, "global batch, tokens")
     for axes in figure.axes:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
     return figure
+
+
+def _loss_of_batches(runs: Sequence[Run]) -> dict[float, float]:
+    return losses_beside(runs, best_points(list(runs))[0], "batch_tokens")
 
 
 def loss_over_outer_learning_rate(laws: Laws) -> "Figure":
@@ -125,7 +130,8 @@ def _can_draw(name: str, laws: Laws) -> bool:
     if name == "loss_over_params":
         return True
     if name == "difference_to_data_parallel":
-        return 0 in laws.replicas
+        baseline = {point.params for point in _of(laws.best, 0)}
+        return any(point.replicas and point.params in baseline for point in laws.best)
     column = "batch_tokens" if name == "loss_over_batch" else "outer_learning_rate"
     return any(column in run.settings for run in laws.points or ())
 

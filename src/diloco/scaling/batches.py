@@ -1,4 +1,4 @@
-"""The best batch of each size: the minimum of a parabola in log2(B)."""
+"""The best batch of each size, a parabola's minimum in log2(B); and what was tried beside a best value."""
 
 import math
 from collections.abc import Sequence
@@ -8,41 +8,68 @@ import numpy as np
 from diloco.scaling.table import Point
 
 
-def loss_of_batches(points: Sequence[Point]) -> dict[float, float]:
-    """The lowest loss at each batch, of the outer learning rate that was tried at the most batches.
+def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[float, float]:
+    """The lowest loss at each value of a quantity that was tried beside the best, by value.
 
-    Other outer learning rates may have been tried at the best batch alone, which they would favour.
+    At one outer learning rate: that of the best, where values on both sides of its own were tried, and else that
+    at which most were, since others may have been tried at the best of the grid alone. Learning rates are those
+    that were tried at the best batch.
 
     Raises:
-        ValueError: if the points have no batch.
+        ValueError: if the points don't have the quantity.
     """
-    by_rate: dict[float | None, dict[float, float]] = {}
+    if any(quantity not in point.settings for point in points):
+        raise ValueError(f"the best {quantity} wants the column {quantity} in every row")
+    if quantity == "outer_learning_rate":
+        return _lowest(points, quantity)
+    if quantity == "learning_rate":
+        points = [p for p in points if p.settings.get("batch_tokens") == best.settings.get("batch_tokens")]
+    by_rate: dict[float | None, list[Point]] = {}
     for point in points:
-        if "batch_tokens" not in point.settings:
-            raise ValueError("the best batch wants the column batch_tokens in every row")
-        batch, losses = (
-            point.settings["batch_tokens"],
-            by_rate.setdefault(point.settings.get("outer_learning_rate"), {}),
-        )
-        losses[batch] = min(point.eval_loss, losses.get(batch, math.inf))
-    found = max(by_rate.values(), key=lambda losses: (len(losses), -min(losses.values())))
-    return dict(sorted(found.items()))
+        by_rate.setdefault(point.settings.get("outer_learning_rate"), []).append(point)
+    own = _lowest(by_rate[best.settings.get("outer_learning_rate")], quantity)
+    if min(own) < best.settings[quantity] < max(own):
+        return own
+    tried = (_lowest(of, quantity) for of in by_rate.values())
+    return max(tried, key=lambda losses: (len(losses), -min(losses.values())))
 
 
-def best_batch(points: Sequence[Point]) -> float:
-    """Tokens, where a parabola through the best batch that was tried and the two beside it has its minimum.
+def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
+    losses: dict[float, float] = {}
+    for point in points:
+        value = point.settings[quantity]
+        losses[value] = min(point.eval_loss, losses.get(value, math.inf))
+    return dict(sorted(losses.items()))
+
+
+def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:
+    """Whether the best value is the smallest or the largest tried beside it: a better one may lie beyond."""
+    tried = losses_beside(points, best, quantity)
+    return len(tried) > 1 and best.settings[quantity] in (min(tried), max(tried))
+
+
+def best_batch(points: Sequence[Point], best: Point) -> float:
+    """Tokens, where a parabola through the batch of the best run and the two tried beside it has its minimum.
 
     Those are the batches at which a sweep has looked for the best learning rate; losses further away lie above the
-    valley, and more so on one side of it. A best batch that is the smallest or the largest is taken as it is.
+    valley, and more so on one side of it. A best batch that is the smallest or the largest is taken as it is, and
+    one that lies in no valley.
+
+    Args:
+        points: all runs of a size and M.
+        best: of them.
 
     Raises:
         ValueError: if the points have no batch.
     """
-    losses = loss_of_batches(points)
-    batches = list(losses)
-    index = min(range(len(batches)), key=lambda i: losses[batches[i]])
-    if index in (0, len(batches) - 1):
-        return batches[index]
+    losses = losses_beside(points, best, "batch_tokens")
+    batches, batch = list(losses), best.settings["batch_tokens"]
+    if batch not in losses or batch in (batches[0], batches[-1]):
+        return batch
+    index = batches.index(batch)
     around = batches[index - 1 : index + 2]
-    curvature, slope, _ = np.polyfit(np.log2(around), [losses[batch] for batch in around], 2)
-    return float(2.0 ** (-slope / (2 * curvature)))
+    octaves = np.log2(around)
+    curvature, slope, _ = np.polyfit(octaves, [losses[tokens] for tokens in around], 2)
+    if curvature <= 0:
+        return batch
+    return float(2.0 ** np.clip(-slope / (2 * curvature), octaves[0], octaves[-1]))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import PowerLawFit, log_residual
-from diloco.scaling.prediction import Kind, Laws
 from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, JOINT, LAWS
 from diloco.scaling.table import Point
 
@@ -86,8 +86,9 @@ class Crossing:
 
     num_params: float | None
     """N; None where they never meet at a size that can be told."""
-    is_lower_above: bool
-    """Whether DiLoCo's loss is the lower one beyond N; where they never meet, whether it is at every size."""
+    is_lower_above: bool | None
+    """Whether DiLoCo's loss is the lower one beyond N; where they never meet, whether it is at every size; None
+    where both are the same."""
     is_measured: bool = False
     """Whether N lies among the sizes that were fitted."""
     low: float | None = None
@@ -107,8 +108,10 @@ def crossing(laws: Laws, num_replicas: int) -> Crossing:
     sizes = sorted(one.keys() & other.keys())
     ratio = PowerLawFit(sizes, [one[n] / other[n] for n in sizes])
     law, exponent = ratio.law, ratio.exponent()
+    if all(abs(math.log(value)) < 1e-9 for value in ratio.values):
+        return Crossing(None, None)
     log_n = -math.log(law.factor) / law.exponent if law.exponent else math.inf
-    if abs(log_n) > _MOST_LOG_N:
+    if not 0 <= log_n <= _MOST_LOG_N:
         return Crossing(None, law(sizes[-1]) < 1)
     num_params = math.exp(log_n)
     found = Crossing(num_params, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
@@ -120,7 +123,7 @@ def crossing(laws: Laws, num_replicas: int) -> Crossing:
     return replace(found, low=low, high=high)
 
 
-_MOST_LOG_N = math.log(1e18)
+_MOST_LOG_N = math.log(1e15)  # of no model
 
 
 def _end(ratio: PowerLawFit, log_n: float, away: int) -> float:
@@ -167,6 +170,7 @@ def judge(laws: Laws) -> dict[str, Any]:
         "extrapolation": list(_extrapolation(ranked[0][0])) if laws.points is None else [],
         "crossings": {str(m): asdict(crossing(laws, m)) for m in _crossed(laws)},
         "on_edge": list(_on_edge(laws)),
+        "uneven": [{"replicas": m, "num_outer_rates": numbers} for m, numbers in _uneven(laws)],
     }
 
 
@@ -205,11 +209,17 @@ def _crossed(laws: Laws) -> list[int]:
 
 
 def _on_edge(laws: Laws) -> Iterator[dict[str, Any]]:
-    """Best values that are the smallest or the largest that was tried: better ones may lie beyond."""
+    """Best values that are the smallest or the largest tried beside them: better ones may lie beyond."""
     for point in laws.best:
-        runs = laws.runs_of(point)
         for quantity in ("learning_rate", "batch_tokens", "outer_learning_rate"):
-            tried = {run.settings[quantity] for run in runs if quantity in run.settings}
-            if len(tried) > 1 and (value := point.settings[quantity]) in (min(tried), max(tried)):
+            if quantity in point.settings and laws.is_on_edge(point, quantity):
                 told = {"params": point.params, "replicas": point.replicas}
-                yield told | {"quantity": quantity, "value": value}
+                yield told | {"quantity": quantity, "value": point.settings[quantity]}
+
+
+def _uneven(laws: Laws) -> Iterator[tuple[int, dict[float, int]]]:
+    """Every M of which more outer learning rates were tried at some sizes than at others."""
+    for replicas in laws.replicas:
+        numbers = laws.num_outer_rates(replicas)
+        if len(set(numbers.values())) > 1:
+            yield replicas, numbers

@@ -6,8 +6,11 @@
     sum               A·N^α + B·M^β + C
 
 As arXiv 2503.09799 does: the Huber loss of log residuals, minimised by L-BFGS from 256 random starts. All sizes
-but the largest are fitted, and of all starts the one whose fit is best at the largest is kept: the residual there
-has been used to choose, and is no test error.
+but the largest are fitted, and of the starts that come as low as the lowest the one whose fit is best at the
+largest is kept: the residual there has been used to choose, and is no test error. (Of all starts it would be one
+that has stalled where that suits the largest size.)
+
+N counts parameters. Its unit matters in the exponent form: in another one β would stand beside another power of N.
 """
 
 import math
@@ -24,16 +27,17 @@ Array = NDArray[np.float64]
 HUBER_DELTA = 1e-3
 """Of arXiv 2203.15556; 2503.09799 names none."""
 NUM_STARTS = 256
+_AS_LOW = 1.01
 
 
 @dataclass(frozen=True)
 class Form:
-    """A family of functions; `log A` and `log B` stand for the factors, N counts in millions."""
+    """A family of functions; `log A` and `log B` stand for the factors, log A being that of A·N^α at a million."""
 
     name: str
     formula: str
     ranges: dict[str, tuple[float, float]]
-    """Where each coefficient starts: uniform in between."""
+    """Where each coefficient starts: uniform in between. It ends within `_BOUNDS`."""
     evaluate: Callable[[Array, Array, Array], tuple[Array, list[Array]]]
     """(coefficients, N, M) to the loss, and its derivative by each coefficient."""
 
@@ -43,8 +47,9 @@ class Form:
 
 
 def _product(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
-    y = np.exp(c[0] + c[1] * np.log(n) + c[2] * np.log(m))
-    return y, [y, y * np.log(n), y * np.log(m)]
+    log_n = np.log(n / _MILLION)
+    y = np.exp(c[0] + c[1] * log_n + c[2] * np.log(m))
+    return y, [y, y * log_n, y * np.log(m)]
 
 
 def _product_constant(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
@@ -53,15 +58,18 @@ def _product_constant(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]
 
 
 def _exponent(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
-    y = np.exp(c[0] + (c[1] + c[2] * m) * np.log(n))
-    return y + c[3], [y, y * np.log(n), y * m * np.log(n), np.ones_like(y)]
+    log_n = np.log(n / _MILLION)
+    y = np.exp(c[0] + c[1] * log_n + c[2] * m * np.log(n))
+    return y + c[3], [y, y * log_n, y * m * np.log(n), np.ones_like(y)]
 
 
 def _sum(c: Array, n: Array, m: Array) -> tuple[Array, list[Array]]:
-    by_n, by_m = np.exp(c[0] + c[1] * np.log(n)), np.exp(c[2] + c[3] * np.log(m))
-    return by_n + by_m + c[4], [by_n, by_n * np.log(n), by_m, by_m * np.log(m), np.ones_like(by_n)]
+    log_n = np.log(n / _MILLION)
+    by_n, by_m = np.exp(c[0] + c[1] * log_n), np.exp(c[2] + c[3] * np.log(m))
+    return by_n + by_m + c[4], [by_n, by_n * log_n, by_m, by_m * np.log(m), np.ones_like(by_n)]
 
 
+_MILLION = 1e6
 _A, _ALPHA, _C = (0.0, 2.5), (-0.6, -0.02), (0.0, 2.0)
 _N = {"log A": _A, "α": _ALPHA}
 FORMS = {
@@ -69,11 +77,12 @@ FORMS = {
     for form in (
         Form("product", "A·N^α·M^β", _N | {"β": (-0.1, 0.1)}, _product),
         Form("product_constant", "A·N^α·M^β + C", _N | {"β": (-0.1, 0.2), "C": _C}, _product_constant),
-        Form("exponent", "A·N^(α+βM) + C", _N | {"β": (-0.02, 0.02), "C": _C}, _exponent),
+        Form("exponent", "A·N^(α+βM) + C", _N | {"β": (-0.002, 0.002), "C": _C}, _exponent),
         Form("sum", "A·N^α + B·M^β + C", _N | {"log B": (-7.0, 0.0), "β": (-1.0, 2.0), "C": _C}, _sum),
     )
 }
 """By name."""
+_BOUNDS = {"log A": (-20.0, 20.0), "α": (-2.0, 0.5), "log B": (-20.0, 20.0), "β": (-3.0, 3.0), "C": (0.0, 20.0)}
 
 
 @dataclass(frozen=True)
@@ -82,16 +91,15 @@ class ParametricFit:
 
     form: Form
     coefficients: dict[str, float]
+    """By their symbols, as the formula has them."""
     residual: float
     """Mean |log y − log ŷ| at the largest size, by which the fit was selected."""
 
     def __call__(self, num_params: float, num_replicas: int) -> float:
         """Loss, nats a token."""
-        values = np.array(list(self.coefficients.values()))
-        return float(self.form.predict(values, np.array(num_params / _MILLION), np.array(float(num_replicas))))
-
-
-_MILLION = 1e6
+        log_a = self.coefficients["log A"] + self.coefficients["α"] * math.log(_MILLION)
+        values = np.array(list((self.coefficients | {"log A": log_a}).values()))
+        return float(self.form.predict(values, np.array(num_params), np.array(float(num_replicas))))
 
 
 def fit_parametric(
@@ -100,9 +108,10 @@ def fit_parametric(
     """The best fit of all starts.
 
     Raises:
-        ValueError: if the sizes below the largest, or the numbers of replicas, are too few for the form.
+        ValueError: if the sizes below the largest, the numbers of replicas, or the points are too few for the
+            form.
     """
-    n, m, y = np.array(num_params) / _MILLION, np.array(num_replicas, dtype=float), np.array(loss)
+    n, m, y = np.array(num_params), np.array(num_replicas, dtype=float), np.array(loss)
     is_largest = n == n.max()
     # A constant beside a power needs three values to be told from it.
     least = 3 if "C" in form.ranges else 2, 3 if "log B" in form.ranges else 2
@@ -112,19 +121,29 @@ def fit_parametric(
             f"{form.formula} needs {least[0]} sizes below the largest and {least[1]} numbers of replicas, and "
             f"there are {found[0]} and {found[1]}"
         )
+    if (num_points := int((~is_largest).sum())) <= len(form.ranges):
+        raise ValueError(
+            f"{form.formula} has {len(form.ranges)} coefficients, and there are {num_points} points below the "
+            "largest size"
+        )
     generator = np.random.default_rng(seed)
     low, high = np.array(list(form.ranges.values())).T
-    best, best_residual = None, math.inf
+    bounds = [_BOUNDS[symbol] for symbol in form.ranges]
+    ends: list[tuple[float, float, Array]] = []  # training loss, residual at the largest, coefficients
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
     with threadpool_limits(1):  # for matrices this small, threads take a thousand times longer
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
-            found = minimize(_huber, start, args=fitted, jac=True, method="L-BFGS-B", options=_ENOUGH)
+            found = minimize(_huber, start, fitted, jac=True, method="L-BFGS-B", bounds=bounds, options=_ENOUGH)
             predicted, _ = _evaluate(found.x, form, n[is_largest], m[is_largest])
             residual = float(np.abs(np.log(predicted) - np.log(y[is_largest])).mean())
-            if residual < best_residual:
-                best, best_residual = found.x, residual
-    assert best is not None, "some start has a finite residual"
-    return ParametricFit(form, dict(zip(form.ranges, map(float, best), strict=True)), best_residual)
+            ends.append((float(found.fun), residual, found.x))
+    lowest = min(loss for loss, _, _ in ends)
+    _, best_residual, best = min(
+        (end for end in ends if end[0] <= _AS_LOW * lowest + 1e-3), key=lambda end: end[1]
+    )
+    coefficients = dict(zip(form.ranges, map(float, best), strict=True))
+    coefficients["log A"] -= coefficients["α"] * math.log(_MILLION)
+    return ParametricFit(form, coefficients, best_residual)
 
 
 def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:

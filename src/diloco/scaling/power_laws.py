@@ -65,6 +65,8 @@ class PowerLawFit:
     """y of each."""
     num_replicas: Sequence[int] | None = None
     """M of each, for a joint law."""
+    step: float = 1.0
+    """The factor between values that were tried, where they are the best of a grid."""
 
     def __post_init__(self) -> None:
         """Refuse points that don't determine a law."""
@@ -75,6 +77,9 @@ class PowerLawFit:
         if np.linalg.matrix_rank(self._design_nxk) < self._k:
             points = ", ".join(f"N = {n:g}, M = {m}" for n, m in zip(self.num_params, self._replicas, strict=True))
             raise ValueError(f"{points} don't tell α from β: add a size at which two numbers of replicas were run")
+        if np.abs(self._coefficients_k).max() > _LARGEST:
+            told = ", ".join(f"{value:.3g}" for value in self._coefficients_k[:2])
+            raise ValueError(f"log A and α would be {told}: the points lie on no power law, look at them")
 
     @cached_property
     def law(self) -> PowerLaw:
@@ -183,6 +188,10 @@ class PowerLawFit:
     def _interval(self, row_k: Array) -> Estimate:
         """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
         value, weights = float(row_k @ self._coefficients_k), self._weights(row_k)
+        # A value that is rounded to a grid is uniform around it.
+        if np.sqrt(np.mean(self._residuals_n**2)) < math.log(self.step) / math.sqrt(12):
+            reason = f"what the law leaves is less than the step between values tried, a factor {self.step:.3g}"
+            return Estimate(value, reason=reason)
         if self._freedom[1] < 0:
             return Estimate(value, reason="an interval needs a size at which several numbers of replicas were run")
         counts = {"sizes": len(self._mean_gxn), "points": len(self.values)}
@@ -200,6 +209,7 @@ class PowerLawFit:
 
 
 _REPEATS = 4000
+_LARGEST = 500.0  # e to the power of it, times a power of N, is still a number
 _LEAST_FREEDOM = 3  # with fewer sizes, or points, than that beyond the coefficients, residuals say too little
 
 

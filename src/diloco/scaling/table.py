@@ -38,11 +38,15 @@ def published_table() -> list[Point]:
     ]
 
 
-def read_table(path: Path) -> list[Point]:
+def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
     """The points of a CSV with the columns params, replicas (0 is Data-Parallel) and eval_loss, and maybe others.
 
-    Lines that begin with # are comments. Runs of the same settings, which differ in their seed, are one point, at
-    their mean loss.
+    Lines that begin with # are comments, and what Data-Parallel has in the columns of the outer step is nothing.
+    Runs that differ in the column seed alone are one point, at their mean loss.
+
+    Args:
+        path: of the CSV.
+        sync_every: the H whose runs are read, beside Data-Parallel's; None reads all.
 
     Raises:
         ValueError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
@@ -60,30 +64,53 @@ def read_table(path: Path) -> list[Point]:
                 f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
                 f"them, and has {found}"
             )
-    points = list(_points(path, rows, [number for number, _ in numbered]))
+    runs = list(_runs(path, rows, [number for number, _ in numbered]))
+    points = [run.point for run in runs]
+    if sync_every is not None:
+        found = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
+        if sync_every not in found:
+            has = ", ".join(f"{period:g}" for period in found) or "none"
+            raise ValueError(f"{path} has no run with sync_every = {sync_every:g}, but {has}")
+        runs = [run for run in runs if run.point.settings.get("sync_every", sync_every) == sync_every]
+        points = [run.point for run in runs]
     _check_alike(path, points)
-    if len({point.params for point in points}) < 2:
-        has = f"runs of one size only ({points[0].params:g})" if points else "no run"
+    sizes = sorted({point.params for point in points})
+    if not sizes or sizes[-1] < 1.05 * sizes[0]:
+        has = f"runs of one size only ({sizes[0]:g})" if sizes else "no run"
         raise ValueError(f"{path} has {has}: a law in N needs two sizes or more")
-    return _averaged(points)
+    return _averaged(path, runs)
 
 
-def _points(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[Point]:
+@dataclass(frozen=True)
+class _Run:
+    """A row."""
+
+    point: Point
+    seed: str
+    line: int
+
+
+def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[_Run]:
+    told = [(numbers[rows.line_num - 1], row) for row in rows]
     # Rows of our own sweep that came to nothing say why in `failed`.
-    told = [(numbers[rows.line_num - 1], row) for row in rows if not row.get("failed")]
+    told = [(line, row) for line, row in told if (row.get("failed") or "").lower() in ("", "false", "0")]
     used = [name for name in _OPTIONAL if any(row.get(name) for _, row in told)]
     for line, row in told:
         where = f"{path}, line {line}"
+        if None in row:
+            raise ValueError(f"{where}: more cells than columns (a decimal comma? write 2.95)")
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
             raise ValueError(f"{where}: replicas must be a whole number, not {row['replicas']}")
-        settings = {name: _number(row, name, where) for name in used if row.get(name)}
-        for name in used:
-            if name not in settings and (replicas or name not in _OF_THE_OUTER_STEP):
+        known = [name for name in used if replicas or name not in _OF_THE_OUTER_STEP]
+        for name in known:
+            if not row.get(name):
                 raise ValueError(
                     f"{where}: {name} is missing, and other rows have it: fill it in, or drop the column"
                 )
-        yield Point(_number(row, "params", where), int(replicas), _number(row, "eval_loss", where), settings)
+        settings = {name: _number(row, name, where) for name in known}
+        point = Point(_number(row, "params", where), int(replicas), _number(row, "eval_loss", where), settings)
+        yield _Run(point, row.get("seed") or "", line)
 
 
 def _number(row: dict[str, str], name: str, where: str, least: float | None = None) -> float:
@@ -106,7 +133,7 @@ def _check_alike(path: Path, points: Sequence[Point]) -> None:
     if len(periods) > 1:
         found = ", ".join(f"{period:g}" for period in periods)
         raise ValueError(
-            f"{path} has runs with sync_every = {found}: a law holds for one, so keep the rows of one"
+            f"{path} has runs with sync_every = {found}: a law holds for one, so choose it by --sync-every"
         )
     ratios = sorted(point.settings["tokens"] / point.params for point in points if "tokens" in point.settings)
     if ratios and ratios[-1] > 1.1 * ratios[0]:
@@ -116,13 +143,24 @@ def _check_alike(path: Path, points: Sequence[Point]) -> None:
         )
 
 
-def _averaged(points: Sequence[Point]) -> list[Point]:
-    same: dict[tuple[object, ...], list[Point]] = {}
-    for point in points:
-        same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), []).append(point)
+def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
+    same: dict[tuple[object, ...], dict[str, _Run]] = {}
+    for run in runs:
+        point = run.point
+        seeds = same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), {})
+        if run.seed in seeds:
+            raise ValueError(
+                f"{path}, lines {seeds[run.seed].line} and {run.line} are runs of the same settings and seed: "
+                "keep one, or tell them apart in the column seed"
+            )
+        seeds[run.seed] = run
     return [
-        replace(of[0], eval_loss=statistics.mean(point.eval_loss for point in of), num_seeds=len(of))
-        for of in same.values()
+        replace(
+            next(iter(seeds.values())).point,
+            eval_loss=statistics.mean(run.point.eval_loss for run in seeds.values()),
+            num_seeds=len(seeds),
+        )
+        for seeds in same.values()
     ]
 
 

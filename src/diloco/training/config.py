@@ -177,11 +177,6 @@ class TrainConfig:
                 f"num_connections={self.num_connections} means nothing to data_parallel, which leaves gradients "
                 "to DistributedDataParallel: leave it out"
             )
-        if self.log_layer_cosine and (self.method == "data_parallel" or self.diloco.combine != "gather"):
-            raise ValueError(
-                "log_layer_cosine needs every replica's outer gradient whole, which is there with combine=gather "
-                f"alone, not with method={self.method}, combine={self.diloco.combine}: leave it out"
-            )
         if self.method == "data_parallel" and self.num_shards > 1:
             raise ValueError(
                 f"shards_per_replica={self.shards_per_replica} with method=data_parallel: its replicas are whole; "

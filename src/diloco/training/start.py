@@ -36,6 +36,11 @@ def prepare_run(
         unused = [name for name in changed if name.startswith("diloco.")]
         if unused:
             raise ValueError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+    if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
+        raise ValueError(
+            f"log_layer_cosine means nothing to diloco.combine={asked.diloco.combine}, where no replica sees the "
+            "others' outer gradients whole: leave it out"
+        )
     if "diloco.layers_per_fragment" in changed and with_method_values(asked).diloco.fragments == "whole":
         raise ValueError(
             f"diloco.layers_per_fragment={asked.diloco.layers_per_fragment} means nothing to one whole fragment: "

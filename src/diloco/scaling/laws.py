@@ -1,0 +1,128 @@
+"""Laws from a table: through the best run of each size and M, of loss, learning rate and batch."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from diloco.scaling.batches import best_batch, is_on_edge, losses_beside
+from diloco.scaling.power_laws import PowerLawFit
+from diloco.scaling.published import SYNC_EVERY
+from diloco.scaling.table import Point, best_points, published_table
+
+Kind = Literal["joint", "independent"]
+TOKENS_PER_PARAM = 20.0
+
+
+@dataclass(frozen=True)
+class Laws:
+    """Laws from a table; hyperparameters are the published ones where the table has none.
+
+    Args:
+        points: of a sweep; None takes the published losses, and with them the published hyperparameters.
+    """
+
+    points: Sequence[Point] | None = None
+
+    @cached_property
+    def best(self) -> list[Point]:
+        """The best run of each size and M."""
+        return best_points(list(self.points) if self.points is not None else published_table())
+
+    @property
+    def replicas(self) -> list[int]:
+        """All M that the table has, 0 for Data-Parallel."""
+        return sorted({point.replicas for point in self.best})
+
+    def fit(self, quantity: str, num_replicas: int, kind: Kind) -> PowerLawFit:
+        """The law of loss, learning_rate or batch_tokens, from the table.
+
+        Raises:
+            ValueError: if the table can't give it.
+        """
+        self._check(num_replicas, kind)
+        chosen = self.chosen(num_replicas, kind)
+        if len({point.params for point in chosen}) < 2:
+            sizes = {m: {point.params for point in self.chosen(m, "independent")} for m in self.replicas}
+            known = ", ".join(str(m) for m, of in sizes.items() if len(of) > 1) or "none"
+            raise ValueError(
+                f"M = {num_replicas} was run at {chosen[0].params:g} parameters only: there are independent laws "
+                f"for M = {known}"
+            )
+        values = [self.value(point, quantity) for point in chosen]
+        replicas = [point.replicas for point in chosen] if kind == "joint" else None
+        return PowerLawFit([point.params for point in chosen], values, replicas, self._step(chosen, quantity))
+
+    def chosen(self, num_replicas: int, kind: Kind) -> list[Point]:
+        """Those of `best` that a law goes through."""
+        return [p for p in self.best if (p.replicas > 0 if kind == "joint" else p.replicas == num_replicas)]
+
+    def value(self, point: Point, quantity: str) -> float:
+        """What a point of `best` has of a quantity."""
+        if quantity == "loss":
+            return point.eval_loss
+        if quantity == "batch_tokens":
+            return best_batch(self.runs_of(point), point)
+        return point.settings[quantity]
+
+    def runs_of(self, point: Point) -> list[Point]:
+        """All points of the table with the size and M of one."""
+        return [p for p in self.points or () if (p.params, p.replicas) == (point.params, point.replicas)]
+
+    def is_on_edge(self, point: Point, quantity: str) -> bool:
+        """Whether what a point of `best` has is the smallest or the largest that was tried beside it."""
+        return is_on_edge(self.runs_of(point), point, quantity)
+
+    def num_outer_rates(self, num_replicas: int) -> dict[float, int]:
+        """How many outer learning rates were tried at each size with that M."""
+        rates: dict[float, set[float]] = {}
+        for p in self.points or ():
+            if p.replicas == num_replicas and "outer_learning_rate" in p.settings:
+                rates.setdefault(p.params, set()).add(p.settings["outer_learning_rate"])
+        return {params: len(of) for params, of in sorted(rates.items())}
+
+    def _step(self, best: Sequence[Point], quantity: str) -> float:
+        """The least factor between values beside the best, where the law's points are values that were tried."""
+        if quantity == "loss":
+            return 1.0
+        if quantity == "batch_tokens" and not any(self.is_on_edge(point, quantity) for point in best):
+            return 1.0
+        tried = (list(losses_beside(self.runs_of(point), point, quantity)) for point in best)
+        return min((high / low for values in tried for low, high in pairwise(values)), default=1.0)
+
+    def _check(self, num_replicas: int, kind: Kind) -> None:
+        known = ", ".join(map(str, self.replicas))
+        if kind == "joint" and num_replicas == 0:
+            raise ValueError(
+                "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent (there are "
+                f"independent laws for M = {known})"
+            )
+        if kind == "joint" and len([m for m in self.replicas if m > 0]) < 2:
+            raise ValueError(
+                f"a joint law needs runs with two numbers of replicas or more, and there are M = {known} (0 is "
+                "Data-Parallel): ask for one of these as --num-replicas, with --fit independent"
+            )
+        if kind == "independent" and num_replicas not in self.replicas:
+            raise ValueError(
+                f"there is no independent law for {num_replicas} replicas: there are those for M = {known} (0 is "
+                "Data-Parallel); a joint law takes any M ≥ 1"
+            )
+
+    def has(self, quantity: str) -> bool:
+        """Whether the table itself tells the quantity."""
+        return self.points is not None and all(quantity in point.settings for point in self.points)
+
+    @property
+    def sync_every(self) -> float | None:
+        """H of the runs, where the table says; the published laws' 30."""
+        if self.points is None:
+            return SYNC_EVERY
+        return next((p.settings["sync_every"] for p in self.points if "sync_every" in p.settings), None)
+
+    @property
+    def tokens_per_param(self) -> float:
+        """Of the runs; the papers' 20 where the table doesn't say."""
+        ratios = [p.settings["tokens"] / p.params for p in self.points or () if "tokens" in p.settings]
+        return statistics.mean(ratios) if ratios else TOKENS_PER_PARAM
