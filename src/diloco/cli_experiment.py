@@ -55,6 +55,8 @@ def run(
     ]
     if not experiments:
         raise ValueError(f"name an experiment, or all: {', '.join(EXPERIMENTS)}")
+    if commands and tabulate:
+        raise ValueError("--commands prints what to run, --tabulate what was run: leave one out")
     if commands:
         _print_commands(experiments, output)
         return
@@ -79,9 +81,15 @@ def run(
 
 
 def machines_of(cores: int | None, ray: str | None) -> Machines:
-    """This machine, or a Ray cluster."""
+    """This machine, or a Ray cluster.
+
+    Raises:
+        ValueError: if both are meant.
+    """
     if ray is None:
         return LocalMachine(cores)
+    if cores is not None:
+        raise ValueError(f"--cores {cores} is of this machine, and --ray {ray} knows its own: leave one out")
     from diloco.experiments.cluster import RayCluster
 
     return RayCluster(ray)
@@ -89,7 +97,7 @@ def machines_of(cores: int | None, ray: str | None) -> Machines:
 
 @contextmanager
 def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar with the time that is left, to be told what part is done."""
+    """A bar with the time that is left, to be told what part is done; lines where there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -103,6 +111,8 @@ def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
             (first, done), now = started[0], time.monotonic()
             eta = str(timedelta(seconds=round((now - first) * (1 - part) / (part - done)))) if part > done else "?"
             progress.update(bar, completed=part, eta=eta)
+            if not progress.console.is_terminal:
+                progress.console.print(f"{name}: {part:.1%} done, ETA {eta}", highlight=False)
 
         yield on_finished
 

@@ -14,6 +14,7 @@ from diloco.experiments.grid import LabelledRun, adopt
 from diloco.experiments.rows import read_rows, write_rows
 from diloco.experiments.sweep import EXTENDED, Sweep, run_sweep
 from diloco.measure import flops_per_second
+from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
 from diloco.training.recipes import RECIPES, recipe
@@ -59,29 +60,38 @@ def sweep(arguments: Sequence[str]) -> None:
         tokens_per_param=asked.tokens_per_param,
         vocab_size=load_tokenizer(prepared).vocab_size,
     )
+    if not asked.axis and not asked.then:
+        raise ValueError("name what to vary, such as --axis learning_rate=0.004,0.008")
     if asked.plan:
         _print_plan(planned, asked.cores or num_cores())
         return
+    machines = machines_of(asked.cores, asked.ray)
     table = asked.output / "sweep.csv"
     earlier = _earlier_rows(table)
     adopt(earlier, asked.output / "runs")
     rows: list[dict] = []
     with grid_progress("sweep") as on_finished:
-        for rows in run_sweep(
-            planned, asked.output / "runs", machines_of(asked.cores, asked.ray), on_finished=on_finished
-        ):
+        for rows in run_sweep(planned, asked.output / "runs", machines, on_finished=on_finished):
             done = {row["run"] for row in rows}
-            # Until the end the table keeps what earlier calls left, to which this one may not have come yet.
+            # What other calls left stays, those of this one too, to which it may not have come yet.
             if told := [*rows, *(row for row in earlier if row["run"] not in done)]:
                 write_rows(told, table)
-    write_rows(rows, table)
     failed = [row for row in rows if "failed" in row]
     print(f"{table}: {len(rows)} runs, of which {len(failed)} failed")
     for row in failed:
         print(f"run {row['run']} failed: {row['failed']}")
-    print(f"now: diloco scaling fit --data {table}")
+    print(_next(table))
     if failed:
         raise SystemExit(1)
+
+
+def _next(table: Path) -> str:
+    """What to do with a table."""
+    try:
+        read_table(table)
+    except ValueError as error:
+        return f"no laws yet: {error}"
+    return f"now: diloco scaling fit --data {table}"
 
 
 def _earlier_rows(table: Path) -> list[dict]:

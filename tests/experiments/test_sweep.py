@@ -1,6 +1,7 @@
 """Sweeps over a made-up loss, on a machine that runs nothing."""
 
 import math
+import random
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,8 +23,9 @@ class Valley:
     Runs of `failing` replicas fail.
     """
 
-    def __init__(self, failing: int | None = None) -> None:
+    def __init__(self, failing: int | None = None, noise: float = 0.0) -> None:
         self.asked = []
+        self.noise = noise
         self.failing = failing
         self.killed_after = None
 
@@ -42,6 +44,8 @@ class Valley:
         # Larger batches want larger rates: the valley is a diagonal one.
         loss -= 0.5 * octaves * math.log(config.optimizer.learning_rate / 0.01)
         loss += 0 if is_baseline else (config.diloco.outer_learning_rate - 0.6) ** 2
+        luck = random.Random(f"{config.seed} {config.optimizer.learning_rate}")
+        loss += self.noise * luck.gauss(0, 1)
         summary = {"eval_loss": loss, "num_tokens": config.num_tokens, "num_steps": config.num_steps}
         names = ("eval_standard_error", "eval_bits_per_byte", "num_params", "outer_hash")
         summary |= dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1)
@@ -91,6 +95,20 @@ def test_another_axis_follows_at_the_best_of_each_group(base, tmp_path):
     assert len(rows) == 2 * 2 * 3 + 2 * 2  # 0.4 is the recipe's own
 
 
+def test_seeds_are_extended_and_varied_together(base, tmp_path):
+    """Each seed alone would end at a learning rate of its own."""
+    axes = {"seed": (0, 1, 2), "learning_rate": (0.0025, 0.0035, 0.005)}
+    base, then = replace(base, num_replicas=1), {"outer_learning_rate": (0.6,)}
+    sweep = Sweep(base=base, vocab_size=257, axes=axes, then=then)
+    rows = list(run_sweep(sweep, tmp_path / "runs", Valley(noise=0.1)))[-1]
+    tried: dict[float, set[int]] = {}
+    for row in rows:
+        tried.setdefault(row["learning_rate"], set()).add(row["seed"])
+    later = [row for row in rows if row["outer_learning_rate"] == 0.6]
+    assert len({row["learning_rate"] for row in later}) == 1 and sorted(row["seed"] for row in later) == [0, 1, 2]
+    assert len(tried) > 3 and all(seeds == {0, 1, 2} for seeds in tried.values())
+
+
 def test_what_failed_everywhere_is_not_varied_further(base, tmp_path):
     axes = {"num_replicas": (1, 2), "learning_rate": (0.0035, 0.005, 0.007)}
     rows, machine = swept(base, tmp_path, failing=2, axes=axes, then={"outer_learning_rate": (0.6, 0.8)})
@@ -121,6 +139,19 @@ def test_a_sweep_goes_on_from_its_table_alone(small_corpus, tmp_path, monkeypatc
     main([*asked, "--output", str(outputs[1])])
     assert read_rows(outputs[1] / "sweep.csv") == whole
     assert len(machine.asked) - num_asked == len({row["run"] for row in whole[:3]})
+
+
+def test_a_second_sweep_adds_to_the_table(small_corpus, tmp_path, monkeypatch, capsys):
+    text = ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1", "--data.cache", str(tmp_path)]
+    monkeypatch.setattr(cli_sweep, "machines_of", lambda *_: Valley())
+    asked = ["sweep", "tiny", *text, "--axis", "num_replicas=0,1", "--output", str(tmp_path / "sweep")]
+    main([*asked, "--axis", "width=32"])
+    assert "no laws yet: " in capsys.readouterr().out
+    main([*asked, "--axis", "width=48"])
+    told = capsys.readouterr()
+    assert "2 runs, of which 0 failed" in told.out and "now: diloco scaling fit --data" in told.out
+    assert "sweep: 100.0% done" in told.err, "where there is no terminal"
+    assert len({(row["params"], row["replicas"]) for row in read_rows(tmp_path / "sweep" / "sweep.csv")}) == 4
 
 
 def test_a_table_that_names_no_run_is_left_alone(small_corpus, tmp_path, capsys):
@@ -158,6 +189,8 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
         (["--tokens-per-param", "-5"], "tokens_per_param=-5 must be above 0 and finite"),
         (["--method", "data_parallel"], "leave out --method data_parallel"),
         (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
+        ([], "name what to vary, such as --axis"),
+        (["--axis", "seed=0", "--cores", "1", "--ray", "auto"], "--cores 1 is of this machine, and --ray auto"),
         (["--num-tokens", "5120"], "leave out --num-tokens"),
         (["--plan", "--cores", "0"], "--cores must be at least 1, not 0"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ class Sweep:
     """Of width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed, learning_rate and
     batch_tokens: all combinations."""
     then: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Varied alone, afterwards, at the best of each combination of the axes that are not extended."""
+    """Varied alone, afterwards, at the best of each combination of the axes that are not extended; the best on
+    average over the axis seed."""
     tokens_per_param: float = 20.0
     """Budget of a run."""
     vocab_size: int
@@ -68,6 +70,12 @@ class Sweep:
         """All combinations of the axes, without those that differ in what Data-Parallel does not have."""
         found = [tuple(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         return list(dict.fromkeys(map(_without_what_is_unused, found)))
+
+    def with_seeds(self, setting: Setting) -> list[Setting]:
+        """The setting with each value of the axis seed, if there is one."""
+        if "seed" not in self.axes:
+            return [setting]
+        return [tuple((dict(setting) | {"seed": seed}).items()) for seed in self.axes["seed"]]
 
     def later(self, settings: Iterable[Setting]) -> list[Setting]:
         """Settings with each value of `then`, without those that differ in what Data-Parallel does not have."""
@@ -140,7 +148,8 @@ def run_sweep(
     if sweep.then:
         groups = [losses for losses in _groups(settings, rows) if min(losses.values()) < math.inf]
         best = [min(losses, key=losses.__getitem__) for losses in groups]
-        settings = _different(sweep, [*settings, *sweep.later(best)])
+        later = sweep.later(setting for one in best for setting in sweep.with_seeds(one))
+        settings = _different(sweep, [*settings, *later])
         yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
 
 
@@ -157,13 +166,15 @@ def _without_what_is_unused(setting: Setting) -> Setting:
 
 
 def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[Setting, float]]:
-    """Losses by setting, of the settings that differ in nothing but the axes that are extended."""
-    found: dict[Setting, dict[Setting, float]] = {}
+    """Mean losses over seeds by setting, of the settings that differ in nothing but the axes that are extended."""
+    found: dict[Setting, dict[Setting, list[float]]] = {}
     for setting, row in zip(settings, rows, strict=True):
-        rest = tuple((name, value) for name, value in setting if name not in EXTENDED)
+        seedless = tuple((name, value) for name, value in setting if name != "seed")
+        rest = tuple((name, value) for name, value in seedless if name not in EXTENDED)
         loss = float(row["eval_loss"]) if not row.get("failed") else math.inf
-        found.setdefault(rest, {})[setting] = loss
-    yield from found.values()
+        found.setdefault(rest, {}).setdefault(seedless, []).append(loss)
+    for group in found.values():
+        yield {setting: statistics.mean(losses) for setting, losses in group.items()}
 
 
 def _beyond_edges(
@@ -181,7 +192,7 @@ def _beyond_edges(
         for values in itertools.product(*around):
             setting = tuple((best | dict(zip(axes, values, strict=True))).items())
             if setting not in losses and _can_run(sweep, setting):
-                yield setting
+                yield from sweep.with_seeds(setting)
 
 
 def _around(value: float, tried: Collection[float], step: float) -> tuple[float, float, float]:

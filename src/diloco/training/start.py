@@ -36,6 +36,8 @@ def prepare_run(
         unused = [name for name in changed if name.startswith("diloco.")]
         if unused:
             raise ValueError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+    if asked.num_connections > 1 and asked.num_replicas == 1:
+        raise ValueError(f"num_connections={asked.num_connections} means nothing to one replica: leave it out")
     if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
         raise ValueError(
             f"log_layer_cosine means nothing to diloco.combine={asked.diloco.combine}, where no replica sees the "

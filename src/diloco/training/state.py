@@ -99,6 +99,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         ValueError: for settings that the engine refuses.
         DisagreementError: if the replicas were started with different ones.
     """
+    if config.diloco.offload and world.device.type == "cpu":
+        raise ValueError("diloco.offload spares a GPU's memory, and this replica is on a CPU: leave it out")
     model = Decoder(config.model, seed=config.seed)
     if world.mesh is None:
         model.to(world.device)
