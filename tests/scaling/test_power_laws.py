@@ -1,12 +1,14 @@
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from diloco.scaling import parametric
 from diloco.scaling.laws import Laws
-from diloco.scaling.parametric import FORMS, fit_parametric
+from diloco.scaling.parametric import FORMS, NUM_STARTS, fit_parametric
 from diloco.scaling.power_laws import PowerLaw, PowerLawFit
 from diloco.scaling.published import EXTRAPOLATED, JOINT, LAWS, LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens
 
@@ -117,6 +119,58 @@ def test_an_outlier_hardly_moves_a_huber_fit_and_the_largest_size_is_not_fitted(
     # The form has one valley: whatever the largest size says, the fit is that of the others.
     beyond = [1.5 * y if a == SIZES[-1] else y for a, y in zip(n, loss, strict=True)]
     assert fit_parametric(form, n, m, beyond)(1e9, 2) == pytest.approx(expected(1e9, 2), rel=1e-3)
+
+
+def test_of_the_starts_that_come_as_low_the_best_at_the_largest_size_is_kept(monkeypatch):
+    """The lowest end, one as low that suits the largest size better, and higher ones that suit it best."""
+    n, m, loss = made_up()
+    exact = np.array([math.log(18.0) - 0.095 * math.log(1e6), -0.095, 0.012])
+    far, near, bait = (exact + np.array([shift, 0.0, 0.0]) for shift in (0.05, 0.01, 0.0))
+    ends = iter([(100.0, far), (100.9, near), (102.0, bait)] + [(500.0, bait)] * (NUM_STARTS - 3))
+
+    def minimize(*_, **__):
+        fun, x = next(ends)
+        return SimpleNamespace(fun=fun, x=x)
+
+    monkeypatch.setattr(parametric, "minimize", minimize)
+    fit = fit_parametric(FORMS["product"], n, m, loss)
+    assert fit.coefficients["log A"] == pytest.approx(math.log(18.0) + 0.01)
+    assert next(ends, None) is None and NUM_STARTS == 256
+
+
+def test_the_huber_loss_is_quadratic_up_to_delta_and_linear_beyond():
+    form, y = FORMS["product"], np.array([2.0])
+    for residual, expected in ((5e-4, 0.5**2 / 2), (-1e-2, 10 - 0.5)):  # δ is 1e-3
+        c = np.array([math.log(2.0) + residual, 0.0, 0.0])
+        value, gradient = parametric._huber(c, form, np.array([1e6]), np.array([1.0]), y)
+        assert value == pytest.approx(expected)
+        assert gradient[0] == pytest.approx(np.clip(residual / 1e-3, -1, 1) / 1e-3)
+
+
+def test_the_published_losses_give_these_forms():
+    """As docs/scaling-laws.md has them; N counts parameters."""
+    n = [size for m in (1, 2, 4, 8) for size in NUM_PARAMS]
+    m = [m for m in (1, 2, 4, 8) for _ in NUM_PARAMS]
+    loss = [loss for replicas in (1, 2, 4, 8) for loss in LOSS[replicas]]
+    constant = fit_parametric(FORMS["product_constant"], n, m, loss).coefficients
+    assert constant == pytest.approx({"log A": 3.657, "α": -0.160, "β": 0.0182, "C": 1.106}, rel=0.02)
+    exponent = fit_parametric(FORMS["exponent"], n, m, loss)
+    assert 0.0001 < exponent.coefficients["β"] < 0.0005
+    c = exponent.coefficients
+    by_hand = math.exp(c["log A"]) * 1e9 ** (c["α"] + 4 * c["β"]) + c["C"]
+    assert exponent(1e9, 4) == pytest.approx(by_hand)
+
+
+def test_a_constant_is_not_negative_and_more_points_than_coefficients_are_needed():
+    """A line in log-log that bends down beyond a power law would take a negative constant."""
+    n = [size for _ in (1, 2) for size in SIZES]
+    m = [m for m in (1, 2) for _ in SIZES]
+    loss = [3.0 * (a / 1e8) ** -0.05 - 0.8 + 0.01 * b for a, b in zip(n, m, strict=True)]
+    assert fit_parametric(FORMS["product_constant"], n, m, loss).coefficients["C"] == pytest.approx(0.0, abs=1e-9)
+    few = [i for i in range(len(n)) if m[i] == 1 or n[i] == SIZES[0]]
+    with pytest.raises(ValueError, match=r"A·N\^α·M\^β \+ C has 4 coefficients, and there are 4 points below"):
+        few_sizes = [i for i in few if n[i] in (*SIZES[:3], SIZES[-1])]
+        fit_parametric(FORMS["product_constant"], *([column[i] for i in few_sizes] for column in (n, m, loss)))
 
 
 def test_too_few_points_are_refused():

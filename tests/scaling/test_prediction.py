@@ -339,6 +339,8 @@ def test_laws_cross_where_they_are_equal():
     found = crossing(Laws(exact), 1)
     assert laws[0](found.num_params) == pytest.approx(laws[1](found.num_params))
     assert found.is_lower_above and not found.is_measured
+    among = [Point(n, m, laws[m](100 * n)) for m in (0, 1) for n in sizes]  # they cross at 2^25 / 100
+    assert crossing(Laws(among), 1).is_measured
     found = crossing(Laws(points), 1)
     assert found.low < 2**25 < found.high and found.high < 4 * found.low  # the truth, (20/10)^(1/0.04)
     fit = Laws(points).fit("loss", 1, "independent"), Laws(points).fit("loss", 0, "independent")
