@@ -62,11 +62,12 @@ def _train(arguments: list[str]) -> None:
     import tyro
     from rich.console import Console
 
+    from diloco.cli_recipe import parsed
     from diloco.data.index import read_index
     from diloco.report.preparation import preparation_progress
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import RECIPES, recipe
+    from diloco.training.recipes import RECIPES
     from diloco.training.run_directory import resumable
     from diloco.training.start import prepare_run
 
@@ -77,12 +78,13 @@ def _train(arguments: list[str]) -> None:
         """Go on with this run, a directory, from the newest step that every replica holds."""
 
     with _explained():
-        configs = {name: recipe(name) for name in RECIPES}
+        configs: dict[str, TrainConfig] = {}
         if (run := _resumed(arguments)) is not None:  # a resume begins with what the run was told
             saved = resumable(run)
-            configs |= {name: saved for name in configs if saved.recipe in ("", name)}
-        choices = {name: (RECIPES[name].__doc__ or "", Command(config=config)) for name, config in configs.items()}
-        command = tyro.extras.overridable_config_cli(choices, prog="diloco train", args=arguments)
+            configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
+            if saved.recipe in RECIPES and arguments[0] not in RECIPES:
+                arguments = [saved.recipe, *arguments]
+        command = parsed(lambda config: Command(config=config), arguments, prog="diloco train", configs=configs)
         with preparation_progress(Console(stderr=True)) as progress:
             config = prepare_run(command.config, resume=command.resume, progress=progress)
     with _explained(hint=f"; go on with: diloco train {config.recipe} --resume {config.directory}"):

@@ -80,10 +80,11 @@ def _plan_given(
 
 
 def _plan_measured(arguments: list[str]) -> None:
+    from diloco.cli_recipe import parsed
     from diloco.measure import measurable
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import RECIPES, flags, recipe
+    from diloco.training.recipes import flags
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
@@ -93,8 +94,7 @@ def _plan_measured(arguments: list[str]) -> None:
         json: bool = False
         """Print JSON."""
 
-    choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
-    asked = tyro.extras.overridable_config_cli(choices, prog="diloco plan --measure", args=arguments)
+    asked = parsed(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
     if asked.config.method == "data_parallel":
         raise ValueError("leave out --method data_parallel: what is planned is Streaming DiLoCo")
     for name, words in flags(asked.config).items():

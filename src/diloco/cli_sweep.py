@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from diloco.cli_experiment import grid_progress, machines_of
+from diloco.cli_recipe import parsed
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import load_tokenizer
 from diloco.experiments.grid import LabelledRun, adopt
@@ -17,7 +18,7 @@ from diloco.measure import flops_per_second
 from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
-from diloco.training.recipes import RECIPES, recipe
+from diloco.training.recipes import recipe
 
 
 def sweep(arguments: Sequence[str]) -> None:
@@ -43,8 +44,7 @@ def sweep(arguments: Sequence[str]) -> None:
         ray: str | None = None
         """Run on the Ray cluster at this address."""
 
-    choices = {name: (text.__doc__ or "", Command(config=recipe(name))) for name, text in RECIPES.items()}
-    asked = tyro.extras.overridable_config_cli(choices, prog="diloco sweep", args=arguments)
+    asked = parsed(lambda config: Command(config=config), arguments, prog="diloco sweep")
     left_out = recipe(asked.config.recipe).num_tokens
     if asked.config.num_tokens != left_out and not left_out % asked.config.tokens_per_step:
         raise ValueError(
