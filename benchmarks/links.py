@@ -46,7 +46,8 @@ from links_points import (
 from network.laboratory import Laboratory
 
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import TrainConfig, to_json
+from diloco.training.config import TrainConfig
+from diloco.training.fields import to_json
 from diloco.training.recipes import laptop
 from diloco.training.start import prepare_run
 

@@ -30,7 +30,8 @@ from diloco.exchange import share
 from diloco.measure import measure_link
 from diloco.outer import parameters_hash
 from diloco.training.conclusion import evaluate
-from diloco.training.config import DilocoConfig, TrainConfig, from_json
+from diloco.training.config import DilocoConfig, TrainConfig
+from diloco.training.fields import from_json
 from diloco.training.loop import inner_step, learning_rate, open_batches
 from diloco.training.state import TrainState, initial_state
 from diloco.training.world import World, join

@@ -238,8 +238,11 @@ WALL_CLOCK = ["--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "
     ("arguments", "sentence"),
     [
         (["simulate", "timeline", "--num-steps", "0"], "num_steps must be from 1 to 1000 in a timeline, not 0"),
-        (["simulate", "timeline", "--gbit-s", "-1"], "gbit_s must be above 0 and finite, not -1.0"),
-        (["simulate", "timeline", "--preset", "paper", "--gbit-s", "nan"], "gbit_s must be above 0 and finite"),
+        (["simulate", "timeline", "--link-gbit-s", "-1"], "gbit_s must be above 0 and finite, not -1.0"),
+        (
+            ["simulate", "timeline", "--preset", "paper", "--link-gbit-s", "nan"],
+            "gbit_s must be above 0 and finite",
+        ),
         (["simulate", "timeline", "--method", "data_parallel"], "--preset paper"),
         (["simulate", "curves", "--figures", "loss"], "'loss' is not a figure: choose from methods"),
         (["simulate", "wall-clock", *WALL_CLOCK, "--overlap-steps", "5"], "num_replicas=0 is Data-Parallel"),

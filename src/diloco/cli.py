@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, text in _COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
+        parser.error(f"unknown option {given[0]}: COMMAND comes first")
     command = parser.parse_args(given[:1]).command
     run = {
         "train": _train,
@@ -68,7 +70,7 @@ def _train(arguments: list[str]) -> None:
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.recipes import RECIPES
-    from diloco.training.run_directory import resumable
+    from diloco.training.run_directory import CONFIG_FILE, resumable
     from diloco.training.start import prepare_run
 
     @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,10 @@ def _train(arguments: list[str]) -> None:
         command = parsed(lambda config: Command(config=config), arguments, prog="diloco train", configs=configs)
         with preparation_progress(Console(stderr=True)) as progress:
             config = prepare_run(command.config, resume=command.resume, progress=progress)
-    with _explained(hint=f"; go on with: diloco train {config.recipe} --resume {config.directory}"):
+    with _explained(
+        hint=f"; go on with: diloco train {config.recipe} --resume {config.directory}",
+        where=config.directory / CONFIG_FILE,
+    ):
         if under_a_launcher():
             _replica(config, command.resume is not None)
             return
@@ -128,12 +133,11 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
 
 
 def _simulate(arguments: list[str]) -> None:
-    import tyro
 
     with _explained():
         from diloco.cli_simulate import COMMANDS
 
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco simulate", args=arguments)
+        _subcommand(COMMANDS, "diloco simulate", arguments)
 
 
 def _eval(arguments: list[str]) -> None:
@@ -164,12 +168,11 @@ def _report(arguments: list[str]) -> None:
 
 
 def _scaling(arguments: list[str]) -> None:
-    import tyro
 
     with _explained():
         from diloco.cli_scaling import COMMANDS
 
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="diloco scaling", args=arguments)
+        _subcommand(COMMANDS, "diloco scaling", arguments)
 
 
 def _sweep(arguments: list[str]) -> None:
@@ -221,14 +224,13 @@ def _data(arguments: list[str]) -> None:
         print(f"digest {index.digest}")
 
     with _explained():
-        tyro.extras.subcommand_cli_from_dict({"prepare": command}, prog="diloco data", args=arguments)
+        _subcommand({"prepare": command}, "diloco data", arguments)
 
 
 def _bench(arguments: list[str]) -> None:
     from typing import Literal
 
     import torch
-    import tyro
     from rich.console import Console
 
     from diloco.measure import demo_gradient, load_gradient, measure_wire
@@ -265,14 +267,30 @@ def _bench(arguments: list[str]) -> None:
             print_wire(found, Console())
 
     with _explained():
-        tyro.extras.subcommand_cli_from_dict({"wire": command}, prog="diloco bench", args=arguments)
+        _subcommand({"wire": command}, "diloco bench", arguments)
+
+
+def _subcommand(commands: Mapping[str, Callable[..., None]], prog: str, arguments: Sequence[str]) -> None:
+    """Call the command that the first argument names; with a program of its own, its hints name it in full."""
+    import tyro
+
+    if arguments and arguments[0] in commands:
+        tyro.cli(commands[arguments[0]], prog=f"{prog} {arguments[0]}", args=arguments[1:])
+    else:
+        tyro.extras.subcommand_cli_from_dict(dict(commands), prog=prog, args=arguments)
 
 
 @contextmanager
-def _explained(hint: str = "") -> Iterator[None]:
-    """Turn what is expected to go wrong into one sentence and an exit code."""
+def _explained(hint: str = "", where: Path | None = None) -> Iterator[None]:
+    """Turn what is expected to go wrong into one sentence and an exit code.
+
+    A hint follows where something was begun: where a file is, if one is named.
+    """
     try:
         yield
+    except BrokenPipeError:  # whoever reads has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         _complain(f"interrupted{hint}", 130)
     except Exception as error:
@@ -281,7 +299,8 @@ def _explained(hint: str = "") -> Iterator[None]:
         exit_code = exit_code_of(error)
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise
-        _complain(str(error) + (hint if exit_code != MISTAKE else ""), exit_code)
+        is_begun = exit_code != MISTAKE and (where is None or where.exists())
+        _complain(str(error) + (hint if is_begun else ""), exit_code)
 
 
 def _complain(sentence: str, exit_code: int) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import tyro
 
 from diloco.training.config import TrainConfig
-from diloco.training.recipes import RECIPES
+from diloco.training.recipes import RECIPES, recipe
 
 _Command = TypeVar("_Command")
 
@@ -34,8 +34,8 @@ def parsed(
         ValueError: for values that a config refuses.
         SystemExit: for what can't be parsed, which has been explained, and after help.
     """
-    commands = {name: command((configs or {}).get(name) or recipe()) for name, recipe in RECIPES.items()}
-    texts = {name: recipe.__doc__ or "" for name, recipe in RECIPES.items()}
+    commands = {name: command((configs or {}).get(name) or recipe(name)) for name in RECIPES}
+    texts = {name: function.__doc__ or "" for name, function in RECIPES.items()}
     if not arguments or arguments[0] not in commands:  # which explains what there is
         choices = {name: (texts[name], commands[name]) for name in commands}
         return tyro.extras.overridable_config_cli(choices, prog=prog, args=arguments)

@@ -259,7 +259,7 @@ def timeline(
     num_params: float = 1e9,
     step_seconds: tuple[float, ...] = (0.1,),
     num_replicas: int | None = None,
-    gbit_s: float = 80.0,
+    link_gbit_s: float = 80.0,
     sync_every: int = 6,
     layers_per_fragment: int = 3,
     overlap_steps: int | tuple[int, ...] | None = None,
@@ -275,7 +275,7 @@ def timeline(
         num_params: N.
         step_seconds: Compute of a step; one number, or one a replica.
         num_replicas: M; left out, 2 (physical).
-        gbit_s: Bandwidth of every link.
+        link_gbit_s: Bandwidth of every link.
         sync_every: H.
         layers_per_fragment: Of the streaming methods.
         overlap_steps: τ.
@@ -291,12 +291,12 @@ def timeline(
         title = f"{method}, {fragments} fragments" if settings.streams else method
         if preset == "paper":
             model = _paper_model(chosen, num_params, num_layers, step_seconds, {"num_replicas": num_replicas})
-            panels[title] = paper_timeline(model, gbit_s=gbit_s, num_steps=num_steps)
+            panels[title] = paper_timeline(model, gbit_s=link_gbit_s, num_steps=num_steps)
         else:
             size = ModelSize(num_params=num_params, num_layers=num_layers)
             replicas = replicas_of(num_replicas, step_seconds, (0.0,), (None,), overlap_steps)
             machines = PhysicalModel(settings=chosen, size=size, replicas=replicas)
-            panels[title] = physical_timeline(machines, gbit_s=gbit_s, num_steps=num_steps)
+            panels[title] = physical_timeline(machines, gbit_s=link_gbit_s, num_steps=num_steps)
     _tell(save(draw_timelines(panels), output, "timeline"))
 
 

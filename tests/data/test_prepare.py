@@ -245,6 +245,14 @@ def test_other_settings_are_refused_by_field_and_values(source, tmp_path, change
         prepare(DataConfig(**settings), directory, shard_tokens=5)
 
 
+def test_a_directory_in_which_nothing_was_made_takes_other_settings(source, tmp_path):
+    (tmp_path / "tok.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tok.json is not a tokenizer.json"):
+        prepare(DataConfig(train=(source,), tokenizer=str(tmp_path / "tok.json")), tmp_path / "out")
+    directory = prepare(DataConfig(train=(source,), held_out_fraction=0.2), tmp_path / "out")
+    assert read_index(directory).settings.tokenizer == "bytes"
+
+
 def test_a_source_that_changed_is_not_mixed_with_what_it_was(source, tmp_path):
     config = DataConfig(train=(source,), held_out_fraction=0.2)
     prepare(config, tmp_path / "out")

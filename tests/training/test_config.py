@@ -12,11 +12,9 @@ from diloco.training.config import (
     DilocoConfig,
     EvaluationConfig,
     TrainConfig,
-    differences,
-    from_json,
     resolve,
-    to_json,
 )
+from diloco.training.fields import differences, from_json, to_json
 from diloco.training.loop import learning_rate
 from diloco.training.recipes import RECIPES, scaling_laws, tiny
 from diloco.training.run_directory import claim, claim_together, resumable, resume_config

@@ -407,6 +407,12 @@ def test_a_mistake_ends_in_one_sentence(folder, streaming, flags, sentence, monk
     assert sorted(folder.glob("runs/*")) == before
 
 
+def test_a_run_that_was_never_begun_is_not_to_be_resumed(folder):
+    process = run(folder, "--runs", "/proc/nope")
+    assert process.returncode == 1 and process.stderr.count("\n") == 1
+    assert "No such file or directory" in process.stderr and "--resume" not in process.stderr
+
+
 def test_an_unknown_flag_is_named(folder):
     process = run(folder, "--learning-rat", "1")
     assert process.returncode == 2 and "--learning-rat" in process.stderr

@@ -94,6 +94,38 @@ def test_a_damaged_checkpoint_is_refused(unfinished, damage):
         run_parameters(unfinished, "replica")
 
 
+def test_damaged_outer_parameters_are_named_with_the_way_out(unfinished):
+    (unfinished / "outer.safetensors").touch()
+    with pytest.raises(ValueError, match=r"outer.safetensors can't be read \(.*: copy it again, or delete it"):
+        run_parameters(unfinished, "outer")
+    (unfinished / "outer.safetensors").unlink()
+    assert run_parameters(unfinished, "outer")[1] == 60
+
+
+def test_a_damaged_summary_is_named(unfinished, capsys):
+    (unfinished / "summary.json").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(unfinished)])
+    assert "summary.json is damaged: Expecting value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_replicas": "two"}, "num_replicas must be int, not 'two'"),
+        ({"method": "foo"}, "method must be 'streaming' or 'diloco' or 'data_parallel', not 'foo'"),
+        ({"model": 3}, "model. must be an object with fields, not 3"),
+        ({"diloco": {"overlap_steps": [1, "x"]}}, "diloco.overlap_steps must be int, not 'x'"),
+        ({"compile": 1}, "compile must be bool, not 1"),
+    ],
+)
+def test_a_config_with_other_values_than_its_fields_take_is_refused(finished_run, tmp_path, change, sentence):
+    values = json.loads((finished_run / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=rf"config.json: .*{sentence}"):
+        read_config(tmp_path)
+
+
 def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path, capsys):
     """Its config names a place that is gone."""
     moved = tmp_path / "moved"

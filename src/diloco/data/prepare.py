@@ -139,7 +139,7 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
 
 def _claim(output: Path, settings: Settings) -> None:
     path = output / SETTINGS_FILE
-    if not path.exists():
+    if not {file.name for file in output.iterdir()} - {"lock", SETTINGS_FILE}:  # nothing was made yet
         write_record(path, settings)
     found = read_settings(path)
     for name, asked in asdict(settings).items():
@@ -161,6 +161,7 @@ def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallbac
             train_bpe(_training_texts(config), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
+        load_tokenizer(original)  # what is wrong with it is told of the file that the user knows
         path = output / f"tokenizer{original.suffix}"
         write_atomically(path, [original.read_bytes()])
     return load_tokenizer(path)

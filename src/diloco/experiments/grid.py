@@ -22,7 +22,8 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.experiments.job import Job, end_running_jobs, run_job
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import TrainConfig, to_json, with_method_values
+from diloco.training.config import TrainConfig, with_method_values
+from diloco.training.fields import to_json
 from diloco.training.launcher import num_cores as available_cores
 
 RESULT_FILE = "result.json"

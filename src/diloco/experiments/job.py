@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from diloco.training.config import TrainConfig, from_json, to_json
+from diloco.training.config import TrainConfig
+from diloco.training.fields import from_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ class DecoderConfig:
     """The size of a decoder; 12·L·D² + V·D parameters and the norms' gains."""
 
     num_layers: int
-    """L, transformer blocks."""
+    """Transformer blocks."""
     num_heads: int
-    """H; must divide the width into an even number of elements a head."""
+    """Attention heads; must divide the width into an even number of elements a head."""
     width: int
     """D, of the residual stream; the MLP is four times as wide."""
     vocab_size: int = 0

@@ -33,7 +33,7 @@ def run_section(directory: Path) -> str:
     if not metrics:
         raise ValueError(f"{directory} has no metrics of any step yet")
     summary_file = directory / "summary.json"
-    summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
+    summary = _parsed(summary_file, summary_file.read_text()) if summary_file.exists() else {}
     parts = [
         heading(f"Run {config.name}"),
         facts(_facts(config, summary, metrics)),
@@ -50,7 +50,14 @@ def run_section(directory: Path) -> str:
 def _read(path: Path) -> _Metrics:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [_parsed(path, line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _last(metrics: dict[int, _Metrics]) -> int:

@@ -62,18 +62,18 @@ def predict(
         "num_replicas": num_replicas,
         "fit": fit,
         "sync_every": laws.sync_every if num_replicas else None,
-        "loss": _told(law.predict(num_params, num_replicas)),
+        "loss": _json(law.predict(num_params, num_replicas)),
         "learning_rate": rate,
         "batch_tokens": batch,
         "outer_learning_rate": _outer_learning_rate(laws, num_replicas),
-        "tokens": _told(Estimate(tokens, reason="20·N·overtraining, a choice and not a fit")),
+        "tokens": _json(Estimate(tokens, reason="20·N·overtraining, a choice and not a fit")),
         "steps": _steps(tokens, batch),
         "warning": "; ".join(warnings) or None,
     }
 
 
-def _told(estimate: Estimate) -> dict[str, Any]:
-    return {name: value for name, value in estimate._asdict().items() if name != "reason" or value is not None}
+def _json(estimate: Estimate) -> dict[str, Any]:
+    return estimate._asdict()
 
 
 def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:
     if best is None:
         return {"value": None, "low": None, "high": None, "at_power_of_two": None, "reason": "there is no batch"}
     reason = None if least else "tokens over the batch, which has none"
-    return _told(Estimate(best, least, most, reason)) | {"at_power_of_two": rounded}
+    return _json(Estimate(best, least, most, reason)) | {"at_power_of_two": rounded}
 
 
 def _on_edges(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _borrowed(laws: Laws, num_params: float) -> Iterator[str]:
 
 def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
     if laws.has(quantity):
-        return _rounded(quantity, _told(laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)))
+        return _rounded(quantity, _json(laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)))
     if kind == "independent" and num_replicas not in LAWS[quantity]:
         reason = f"the table has no {quantity}, and no published law is there for M = {num_replicas}"
         return _rounded(quantity, {"value": None, "low": None, "high": None, "reason": reason})
@@ -151,7 +151,7 @@ def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: 
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
     value = unit * law(num_params, num_replicas)
     reason = "the published coefficients come without the data behind them"
-    return _rounded(quantity, _told(Estimate(value, reason=reason)))
+    return _rounded(quantity, _json(Estimate(value, reason=reason)))
 
 
 def _rounded(quantity: str, estimate: dict[str, Any]) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     if not excess:
         known = ", ".join(f"{m}" for m in sorted({p.replicas for p in runs}))
         why = f"the table has rates for M = {known}" if known else "the paper prints no number"
-        return _told(Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}"))
+        return _json(Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}"))
     best, *others = sorted(excess, key=lambda rate: excess[rate][0])
     if not others:
-        return _told(Estimate(best, reason=f"the only one tried with M = {num_replicas}"))
+        return _json(Estimate(best, reason=f"the only one tried with M = {num_replicas}"))
     most = max(number for _, number in excess.values())
     tried = ", ".join(
         f"{rate:g}" + (f" (at {number} of {most} sizes)" if number < most else "")
@@ -182,7 +182,7 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     more = (1 + excess[others[0]][0]) / (1 + excess[best][0]) - 1
     reason = f"the best of {tried}, tried with M = {num_replicas}; {others[0]:g} has {100 * more:.2g} % more loss"
     beyond = ", and a better one may lie beyond" if best in (min(excess), max(excess)) else ""
-    return _told(Estimate(best, reason=reason + beyond))
+    return _json(Estimate(best, reason=reason + beyond))
 
 
 def _excess(points: Sequence[Point]) -> dict[float, tuple[float, int]]:

@@ -17,8 +17,9 @@ from diloco.exchange import share
 from diloco.models.decoder import Decoder, generate
 from diloco.outer import parameters_hash
 from diloco.sharded import gathered
-from diloco.training.config import TrainConfig, to_json
+from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.fields import to_json
 from diloco.training.state import TrainState
 from diloco.training.world import World
 

@@ -1,15 +1,15 @@
 """What a run is: one frozen dataclass, resolved once, kept as `config.json`."""
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import tyro
 
 from diloco.data.config import DataConfig
 from diloco.models.decoder import DecoderConfig
+from diloco.training.fields import to_json
 
 Method = Literal["streaming", "diloco", "data_parallel"]
 
@@ -331,57 +331,9 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     )
 
 
-def to_json(config: Any) -> Any:
-    """A config as what `json` writes."""
-    if is_dataclass(config):
-        return {f.name: to_json(getattr(config, f.name)) for f in fields(config)}
-    if isinstance(config, tuple):
-        return [to_json(value) for value in config]
-    return str(config) if isinstance(config, Path) else config
-
-
 def shared_facts(config: TrainConfig) -> dict[str, Any]:
     """What all replicas of a run must have in common, by field; text is compared by its digest, not its place."""
     return {name: value for name, value in to_json(config).items() if name not in _OWN_TO_A_REPLICA}
 
 
 _OWN_TO_A_REPLICA = {"runs", "device", "data", "precision", "compile", "timeout_seconds"}
-
-_Config = TypeVar("_Config")
-
-
-def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
-    """A config from what `to_json` made.
-
-    Raises:
-        ValueError: for a field that the config does not have, or lacks.
-    """
-    hints = get_type_hints(kind)
-    if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"unknown field {where}{unknown[0]}: it was written by another version, or by hand")
-    known = {name: _value(hints[name], value, f"{where}{name}.") for name, value in values.items()}
-    try:
-        return kind(**known)
-    except TypeError as error:
-        raise ValueError(f"{where or 'config'}: {error}") from None
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return from_json(hint, value, where)
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if isinstance(value, list):
-        return tuple(value)
-    return Path(value) if Path in options and value is not None else value
-
-
-def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
-    """The fields in which two configs differ, by dotted name, with both values."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for f in fields(one):
-        mine, theirs = getattr(one, f.name), getattr(other, f.name)
-        if is_dataclass(mine):
-            found |= differences(mine, theirs, f"{where}{f.name}.")
-        elif mine != theirs:
-            found[where + f.name] = (mine, theirs)
-    return found

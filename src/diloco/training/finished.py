@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from diloco.data.optional import require
@@ -39,7 +40,12 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[Decoder, in
     replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE
     if parameters == "outer" and exported.exists():
-        model.load_state_dict(safetensors.torch.load_file(exported))
+        try:
+            model.load_state_dict(safetensors.torch.load_file(exported))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{exported} can't be read ({error}): copy it again, or delete it to take the newest checkpoint"
+            ) from error
         return model, config.num_steps
     if parameters == "outer":  # all replicas have the same
         holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)

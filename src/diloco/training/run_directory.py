@@ -9,7 +9,8 @@ from typing import Any
 from diloco.data.atomic import write_atomically
 from diloco.data.index import INDEX_FILE
 from diloco.exchange import share
-from diloco.training.config import TrainConfig, differences, from_json, shared_facts, to_json
+from diloco.training.config import TrainConfig, shared_facts
+from diloco.training.fields import differences, from_json, to_json
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
@@ -82,7 +83,11 @@ def read_config(directory: Path) -> TrainConfig:
         raise ValueError(f"{directory} holds no run: {path} is missing") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
-    return replace(from_json(TrainConfig, values), name=directory.name, runs=directory.parent)
+    try:
+        config = from_json(TrainConfig, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return replace(config, name=directory.name, runs=directory.parent)
 
 
 def check_data(config: TrainConfig, *, flag: str) -> None:

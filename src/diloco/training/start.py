@@ -4,12 +4,15 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import torch
+
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.training.conclusion import held_out_windows
-from diloco.training.config import TrainConfig, differences, resolve, with_method_values
+from diloco.training.config import TrainConfig, resolve, with_method_values
+from diloco.training.fields import differences
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.run_directory import check_unclaimed, resume_config
@@ -50,6 +53,8 @@ def prepare_run(
         )
     if not asked.name and under_a_launcher():
         raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
+    if asked.device == "cuda" and not under_a_launcher() and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here: pass --device cpu")
     asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
     if not under_a_launcher():
         check_unclaimed(asked.directory)
