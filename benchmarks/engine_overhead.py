@@ -5,6 +5,7 @@
 Prints the ratio of the medians, measured in turns within one process.
 """
 
+import argparse
 import statistics
 import time
 
@@ -15,6 +16,7 @@ from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     model = Decoder(DecoderConfig(num_layers=6, num_heads=4, width=256, vocab_size=1024), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
