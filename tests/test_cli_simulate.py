@@ -149,7 +149,7 @@ def test_a_plan_measures_this_machine_on_request(flags):
         *(sys.executable, "-m", "diloco", "plan", "--measure", "tiny"),
         "--target",
         "0.2",
-        *("--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--diloco.offload"),
+        *("--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--log-layer-cosine"),
         *flags,
     ]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -159,7 +159,7 @@ def test_a_plan_measures_this_machine_on_request(flags):
     told = (
         "diloco train tiny ",
         "--global-batch 16",
-        "--diloco.outer-learning-rate 0.7 --diloco.offload",
+        "--diloco.outer-learning-rate 0.7 --log-layer-cosine",
         " ".join(flags),
         "--method streaming --num-replicas 2 --diloco",
     )

@@ -139,7 +139,8 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
 
 def _claim(output: Path, settings: Settings) -> None:
     path = output / SETTINGS_FILE
-    if not {file.name for file in output.iterdir()} - {"lock", SETTINGS_FILE}:  # nothing was made yet
+    is_made = any(file.name not in ("lock", SETTINGS_FILE) for file in output.iterdir())
+    if not (path.exists() and is_made):
         write_record(path, settings)
     found = read_settings(path)
     for name, asked in asdict(settings).items():
