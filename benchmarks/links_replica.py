@@ -32,7 +32,7 @@ from diloco.outer import parameters_hash
 from diloco.training.conclusion import evaluate
 from diloco.training.config import DilocoConfig, TrainConfig
 from diloco.training.fields import from_json
-from diloco.training.loop import inner_step, learning_rate, open_batches
+from diloco.training.loop import gradients, inner_step, learning_rate, open_batches
 from diloco.training.state import TrainState, initial_state
 from diloco.training.world import World, join
 
@@ -101,8 +101,6 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
         for step in count(1):
             start = time.perf_counter()
             inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
-            state.optimizer.step()
-            state.optimizer.zero_grad()
             if step == 2:  # the first allocate
                 share(world.exchange, "ready")
                 reduced = beside.submit(reduce)
@@ -231,7 +229,7 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
     state = _begin(asked, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))
     for _ in range(2):  # the first passes allocate, and DDP builds its buckets
-        inner_step(state, batches.batch(1), config, world, 0.0)
+        gradients(state, batches.batch(1), config, world)
         state.optimizer.zero_grad()
     ends, after_seconds, num_outer_steps = [], [], 0
     share(world.exchange, "ready")
@@ -239,9 +237,7 @@ def train(config: TrainConfig, world: World, asked: dict) -> dict:
     for step in range(1, asked["num_steps"] + 1):
         inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
         state.step = step
-        state.optimizer.step()
         num_outer_steps += len(state.sync.step())
-        state.optimizer.zero_grad()
         ends.append(time.perf_counter() - start)
         after_seconds.append(ends[-1] + start - getattr(state.sync, "last_gradient", ends[-1] + start))
     num_outer_steps += len(state.sync.finish())

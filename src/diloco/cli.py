@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bench": _bench,
         "data": _data,
     }[command]
-    run(given[1:])
+    try:
+        try:
+            run(given[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe that was closed, as by `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _train(arguments: list[str]) -> None:
@@ -133,7 +150,6 @@ def _replica(config: "TrainConfig", resume: bool) -> None:
 
 
 def _simulate(arguments: list[str]) -> None:
-
     with _explained():
         from diloco.cli_simulate import COMMANDS
 
@@ -168,7 +184,6 @@ def _report(arguments: list[str]) -> None:
 
 
 def _scaling(arguments: list[str]) -> None:
-
     with _explained():
         from diloco.cli_scaling import COMMANDS
 
@@ -288,14 +303,13 @@ def _explained(hint: str = "", where: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # whoever reads has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except KeyboardInterrupt:
-        _complain(f"interrupted{hint}", 130)
+        _complain("interrupted" + (hint if where is None or where.exists() else ""), 130)
     except Exception as error:
         from diloco.training.launcher import MISTAKE, exit_code_of
 
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            raise
         exit_code = exit_code_of(error)
         if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
             raise

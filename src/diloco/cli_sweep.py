@@ -52,6 +52,8 @@ def sweep(arguments: Sequence[str]) -> None:
         )
     if asked.cores is not None and asked.cores < 1:
         raise ValueError(f"--cores must be at least 1, not {asked.cores}; left out, all are used")
+    if not asked.axis and not asked.then:
+        raise ValueError("name what to vary, such as --axis learning_rate=0.004,0.008")
     prepared = resolve_data(asked.config.data)
     planned = Sweep(
         base=asked.config,
@@ -60,14 +62,12 @@ def sweep(arguments: Sequence[str]) -> None:
         tokens_per_param=asked.tokens_per_param,
         vocab_size=load_tokenizer(prepared).vocab_size,
     )
-    if not asked.axis and not asked.then:
-        raise ValueError("name what to vary, such as --axis learning_rate=0.004,0.008")
     if asked.plan:
         _print_plan(planned, asked.cores or num_cores())
         return
     machines = machines_of(asked.cores, asked.ray)
     table = asked.output / "sweep.csv"
-    earlier = _earlier_rows(table)
+    earlier = _earlier_rows(table, planned.name_of_base)
     adopt(earlier, asked.output / "runs")
     rows: list[dict] = []
     with grid_progress("sweep") as on_finished:
@@ -94,8 +94,12 @@ def _next(table: Path) -> str:
     return f"now: diloco scaling fit --data {table}"
 
 
-def _earlier_rows(table: Path) -> list[dict]:
+def _earlier_rows(table: Path, name_of_base: str) -> list[dict]:
     rows = read_rows(table) if table.exists() else []
+    if any(row.get("base") not in (None, name_of_base) for row in rows):
+        raise ValueError(
+            f"{table} has runs that differ from these in more than its columns tell: choose another --output"
+        )
     if any("run" not in row for row in rows):
         raise ValueError(f"{table} is not a sweep's, as it names no run: choose another --output")
     return rows
@@ -123,7 +127,7 @@ def _print_plan(planned: Sweep, cores: int) -> None:
     planned_later = map(planned.run, planned.later(groups.values()))
     later = [run for run in planned_later if run.config not in {known.config for known in runs}]
     for run in runs:
-        labels = ", ".join(f"{name}={value:g}" for name, value in run.labels.items())
+        labels = ", ".join(f"{name}={value:g}" for name, value in run.labels.items() if name != "base")
         print(f"{_flops(run):9.2e} FLOPs  {labels}")
     total = sum(map(_flops, runs + later))
     speeds = {

@@ -162,16 +162,30 @@ class OuterStep:
         (‖Σ_m u_m‖² − Σ_m ‖u_m‖²) / (M (M − 1)) with u_m = Δ_m / ‖Δ_m‖, so that two vectors are in memory however
         many replicas there are. Over all shards: every process of a sharded replica must call it.
         """
-        start, end = self.spans[block] if block is not None else (0, None)
-        squares = [delta_N[start:end].square().sum() for delta_N in self.make_deltas()]
+        return (self._cosine if block is None else self._block_cosines)[block]
+
+    @cached_property
+    def _cosine(self) -> dict[str | None, float | None]:
+        return self._cosines({None: (0, None)})
+
+    @cached_property
+    def _block_cosines(self) -> dict[str | None, float | None]:
+        return self._cosines({**self.spans})
+
+    def _cosines(self, spans: Mapping[str | None, tuple[int, int | None]]) -> dict[str | None, float | None]:
+        """Of several parts, in two passes over the replicas."""
+        parts = [slice(*span) for span in spans.values()]
+        squares = [torch.stack([delta_N[p].square().sum() for p in parts]) for delta_N in self.make_deltas()]
         if len(squares) < 2:
-            return None
-        norms_M = self.sum_over_shards(torch.stack(squares)).sqrt()
-        sum_N = torch.zeros(())
-        for delta_N, norm in zip(self.make_deltas(), norms_M, strict=True):
-            sum_N = sum_N + delta_N[start:end] / norm.clamp(min=1e-30)
-        all_pairs = self.sum_over_shards(sum_N.square().sum()).item()
-        return (all_pairs - norms_M.count_nonzero().item()) / (len(squares) * (len(squares) - 1))
+            return dict.fromkeys(spans)
+        norms_MxP = self.sum_over_shards(torch.stack(squares)).sqrt()
+        sums = [torch.zeros(()) for _ in parts]
+        for delta_N, norms_P in zip(self.make_deltas(), norms_MxP.clamp(min=1e-30), strict=True):
+            sums = [sum_N + delta_N[p] / norm for sum_N, p, norm in zip(sums, parts, norms_P, strict=True)]
+        all_pairs_P = self.sum_over_shards(torch.stack([sum_N.square().sum() for sum_N in sums]))
+        num_pairs = len(squares) * (len(squares) - 1)
+        cosines_P = (all_pairs_P - norms_MxP.count_nonzero(0)) / num_pairs
+        return dict(zip(spans, cosines_P.tolist(), strict=True))
 
 
 def parameters_hash(parameters: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = Tensor.detach) -> str:

@@ -151,7 +151,14 @@ def test_a_second_sweep_adds_to_the_table(small_corpus, tmp_path, monkeypatch, c
     told = capsys.readouterr()
     assert "2 runs, of which 0 failed" in told.out and "now: diloco scaling fit --data" in told.out
     assert "sweep: 100.0% done" in told.err, "where there is no terminal"
-    assert len({(row["params"], row["replicas"]) for row in read_rows(tmp_path / "sweep" / "sweep.csv")}) == 4
+    rows = read_rows(tmp_path / "sweep" / "sweep.csv")
+    assert len({(row["params"], row["replicas"]) for row in rows}) == 4
+    # What has no column must be the same; of what has one, anything goes.
+    main([*asked, "--axis", "width=64", "--diloco.outer-learning-rate", "0.8", "--optimizer.learning-rate", "0.1"])
+    with pytest.raises(SystemExit, match="2"):
+        main([*asked, "--axis", "width=96", "--diloco.wire", "fp32"])
+    assert "differ from these in more than its columns tell: choose another --output" in capsys.readouterr().err
+    assert len(read_rows(tmp_path / "sweep" / "sweep.csv")) == 6
 
 
 def test_a_table_that_names_no_run_is_left_alone(small_corpus, tmp_path, capsys):
@@ -186,8 +193,8 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
         (["--axis", "num_replicas=-1"], "the axis num_replicas takes finite numbers of 0 or more, not -1"),
         (["--then", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
         (["--then", "width=33"], "width=33"),
-        (["--tokens-per-param", "-5"], "tokens_per_param=-5 must be above 0 and finite"),
-        (["--method", "data_parallel"], "leave out --method data_parallel"),
+        (["--axis", "seed=0", "--tokens-per-param", "-5"], "tokens_per_param=-5 must be above 0 and finite"),
+        (["--axis", "seed=0", "--method", "data_parallel"], "leave out --method data_parallel"),
         (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
         ([], "name what to vary, such as --axis"),
         (["--axis", "seed=0", "--cores", "1", "--ray", "auto"], "--cores 1 is of this machine, and --ray auto"),

@@ -144,6 +144,9 @@ def test_the_edge_is_that_of_what_was_tried_beside_the_best():
     ]
     laws = Laws(wide)
     assert laws.is_on_edge(laws.best[0], "learning_rate") and laws.is_on_edge(laws.best[0], "batch_tokens")
+    beyond = at_batches({1024: 3.0, 2048: 2.9, 4096: 3.0}, outer_learning_rate=0.6)
+    laws = Laws([*beyond, *at_batches({8192: 2.8}, outer_learning_rate=0.8)])
+    assert laws.is_on_edge(laws.best[0], "batch_tokens")
 
 
 def test_a_table_of_losses_alone_predicts_the_loss_for_any_m():
@@ -241,12 +244,12 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
             "params,replicas,eval_loss,sync_every\n1e6,0,2,\n1e6,1,2,30\n2e6,1,2,100\n",
             "runs with sync_every = 30, 100: a law holds for one",
         ),
-        ("params,replicas,eval_loss\n1e6,1,2,95\n", "line 2: more cells than columns .a decimal comma"),
+        ("params,replicas,eval_loss\n1e6,1,2,95\n2e6,1,2,\n", "line 2: more cells than columns .a decimal comma"),
         ("params,replicas,eval_loss\n1e6,1,2\n1000100,1,1.9\n", r"runs of one size only \(1e\+06\)"),
         ("params,replicas,eval_loss\n1e6,1,2\n2e6,1,2\n1e6,1,2\n", "lines 2 and 4 are runs of the same settings"),
         (
             "params,replicas,eval_loss,seed,wire\n1e6,1,2,0,fp32\n2e6,1,2,0,fp32\n2e6,1,2,0,e3m0\n",
-            "lines 3 and 4 are runs of the same settings and seed: keep one, or tell them apart in the column",
+            "lines 3 and 4 are runs of the same settings: if they differ in their seed, .* keep the rows of one",
         ),
         (
             "params,replicas,eval_loss,tokens\n1e6,1,2,2e7\n2e6,1,2,1e7\n",

@@ -209,6 +209,8 @@ def test_a_resume_that_would_be_another_run_is_refused(run):
 def test_a_resume_may_take_smaller_passes(run):
     saved = resumable(run.directory)
     assert resume_config(run.directory, replace(saved, micro_batch=2)).micro_batch == 2
+    smaller = replace(saved, evaluation=replace(saved.evaluation, batch=1))
+    assert resume_config(run.directory, smaller).evaluation.batch == 1
 
 
 def test_a_resume_without_its_data_names_the_flag(run):

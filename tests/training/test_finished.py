@@ -113,8 +113,9 @@ def test_a_damaged_summary_is_named(unfinished, capsys):
     ("change", "sentence"),
     [
         ({"num_replicas": "two"}, "num_replicas must be int, not 'two'"),
+        ({"diloco": {"fragments": "foo"}}, "diloco.fragments must be 'strided' .* 'whole' or null, not 'foo'"),
         ({"method": "foo"}, "method must be 'streaming' or 'diloco' or 'data_parallel', not 'foo'"),
-        ({"model": 3}, "model. must be an object with fields, not 3"),
+        ({"model": 3}, "model must be an object with fields, not 3"),
         ({"diloco": {"overlap_steps": [1, "x"]}}, "diloco.overlap_steps must be int, not 'x'"),
         ({"compile": 1}, "compile must be bool, not 1"),
     ],

@@ -5,13 +5,15 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diloco.experiments.grid import LabelledRun, Machines, run_grid
+from diloco.experiments.grid import LabelledRun, Machines, make_job, run_grid
 from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
+from diloco.training.start import refuse_what_means_nothing
 
 Setting = tuple[tuple[str, float], ...]
 """A value of each axis, by name."""
@@ -71,6 +73,23 @@ class Sweep:
         found = [tuple(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         return list(dict.fromkeys(map(_without_what_is_unused, found)))
 
+    @cached_property
+    def name_of_base(self) -> str:
+        """What everything that has no column is known by: runs of one name belong in one table."""
+        base = self.base
+        without_columns = replace(
+            base,
+            num_replicas=1,
+            num_connections=1,
+            seed=0,
+            global_batch=1,
+            num_tokens=base.sequence_length,
+            model=replace(base.model, width=2 * base.model.num_heads),
+            optimizer=replace(base.optimizer, learning_rate=1.0),
+            diloco=replace(base.diloco, sync_every=1, outer_learning_rate=1.0),
+        )
+        return make_job(without_columns, Path()).config.name.replace("run", "base")
+
     def with_seeds(self, setting: Setting) -> list[Setting]:
         """The setting with each value of the axis seed, if there is one."""
         if "seed" not in self.axes:
@@ -115,6 +134,7 @@ class Sweep:
             base,
             method="data_parallel" if is_baseline else base.method,
             num_replicas=max(1, replicas),
+            num_connections=base.num_connections if replicas > 1 else 1,
             seed=int(values.get("seed", base.seed)),
             model=model,
             global_batch=global_batch,
@@ -122,8 +142,10 @@ class Sweep:
             optimizer=replace(base.optimizer, learning_rate=rate),
             diloco=recipe(base.recipe).diloco if is_baseline else replace(base.diloco, **diloco),
         )
+        refuse_what_means_nothing(config)
         labels: dict[str, Any] = {"params": num_params, "replicas": replicas, "learning_rate": rate}
         labels |= {"batch_tokens": step_tokens, "tokens": config.num_tokens, "seed": config.seed}
+        labels |= {"base": self.name_of_base}
         return LabelledRun(labels=labels | ({} if is_baseline else diloco), config=config)
 
 

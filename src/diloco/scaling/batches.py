@@ -44,8 +44,8 @@ def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
 
 def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:
     """Whether the best value is the smallest or the largest tried beside it: a better one may lie beyond."""
-    tried = losses_beside(points, best, quantity)
-    return len(tried) > 1 and best.settings[quantity] in (min(tried), max(tried))
+    value, tried = best.settings[quantity], losses_beside(points, best, quantity)
+    return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
 
 
 def best_batch(points: Sequence[Point], best: Point) -> float:

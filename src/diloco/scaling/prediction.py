@@ -49,7 +49,7 @@ def predict(
     tokens = TOKENS_PER_PARAM * num_params * overtraining
     warnings = [
         *_outside(law, num_params, num_replicas),
-        *_borrowed(laws, num_params),
+        *_borrowed(laws, num_params, {"learning_rate": rate, "batch_tokens": batch}),
         *_on_edges(laws, num_replicas, fit),
         *_uneven(laws, num_replicas, fit),
     ]
@@ -133,11 +133,11 @@ def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator
         )
 
 
-def _borrowed(laws: Laws, num_params: float) -> Iterator[str]:
+def _borrowed(laws: Laws, num_params: float, told: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Which hyperparameters are the published ones, for sizes that those don't know."""
     if laws.points is not None and not NUM_PARAMS[0] <= num_params <= NUM_PARAMS[-1]:
-        for quantity in ("learning_rate", "batch_tokens"):
-            if not laws.has(quantity):
+        for quantity, estimate in told.items():
+            if not laws.has(quantity) and estimate["value"] is not None:
                 yield f"the table has no {quantity}, and the published law of 35M to 2.4B parameters is far off"
 
 

@@ -97,7 +97,7 @@ def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterat
     used = [name for name in _OPTIONAL if any(row.get(name) for _, row in told)]
     for line, row in told:
         where = f"{path}, line {line}"
-        if None in row:
+        if any(row.get(None, ())):  # where DictReader puts what has no column
             raise ValueError(f"{where}: more cells than columns (a decimal comma? write 2.95)")
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
@@ -150,8 +150,8 @@ def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
         seeds = same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), {})
         if run.seed in seeds:
             raise ValueError(
-                f"{path}, lines {seeds[run.seed].line} and {run.line} are runs of the same settings and seed: "
-                "keep one, or tell them apart in the column seed"
+                f"{path}, lines {seeds[run.seed].line} and {run.line} are runs of the same settings: if they "
+                "differ in their seed, say so in a column seed; if in something else, keep the rows of one"
             )
         seeds[run.seed] = run
     return [

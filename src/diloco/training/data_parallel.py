@@ -26,29 +26,33 @@ class DataParallel:
     Args:
         model: the replica's copy.
         forward: the same, compiled or not, to be called in training.
-        batch: the shape of the tokens that it will be called with, (B, T).
+        batch: the shape of the tokens that it will be called with, (B, T), which are all but the last of windows.
+        autocast: whether it will be called in bfloat16.
     """
 
-    def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int]) -> None:
+    def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int], *, autocast: bool) -> None:
         self._model = model
         group = dist.group.WORLD
         assert group is not None, "this process has joined the others"
         self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
         self.forward.register_comm_hook(group, self._reduce)
         self._last_bucket_at = 0.0
-        self._settle_buckets(batch)
+        self._settle_buckets(*batch, autocast)
         self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
 
-    def _settle_buckets(self, batch: tuple[int, int]) -> None:
+    def _settle_buckets(self, num_sequences: int, length: int, autocast: bool) -> None:
         """Let DDP sort gradients into buckets anew, as it does after its first pass, before the first step.
 
         With three replicas or more the order of a sum depends on the bucket, and so a resume would on its step.
         """
         device = next(self._model.parameters()).device
-        # With a batch of the true shape, since a compiled model would keep to shapes that vary.
-        self.forward(torch.zeros(batch, dtype=torch.int64, device=device)).sum().backward()
+        # As training calls it, to the stride, since a compiled model would else be compiled again, for any shape.
+        windows_BxT1 = torch.zeros(num_sequences, length + 1, dtype=torch.int64, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits_BxTxV = self.forward(windows_BxT1[:, :-1])
+        logits_BxTxV.float().sum().backward()
         self._model.zero_grad()
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:

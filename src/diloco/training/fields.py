@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _Config = TypeVar("_Config")
@@ -25,7 +25,7 @@ def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, dict):
-        raise ValueError(f"{where or 'config'} must be an object with fields, not {values!r}")
+        raise ValueError(f"{where.removesuffix('.') or 'config'} must be an object with fields, not {values!r}")
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(f"unknown field {where}{unknown[0]}: it was written by another version, or by hand")
     known = {name: _value(hints[name], value, f"{where}{name}.") for name, value in values.items()}
@@ -38,7 +38,8 @@ def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
 def _value(hint: Any, value: Any, where: str) -> Any:
     if is_dataclass(hint) and isinstance(hint, type):
         return from_json(hint, value, where)
-    for option in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
         if isinstance(value, list) and get_origin(option) is tuple:
             return tuple(_value(get_args(option)[0], each, where) for each in value)
         if get_origin(option) is Literal and value in get_args(option):
@@ -47,10 +48,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return Path(value)
         if type(value) is option or (option is float and type(value) is int):
             return value
-    told = (
-        " or ".join(map(repr, get_args(hint))) if get_origin(hint) is Literal else getattr(hint, "__name__", hint)
-    )
+    told = " or ".join(text for option in options for text in _names(option))
     raise ValueError(f"{where.removesuffix('.')} must be {told}, not {value!r}")
+
+
+def _names(option: Any) -> list[str]:
+    """What a user would call a type."""
+    if get_origin(option) is Literal:
+        return [repr(choice) for choice in get_args(option)]
+    return ["null" if option is NoneType else "a list" if get_origin(option) is tuple else option.__name__]
 
 
 def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:

@@ -107,11 +107,13 @@ def _lack_of_memory_explained(config: TrainConfig, world: World) -> Iterator[Non
         is_it = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
         if not is_it:
             raise
+        may_shard = config.method != "data_parallel"
+        more_shards = f", or more --shards-per-replica (now {config.num_shards})" if may_shard else ""
         raise TrainingError(
             f"replica {world.replica} has not enough memory on its {world.device.type}: take a smaller "
-            f"--micro-batch (now {config.micro_batch}) or --evaluation.batch (now {config.evaluation.batch}), or "
-            f"more --shards-per-replica (now {config.num_shards}), and start again, or go on with --resume "
-            f"{config.directory} ({(str(error) or 'MemoryError').splitlines()[0]})"
+            f"--micro-batch (now {config.micro_batch}) or --evaluation.batch (now {config.evaluation.batch})"
+            f"{more_shards}, and start again, or go on with --resume {config.directory} "
+            f"({(str(error) or 'MemoryError').splitlines()[0]})"
         ) from error
 
 
@@ -175,6 +177,16 @@ def inner_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
+    loss, grad_norm = gradients(state, batch, config, world)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise TrainingError(_not_finite(config, world, state.step + 1, loss, grad_norm))
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return loss, grad_norm
+
+
+def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> tuple[float, float]:
+    """Accumulate and clip the gradients of a batch; loss and norm as of `inner_step`."""
     assert config.micro_batch is not None, "the config is resolved"
     micro_batches = torch.from_numpy(batch).to(world.device).split(config.micro_batch)
     losses = []
@@ -188,13 +200,8 @@ def inner_step(
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    loss = world.over_shards(torch.stack(losses).mean().item(), dist.ReduceOp.SUM) / world.num_shards
-    norm = gathered(grad_norm).item()
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise TrainingError(_not_finite(config, world, state.step + 1, loss, norm))
-    state.optimizer.step()
-    state.optimizer.zero_grad()
-    return loss, norm
+    loss = torch.stack(losses).mean().item()
+    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, gathered(grad_norm).item()
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -25,6 +25,8 @@ _MAY_CHANGE_ON_RESUME = {
     "checkpoint.every_steps",
     "checkpoint.keep",
     "data.prepared",
+    "diloco.offload",
+    "evaluation.batch",
 }
 
 

@@ -34,6 +34,27 @@ def prepare_run(
     """
     if resume is not None:
         return resume_config(resume, asked)
+    refuse_what_means_nothing(asked)
+    _check_device(asked)
+    if not asked.name and under_a_launcher():
+        raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
+    asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    if not under_a_launcher():
+        check_unclaimed(asked.directory)
+    directory = resolve_data(asked.data, progress=progress)
+    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
+    check(config)
+    open_split(directory, "train").num_windows(config.sequence_length)
+    held_out_windows(open_split(directory, "held_out"), config)
+    return config
+
+
+def refuse_what_means_nothing(asked: TrainConfig) -> None:
+    """Refuse what a user changed in a recipe, though the run has no use for it.
+
+    Raises:
+        ValueError: with the field.
+    """
     changed = differences(recipe(asked.recipe), asked)
     if asked.method == "data_parallel":
         unused = [name for name in changed if name.startswith("diloco.")]
@@ -51,16 +72,13 @@ def prepare_run(
             f"diloco.layers_per_fragment={asked.diloco.layers_per_fragment} means nothing to one whole fragment: "
             "leave it out, or take --diloco.fragments strided or sequential"
         )
-    if not asked.name and under_a_launcher():
-        raise ValueError("under torchrun pass --name, so that all replicas know their run by the same name")
-    if asked.device == "cuda" and not under_a_launcher() and not torch.cuda.is_available():
+
+
+def _check_device(asked: TrainConfig) -> None:
+    """Refuse at once what needs a GPU, where replicas are processes of this machine."""
+    if under_a_launcher() or torch.cuda.is_available():
+        return
+    if asked.device == "cuda":
         raise ValueError("device=cuda, but torch finds no GPU here: pass --device cpu")
-    asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
-    if not under_a_launcher():
-        check_unclaimed(asked.directory)
-    directory = resolve_data(asked.data, progress=progress)
-    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
-    check(config)
-    open_split(directory, "train").num_windows(config.sequence_length)
-    held_out_windows(open_split(directory, "held_out"), config)
-    return config
+    if asked.diloco.offload:
+        raise ValueError("diloco.offload spares a GPU's memory, and torch finds no GPU here: leave it out")

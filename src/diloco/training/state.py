@@ -99,8 +99,6 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         ValueError: for settings that the engine refuses.
         DisagreementError: if the replicas were started with different ones.
     """
-    if config.diloco.offload and world.device.type == "cpu":
-        raise ValueError("diloco.offload spares a GPU's memory, and this replica is on a CPU: leave it out")
     model = Decoder(config.model, seed=config.seed)
     if world.mesh is None:
         model.to(world.device)
@@ -124,7 +122,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
         assert config.micro_batch is not None, "the config is resolved"
-        sync = DataParallel(model, forward, (config.micro_batch, config.sequence_length))
+        batch = config.micro_batch, config.sequence_length
+        sync = DataParallel(model, forward, batch, autocast=world.autocast)
         return TrainState(model, sync.forward, optimizer, sync.passes, sync)
     engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
     return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=config.diloco.freeze)
