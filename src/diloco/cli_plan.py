@@ -136,7 +136,7 @@ def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bo
 
 
 def _tell_plan(config: "TrainConfig", machines: "Machines", *, target: float, command: str, json: bool) -> None:
-    """The same for a run's config, on machines that were measured."""
+    """Show what was measured, and what to do with it."""
     replicas = tuple(
         Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=latency)
         for step, gbit_s, latency in zip(

@@ -76,6 +76,11 @@ def sweep(arguments: Sequence[str]) -> None:
             # What other calls left stays, those of this one too, to which it may not have come yet.
             if told := [*rows, *(row for row in earlier if row["run"] not in done)]:
                 write_rows(told, table)
+    _tell(rows, table)
+
+
+def _tell(rows: Sequence[dict], table: Path) -> None:
+    """How the runs ended, and what to do now."""
     failed = [row for row in rows if "failed" in row]
     print(f"{table}: {len(rows)} runs, of which {len(failed)} failed")
     for row in failed:

@@ -155,8 +155,9 @@ def test_a_second_sweep_adds_to_the_table(small_corpus, tmp_path, monkeypatch, c
     assert len({(row["params"], row["replicas"]) for row in rows}) == 4
     # What has no column must be the same; of what has one, anything goes.
     main([*asked, "--axis", "width=64", "--diloco.outer-learning-rate", "0.8", "--optimizer.learning-rate", "0.1"])
-    with pytest.raises(SystemExit, match="2"):
-        main([*asked, "--axis", "width=96", "--diloco.wire", "fp32"])
+    for other in (["--diloco.wire", "fp32"], ["--micro-batch", "2"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*asked, "--axis", "width=96", *other])
     assert "differ from these in more than its columns tell: choose another --output" in capsys.readouterr().err
     assert len(read_rows(tmp_path / "sweep" / "sweep.csv")) == 6
 

@@ -4,8 +4,10 @@ A run's directory is named by the digest of its config, so that equal configs ar
 keep their runs in one place. What is left of a run that ended, or failed, is its `result.json`.
 """
 
+import functools
 import hashlib
 import json
+import operator
 import statistics
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -149,16 +151,23 @@ def make_job(
     config: TrainConfig, directory: Path, tasks: tuple[Path, ...] = (), parameters: tuple[str, ...] = ()
 ) -> Job:
     """What a machine is told of a run, whose directory has the name of its config's digest."""
-    facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
-    facts["data"] = _facts_of_data(config.data)
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     placed = replace(
-        config, name=f"run-{digest[:12]}", runs=directory.absolute(), data=_found_from_anywhere(config.data)
+        config, name=f"run-{digest_of(config)}", runs=directory.absolute(), data=_found_from_anywhere(config.data)
     )
     alone = config.num_replicas == 1 or config.method == "data_parallel"
     return Job(
         config=placed, tasks=tuple(task.absolute() for task in tasks), parameters=() if alone else parameters
     )
+
+
+def digest_of(config: TrainConfig, *, without: Collection[str] = ()) -> str:
+    """What a config is known by, wherever its run lies; fields may be left out, by their dotted names."""
+    facts = to_json(replace(with_method_values(config), name="", runs=Path(), recipe=""))
+    facts["data"] = _facts_of_data(config.data)
+    for name in without:
+        *path, last = name.split(".")
+        del functools.reduce(operator.getitem, path, facts)[last]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _facts_of_data(data: DataConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diloco.experiments.grid import LabelledRun, Machines, make_job, run_grid
+from diloco.experiments.grid import LabelledRun, Machines, digest_of, run_grid
 from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
@@ -24,6 +24,10 @@ _AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *
 _MAY_BE_0 = ("num_replicas", "seed")
 _WHOLE = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
 _MOST_EXTENSIONS = 20
+_WITH_A_COLUMN = (
+    *("num_replicas", "seed", "global_batch", "num_tokens", "model.width", "optimizer.learning_rate"),
+    *("diloco.sync_every", "diloco.outer_learning_rate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +80,7 @@ class Sweep:
     @cached_property
     def name_of_base(self) -> str:
         """What everything that has no column is known by: runs of one name belong in one table."""
-        base = self.base
-        without_columns = replace(
-            base,
-            num_replicas=1,
-            num_connections=1,
-            seed=0,
-            global_batch=1,
-            num_tokens=base.sequence_length,
-            model=replace(base.model, width=2 * base.model.num_heads),
-            optimizer=replace(base.optimizer, learning_rate=1.0),
-            diloco=replace(base.diloco, sync_every=1, outer_learning_rate=1.0),
-        )
-        return make_job(without_columns, Path()).config.name.replace("run", "base")
+        return f"base-{digest_of(self.base, without=_WITH_A_COLUMN)}"
 
     def with_seeds(self, setting: Setting) -> list[Setting]:
         """The setting with each value of the axis seed, if there is one."""

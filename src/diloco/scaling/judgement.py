@@ -170,7 +170,7 @@ def judge(laws: Laws) -> dict[str, Any]:
         "extrapolation": list(_extrapolation(ranked[0][0])) if laws.points is None else [],
         "crossings": {str(m): asdict(crossing(laws, m)) for m in _crossed(laws)},
         "on_edge": list(_on_edge(laws)),
-        "uneven": [{"replicas": m, "num_outer_rates": numbers} for m, numbers in _uneven(laws)],
+        "uneven": [{"replicas": m, "num_outer_rates": numbers} for m, numbers in laws.unequally_tried().items()],
     }
 
 
@@ -215,11 +215,3 @@ def _on_edge(laws: Laws) -> Iterator[dict[str, Any]]:
             if quantity in point.settings and laws.is_on_edge(point, quantity):
                 told = {"params": point.params, "replicas": point.replicas}
                 yield told | {"quantity": quantity, "value": point.settings[quantity]}
-
-
-def _uneven(laws: Laws) -> Iterator[tuple[int, dict[float, int]]]:
-    """Every M of which more outer learning rates were tried at some sizes than at others."""
-    for replicas in laws.replicas:
-        numbers = laws.num_outer_rates(replicas)
-        if len(set(numbers.values())) > 1:
-            yield replicas, numbers

@@ -75,13 +75,15 @@ class Laws:
         """Whether what a point of `best` has is the smallest or the largest that was tried beside it."""
         return is_on_edge(self.runs_of(point), point, quantity)
 
-    def num_outer_rates(self, num_replicas: int) -> dict[float, int]:
-        """How many outer learning rates were tried at each size with that M."""
-        rates: dict[float, set[float]] = {}
+    def unequally_tried(self) -> dict[int, dict[float, int]]:
+        """How many outer learning rates were tried at each size, of every M of which it is not the same number."""
+        rates: dict[int, dict[float, set[float]]] = {}
         for p in self.points or ():
-            if p.replicas == num_replicas and "outer_learning_rate" in p.settings:
-                rates.setdefault(p.params, set()).add(p.settings["outer_learning_rate"])
-        return {params: len(of) for params, of in sorted(rates.items())}
+            if "outer_learning_rate" in p.settings:
+                of_size = rates.setdefault(p.replicas, {}).setdefault(p.params, set())
+                of_size.add(p.settings["outer_learning_rate"])
+        numbers = {m: {n: len(tried) for n, tried in sorted(of.items())} for m, of in sorted(rates.items())}
+        return {m: of for m, of in numbers.items() if len(set(of.values())) > 1}
 
     def _step(self, best: Sequence[Point], quantity: str) -> float:
         """The least factor between values beside the best, where the law's points are values that were tried."""

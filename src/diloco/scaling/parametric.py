@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 HUBER_DELTA = 1e-3
 """Of arXiv 2203.15556; 2503.09799 names none."""
 NUM_STARTS = 256
-_AS_LOW = 1.01
+_AS_LOW = 1.01  # times the lowest training loss
 
 
 @dataclass(frozen=True)

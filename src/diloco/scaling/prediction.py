@@ -62,18 +62,14 @@ def predict(
         "num_replicas": num_replicas,
         "fit": fit,
         "sync_every": laws.sync_every if num_replicas else None,
-        "loss": _json(law.predict(num_params, num_replicas)),
+        "loss": law.predict(num_params, num_replicas)._asdict(),
         "learning_rate": rate,
         "batch_tokens": batch,
         "outer_learning_rate": _outer_learning_rate(laws, num_replicas),
-        "tokens": _json(Estimate(tokens, reason="20·N·overtraining, a choice and not a fit")),
+        "tokens": Estimate(tokens, reason="20·N·overtraining, a choice and not a fit")._asdict(),
         "steps": _steps(tokens, batch),
         "warning": "; ".join(warnings) or None,
     }
-
-
-def _json(estimate: Estimate) -> dict[str, Any]:
-    return estimate._asdict()
 
 
 def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +80,7 @@ def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:
     if best is None:
         return {"value": None, "low": None, "high": None, "at_power_of_two": None, "reason": "there is no batch"}
     reason = None if least else "tokens over the batch, which has none"
-    return _json(Estimate(best, least, most, reason)) | {"at_power_of_two": rounded}
+    return Estimate(best, least, most, reason)._asdict() | {"at_power_of_two": rounded}
 
 
 def _on_edges(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
@@ -101,9 +97,8 @@ def _on_edges(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
 
 def _uneven(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
     """Where outer learning rates were tried at some sizes alone."""
-    for m in laws.replicas:
-        numbers = laws.num_outer_rates(m)
-        if (kind == "joint" or m == num_replicas) and len(set(numbers.values())) > 1:
+    for m, numbers in laws.unequally_tried().items():
+        if kind == "joint" or m == num_replicas:
             which = ", ".join(f"{number} at N = {params:g}" for params, number in numbers.items())
             yield (
                 f"M = {m}: the loss is the best of unequally many outer learning rates ({which}), and the lower "
@@ -143,7 +138,9 @@ def _borrowed(laws: Laws, num_params: float, told: dict[str, dict[str, Any]]) ->
 
 def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
     if laws.has(quantity):
-        return _rounded(quantity, _json(laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)))
+        return _rounded(
+            quantity, laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)._asdict()
+        )
     if kind == "independent" and num_replicas not in LAWS[quantity]:
         reason = f"the table has no {quantity}, and no published law is there for M = {num_replicas}"
         return _rounded(quantity, {"value": None, "low": None, "high": None, "reason": reason})
@@ -151,7 +148,7 @@ def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: 
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
     value = unit * law(num_params, num_replicas)
     reason = "the published coefficients come without the data behind them"
-    return _rounded(quantity, _json(Estimate(value, reason=reason)))
+    return _rounded(quantity, Estimate(value, reason=reason)._asdict())
 
 
 def _rounded(quantity: str, estimate: dict[str, Any]) -> dict[str, Any]:
@@ -170,10 +167,10 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     if not excess:
         known = ", ".join(f"{m}" for m in sorted({p.replicas for p in runs}))
         why = f"the table has rates for M = {known}" if known else "the paper prints no number"
-        return _json(Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}"))
+        return Estimate(DEFAULT_OUTER_LEARNING_RATE, reason=f"a default, not a fit: {why}")._asdict()
     best, *others = sorted(excess, key=lambda rate: excess[rate][0])
     if not others:
-        return _json(Estimate(best, reason=f"the only one tried with M = {num_replicas}"))
+        return Estimate(best, reason=f"the only one tried with M = {num_replicas}")._asdict()
     most = max(number for _, number in excess.values())
     tried = ", ".join(
         f"{rate:g}" + (f" (at {number} of {most} sizes)" if number < most else "")
@@ -182,7 +179,7 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
     more = (1 + excess[others[0]][0]) / (1 + excess[best][0]) - 1
     reason = f"the best of {tried}, tried with M = {num_replicas}; {others[0]:g} has {100 * more:.2g} % more loss"
     beyond = ", and a better one may lie beyond" if best in (min(excess), max(excess)) else ""
-    return _json(Estimate(best, reason=reason + beyond))
+    return Estimate(best, reason=reason + beyond)._asdict()
 
 
 def _excess(points: Sequence[Point]) -> dict[float, tuple[float, int]]:
