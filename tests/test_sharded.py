@@ -353,8 +353,8 @@ def what_is_masked() -> list[int]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
         wire="feddropout:density=0.1",
     )
-    key = engine._key(Sync(0, 1, 1))
-    return engine.wire.decode(engine.wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
+    key, wire = engine._key(Sync(0, 1, 1)), diloco.codec("feddropout:density=0.1")
+    return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
 def test_shards_mask_other_places_and_replicas_the_same():

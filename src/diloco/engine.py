@@ -5,33 +5,25 @@ Shapes: N elements of one fragment.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.combine import Combine, combine_by, encode_with_feedback
 from diloco.exchange import DisagreementError, Exchange, ExchangeError, Pending, agree
-from diloco.fragments import Fragment, block_spans, check_partition
+from diloco.fragments import Fragment
 from diloco.native import empty
 from diloco.offload import KINDS, Kind, OuterState
 from diloco.outer import Nesterov, OuterStep, divide, parameters_hash, take_outer_step
+from diloco.parameters import FragmentParameters
 from diloco.schedule import Schedule, Sync
-from diloco.sharded import (
-    gathered,
-    joined,
-    local,
-    reshard,
-    shard_group,
-    shard_index,
-    sharded_like,
-    sum_over_shards,
-)
-from diloco.wire import DARE, Codec, Key, NonFiniteError, PayloadError, codec
+from diloco.settings import Settings
+from diloco.sharded import all_shards_or_none, gathered, local, num_shards, shard_index, sum_over_shards
+from diloco.wire import Codec, Key, NonFiniteError, PayloadError, codec
 
 
 @dataclass
@@ -111,37 +103,30 @@ class StreamingDiLoCo:
         seed: int = 0,
         offload: bool = False,
     ) -> None:
-        self.fragments, self.schedule, self.exchange = tuple(fragments), schedule, exchange
-        self.outer, self.mixing = outer or Nesterov(), mixing
-        self.wire = codec(wire) if isinstance(wire, str) else wire
-        self.error_feedback, self.seed = error_feedback, seed
-        check_settings(
-            model,
-            fragments=self.fragments,
+        self._settings = Settings(
+            fragments=tuple(fragments),
             schedule=schedule,
+            outer=outer or Nesterov(),
             mixing=mixing,
-            wire=self.wire,
+            wire=codec(wire) if isinstance(wire, str) else wire,
             combine=combine,
             error_feedback=error_feedback,
             seed=seed,
-            num_replicas=exchange.num_replicas,
         )
-        self._combine: Combine = combine_by(combine, self.wire)
-        self._model, named = model, dict(model.named_parameters())
-        self._parameters = [{name: named[name] for name in fragment.parameters} for fragment in self.fragments]
-        self._exchanged = {name for part in self._parameters for name in part}
-        self._shard_group = shard_group({name: p for part in self._parameters for name, p in part.items()})
+        self._settings.check(model, exchange.num_replicas)
+        self.fragments, self.schedule, self.exchange = self._settings.fragments, schedule, exchange
+        self._combine: Combine = combine_by(combine, self._settings.wire)
+        self._parameters = FragmentParameters(model, self.fragments)
+        self._shard_group = self._parameters.shard_group
         self._shard = shard_index(self._shard_group)
-        sizes = {name: local(parameter).numel() for name, parameter in named.items()}
-        self._spans = [block_spans(fragment, sizes) for fragment in self.fragments]
         self._state = OuterState(
-            (self._flat(fragment) for fragment in range(len(self.fragments))),
+            map(self._parameters.flat, range(len(self.fragments))),
             with_error=error_feedback is not None,
             offload=offload,
         )
         longest = max(map(self._state.num_elements, range(len(self.fragments))))
         self._fragment_bytes = self._count_bytes()
-        self._scratch = empty(longest, torch.float32, self._device)
+        self._scratch = empty(longest, torch.float32, self._parameters.device)
         self._in_flight: list[_InFlight] = []
         self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._sound = True
@@ -222,7 +207,7 @@ class StreamingDiLoCo:
         are sharded as its parameters are: to evaluate that, use `outer_in_place`, since `functional_call` would
         silently take the parameters that FSDP has gathered itself.
         """
-        return self._by_name("outer")
+        return self._parameters.all_named(self._state.at_home("outer"))
 
     @contextmanager
     def outer_in_place(self) -> Iterator[None]:
@@ -230,18 +215,8 @@ class StreamingDiLoCo:
 
         They are kept on the side meanwhile. Take no inner step in there.
         """
-        own = [(local(p), local(p).clone()) for part in self._parameters for p in part.values()]
-        reshard(self._model)
-        try:
-            outer_parameters = self.outer_parameters()
-            for part in self._parameters:
-                for name, parameter in part.items():
-                    local(parameter).copy_(local(outer_parameters[name]))
+        with self._parameters.replaced_by(self.outer_parameters()):
             yield
-        finally:
-            for parameter, kept in own:
-                parameter.copy_(kept)
-            reshard(self._model)
 
     def outer_hash(self) -> str:
         """SHA-256 over Θ, whole, in the order of the parameters' names: equal on all replicas after `finish()`.
@@ -259,15 +234,13 @@ class StreamingDiLoCo:
         """
         self._check_sound()
         return {
-            **self._settings_of_state(),
+            **self._settings.of_state(self.exchange.replica, self.exchange.num_replicas),
             "num_steps": self.num_steps,
             "drained_step": self._drained_step,
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "blocked_seconds": self.blocked_seconds,
-            "outer": self._by_name("outer"),
-            "velocity": self._by_name("velocity"),
-            "error": self._by_name("error"),
+            **{kind: self._parameters.all_named(self._state.at_home(kind)) for kind in KINDS},
             "in_flight": [list(flight.sync) for flight in self._in_flight],
             "sent": self._sent(),
         }
@@ -299,21 +272,21 @@ class StreamingDiLoCo:
         self.bytes_sent, self.bytes_received = state["bytes_sent"], state["bytes_received"]
         self.blocked_seconds = state["blocked_seconds"]
         for kind in KINDS:
-            for flat_N, parameters in zip(self._state.at_home(kind), self._parameters, strict=False):
-                flat_N.copy_(joined(state[kind][name] for name in parameters))
+            for fragment, flat_N in enumerate(self._state.at_home(kind)):
+                flat_N.copy_(self._parameters.joined(fragment, state[kind]))
         self._in_flight = []
         again = combine_by(self._combine.spec, codec("fp32"))
         for sync in (Sync(*values) for values in state["in_flight"]):
-            sent_N = joined(state["sent"][name] for name in self._parameters[sync.fragment])
+            sent_N = self._parameters.joined(sync.fragment, state["sent"])
             payloads = again.encode(sent_N, self._key(sync), self.exchange.num_replicas)
             self._start(sync, again, payloads)
 
     def _refusal(self, state: Mapping[str, Any]) -> str | None:
         """Why a state can't be loaded here, in a sentence."""
-        mine = self._settings_of_state()
+        mine = self._settings.of_state(self.exchange.replica, self.exchange.num_replicas)
         if not state["in_flight"]:
             del mine["schedule"], mine["own_overlap_steps"]
-            if self.error_feedback is None:
+            if self._settings.error_feedback is None:
                 del mine["replica"]
         for name, value in mine.items():
             if state.get(name) != value and (name in state or name != "replica"):  # which older states don't tell
@@ -333,7 +306,7 @@ class StreamingDiLoCo:
         for fragment in {fragment for fragment, *_ in in_flight}:
             num_elements = self._state.num_elements(fragment)
             zeros_N = torch.zeros(num_elements, dtype=torch.float32, device=self._scratch.device)
-            room |= self._named(fragment, zeros_N)
+            room |= self._parameters.named(fragment, zeros_N)
         return room
 
     def _sent(self) -> dict[str, Tensor]:
@@ -342,21 +315,8 @@ class StreamingDiLoCo:
         for flight in self._in_flight:
             p, key = flight.sync.fragment, self._key(flight.sync)
             sent_N = flight.combine.decode(flight.payloads, self._state.num_elements(p), key)
-            named |= self._named(p, sent_N)
+            named |= self._parameters.named(p, sent_N)
         return named
-
-    def _settings_of_state(self) -> dict[str, Any]:
-        """What gives the payloads in flight, and the error, their meaning."""
-        return {
-            "wire": self.wire.spec,
-            "combine": self._combine.spec,
-            "num_replicas": self.exchange.num_replicas,
-            "error_feedback": self.error_feedback,
-            "seed": self.seed,
-            "schedule": ", ".join(f"{name}={value}" for name, value in self._facts_of_schedule().items()),
-            "own_overlap_steps": self.schedule.overlap(self.exchange.replica),
-            "replica": self.exchange.replica,
-        }
 
     def _check_sound(self) -> None:
         if not self._sound:
@@ -367,9 +327,10 @@ class StreamingDiLoCo:
     def _send(self, syncs: Sequence[Sync]) -> None:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         with self._all_shards_or_none():
-            self._check_all_there()
-            for sync in syncs:
-                self._check_in_place(sync.fragment)
+            try:
+                self._parameters.check_unchanged(sync.fragment for sync in syncs)
+            except ValueError as error:
+                raise ValueError(f"step {self.num_steps}: {error}") from None
             encoded = [self._encode(sync) for sync in syncs]
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
@@ -378,34 +339,16 @@ class StreamingDiLoCo:
             self._start(sync, self._combine, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
 
-    def _check_all_there(self) -> None:
-        """Refuse to leave out parameters that need a gradient since the fragments were cut."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and name not in self._exchanged:
-                raise ValueError(
-                    f"step {self.num_steps}: parameter {name} was unfrozen or added after the fragments were cut, "
-                    "and would differ between the replicas: cut them, and build the engine, after that"
-                )
-
-    def _check_in_place(self, fragment: int) -> None:
-        """Refuse to send parameters that are no longer the model's."""
-        for name, parameter in self._parameters[fragment].items():
-            if self._model.get_parameter(name) is not parameter:
-                raise ValueError(
-                    f"step {self.num_steps}: parameter {name} was replaced after the engine was built, as "
-                    "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
-                )
-
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What is sent of a fragment, and the error that this leaves."""
         p, key, num_replicas = sync.fragment, self._key(sync), self.exchange.num_replicas
-        delta_N = self._outer_gradient(p)
+        outer_N, beta = self._state.use("outer", p), self._settings.error_feedback
+        delta_N = self._parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
         try:
-            if self.error_feedback is None:
+            if beta is None:
                 return self._combine.encode(delta_N, key, num_replicas), None
-            return encode_with_feedback(
-                self._combine, delta_N, self._state.use("error", p), self.error_feedback, key, num_replicas
-            )
+            error_N = self._state.use("error", p)
+            return encode_with_feedback(self._combine, delta_N, error_N, beta, key, num_replicas)
         except NonFiniteError:
             raise self._explain_non_finite(delta_N, sync) from None
 
@@ -443,33 +386,9 @@ class StreamingDiLoCo:
             for flight, total_N, found in zip(flights, totals, received, strict=True)
         )
 
-    @contextmanager
-    def _all_shards_or_none(self) -> Iterator[None]:
-        """If it fails in one shard of a replica, it fails in all.
-
-        Raises:
-            ExchangeError: where it went well, if it failed elsewhere, or another shard does not answer.
-        """
+    def _all_shards_or_none(self) -> AbstractContextManager[None]:
         others = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
-        try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):  # the others may be gone: what went wrong here is what counts
-                self._num_failed(1)
-            raise
-        try:
-            num_failed = self._num_failed(0)
-        except RuntimeError as error:
-            raise ExchangeError(f"{others} does not answer: {str(error).splitlines()[0]}") from error
-        if num_failed:
-            raise ExchangeError(f"{others} failed, and says why")
-
-    def _num_failed(self, here: int) -> int:
-        """In how many shards of the replica something failed."""
-        if self._shard_group is None:
-            return here
-        failed = torch.tensor([here], dtype=torch.int32, device=self._device)
-        return int(sum_over_shards(failed, self._shard_group).item())
+        return all_shards_or_none(self._shard_group, self._parameters.device, others)
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
         """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
@@ -511,9 +430,9 @@ class StreamingDiLoCo:
             self._state.use("velocity", p),
             total_N,
             divisor=divisor,
-            outer=self.outer,
-            parameters=[local(parameter) for parameter in self._parameters[p].values()],
-            mixing=self.mixing,
+            outer=self._settings.outer,
+            parameters=self._parameters.shards(p),
+            mixing=self._settings.mixing,
         )
         self._state.keep("outer", p)
         self._state.keep("velocity", p)
@@ -527,7 +446,7 @@ class StreamingDiLoCo:
             return divide(total_N, divisor)
 
         add_up = partial(sum_over_shards, group=self._shard_group)
-        return OuterStep(sync, blocked_seconds, average, decode, self._spans[p], add_up)
+        return OuterStep(sync, blocked_seconds, average, decode, self._parameters.spans[p], add_up)
 
     def _fetch_ahead(self) -> None:
         """Announce the fragment that is sent or merged next, and what of it will be used."""
@@ -538,24 +457,8 @@ class StreamingDiLoCo:
                 self._state.expect(kinds, (due.send or due.merge)[0].fragment)
                 return
 
-    def _flat(self, fragment: int) -> Tensor:
-        """This process's parameters of a fragment, as one FP32 vector."""
-        parameters = [local(p) for p in self._parameters[fragment].values()]
-        flat_N = empty(sum(p.numel() for p in parameters), torch.float32, parameters[0].device)
-        return joined(parameters, flat_N)
-
-    def _outer_gradient(self, fragment: int) -> Tensor:
-        """Δ_{m,p} = Θ_p − θ_{m,p}, one flat FP32 vector, good until the next one is made."""
-        outer_N = self._state.use("outer", fragment)
-        parameters = [local(p) for p in self._parameters[fragment].values()]
-        delta_N = self._scratch[: outer_N.numel()]
-        sizes = [p.numel() for p in parameters]
-        for p, part_N, out_N in zip(parameters, outer_N.split(sizes), delta_N.split(sizes), strict=True):
-            torch.sub(part_N.view(p.shape), p, out=out_N.view(p.shape))
-        return delta_N
-
     def _key(self, sync: Sync) -> Key:
-        return Key(self.seed, sync.fragment, sync.round, self.exchange.replica, shard=self._shard)
+        return Key(self._settings.seed, sync.fragment, sync.round, self.exchange.replica, shard=self._shard)
 
     def _count_bytes(self) -> list[int]:
         """What a replica sends of each fragment, and receives, in all its shards."""
@@ -563,35 +466,12 @@ class StreamingDiLoCo:
             self._combine.bytes_sent(self._state.num_elements(p), self.exchange.num_replicas)
             for p in range(len(self.fragments))
         ]
-        return sum_over_shards(torch.tensor(bytes_of, device=self._device), self._shard_group).tolist()
-
-    @property
-    def _device(self) -> torch.device:
-        return local(next(iter(self._parameters[0].values()))).device
-
-    def _by_name(self, kind: Kind) -> dict[str, Tensor]:
-        """Views of the fragments' flat vectors, by parameter name; none of a kind that is not kept."""
-        named: dict[str, Tensor] = {}
-        for fragment, flat_N in enumerate(self._state.at_home(kind)):
-            named |= self._named(fragment, flat_N)
-        return named
-
-    def _named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector of a fragment, by parameter name, sharded as the parameters are."""
-        parameters = self._parameters[fragment]
-        shards = [local(p) for p in parameters.values()]
-        parts = flat_N.split([shard.numel() for shard in shards])
-        return {
-            name: sharded_like(part_N.view(shard.shape), p)
-            for (name, p), shard, part_N in zip(parameters.items(), shards, parts, strict=True)
-        }
+        return sum_over_shards(torch.tensor(bytes_of, device=self._parameters.device), self._shard_group).tolist()
 
     def _explain_non_finite(self, delta_N: Tensor, sync: Sync) -> NonFiniteError:
-        parameters = self._parameters[sync.fragment]
-        parts = delta_N.split([local(p).numel() for p in parameters.values()])
-        names = [name for name, part_N in zip(parameters, parts, strict=True) if not part_N.isfinite().all()]
-        where = f"step {self.num_steps}: the outer gradient of {names[0] if names else 'some parameter'}"
-        what = "is not finite" if names else "is finite, but not with what error feedback adds"
+        name = self._parameters.first_not_finite(sync.fragment, delta_N)
+        where = f"step {self.num_steps}: the outer gradient of {name or 'some parameter'}"
+        what = "is not finite" if name else "is finite, but not with what error feedback adds"
         return NonFiniteError(
             f"{where} (replica {self.exchange.replica}, fragment {sync.fragment}) {what}; "
             "nothing was sent: lower the learning rate"
@@ -599,84 +479,14 @@ class StreamingDiLoCo:
 
     def _facts(self) -> dict[str, object]:
         """What all replicas must agree on, in the order in which a difference explains the most."""
-        num_shards = dist.get_world_size(self._shard_group) if self._shard_group is not None else 1
-        facts: dict[str, object] = {
-            "num_replicas": self.exchange.num_replicas,
-            "which shard of how many this process holds (a replica's mesh has no process of another replica)": [
-                self._shard,
-                num_shards,
-            ],
-            **self._facts_of_schedule(),
-            "outer learning rate": float(self.outer.lr),
-            "outer momentum": float(self.outer.momentum),
-            "mixing": float(self.mixing),
-            "wire": self.wire.spec,
-            "combine": self._combine.spec,
-            "error feedback": self.error_feedback,
-            "seed": self.seed,
-        }
-        for index, parameters in enumerate(self._parameters):
-            start = 0
-            for name, parameter in parameters.items():
-                shape = local(parameter).shape
-                facts[f"shape, fragment and place of parameter {name}"] = [list(shape), index, start]
-                start += shape.numel()
+        which_shard = (
+            "which shard of how many this process holds (a replica's mesh has no process of another replica)"
+        )
         shards = {name: local(parameter) for name, parameter in self.outer_parameters().items()}
-        return facts | {"initial parameters (SHA-256)": parameters_hash(shards)}
-
-    def _facts_of_schedule(self) -> dict[str, object]:
-        schedule = self.schedule
         return {
-            "sync_every": schedule.sync_every,
-            "num_fragments": schedule.num_fragments,
-            "overlap_steps": [schedule.overlap(replica) for replica in range(self.exchange.num_replicas)],
-            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
-            "first_sync": schedule.first_sync,
+            "num_replicas": self.exchange.num_replicas,
+            which_shard: [self._shard, num_shards(self._shard_group)],
+            **self._settings.facts(self.exchange.num_replicas),
+            **{f"shape, fragment and place of parameter {n}": at for n, at in self._parameters.places().items()},
+            "initial parameters (SHA-256)": parameters_hash(shards),
         }
-
-
-def check_settings(
-    model: nn.Module,
-    *,
-    fragments: Sequence[Fragment],
-    schedule: Schedule,
-    mixing: float,
-    wire: Codec,
-    combine: str,
-    error_feedback: float | None,
-    seed: int,
-    num_replicas: int,
-) -> None:
-    """Refuse, without any other replica, what `StreamingDiLoCo` would refuse; the model may be on `meta`.
-
-    Raises:
-        ValueError: if the settings contradict each other or the model; the message names both values.
-    """
-    check_partition(model, fragments)
-    if schedule.num_fragments != len(fragments):
-        raise ValueError(
-            f"schedule.num_fragments={schedule.num_fragments}, but there are {len(fragments)} fragments: "
-            "count all of them, the one outside the blocks included"
-        )
-    overlaps = schedule.overlap_steps
-    if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
-        raise ValueError(f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas")
-    if not 0 <= mixing <= 1:
-        raise ValueError(f"mixing must lie between 0 and 1, not {mixing}")
-    combine_by(combine, wire)
-    if error_feedback is not None and not 0 < error_feedback <= 1:
-        raise ValueError(f"error_feedback must be above 0 and at most 1, or None, not {error_feedback}")
-    if error_feedback is not None and isinstance(wire, DARE) and error_feedback * (1 / wire.density - 1) >= 1:
-        raise ValueError(
-            f"error_feedback={error_feedback} with wire={wire.spec} diverges: dare scales what it keeps up, "
-            "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout"
-        )
-    if not (isinstance(seed, int) and 0 <= seed < 2**64):
-        raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {seed}")
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    first, device = next((name, local(parameter).device) for name, parameter in trained.items())
-    for name, parameter in trained.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
-        if (other := local(parameter).device) != device:
-            raise ValueError(f"parameter {first} is on {device} and {name} on {other}: one replica, one device")

@@ -4,13 +4,16 @@ The engine works on local shards, and shard i of a replica exchanges with shard 
 process has plain tensors, for which every function here is the identity.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import copy
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from diloco.exchange import ExchangeError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
@@ -98,12 +101,49 @@ def shard_index(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if group is not None else 0
 
 
+def num_shards(group: dist.ProcessGroup | None) -> int:
+    """How many processes a replica has."""
+    return dist.get_world_size(group) if group is not None else 1
+
+
 def sum_over_shards(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of every shard's values; every process of the replica must call it."""
     if group is not None:
         values = values.clone()
         dist.all_reduce(values, group=group)
     return values
+
+
+@contextmanager
+def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, others: str) -> Iterator[None]:
+    """If what is done in here fails in one shard of a replica, it fails in all.
+
+    Args:
+        group: the processes that hold the shards.
+        device: theirs.
+        others: how the message names another shard.
+
+    Raises:
+        ExchangeError: where it went well, if it failed elsewhere, or another shard does not answer.
+    """
+
+    def num_failed(here: int) -> int:
+        if group is None:
+            return here  # without a wait for the device
+        return int(sum_over_shards(torch.tensor([here], dtype=torch.int32, device=device), group).item())
+
+    try:
+        yield
+    except Exception:
+        with suppress(RuntimeError):  # the others may be gone: what went wrong here is what counts
+            num_failed(1)
+        raise
+    try:
+        elsewhere = num_failed(0)
+    except RuntimeError as error:
+        raise ExchangeError(f"{others} does not answer: {str(error).splitlines()[0]}") from error
+    if elsewhere:
+        raise ExchangeError(f"{others} failed, and says why")
 
 
 def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:

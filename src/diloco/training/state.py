@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine import StreamingDiLoCo, check_settings
+from diloco.engine import StreamingDiLoCo
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
 from diloco.outer import Nesterov
 from diloco.schedule import Schedule
+from diloco.settings import Settings
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel
@@ -125,8 +126,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         batch = config.micro_batch, config.sequence_length
         sync = DataParallel(model, forward, batch, autocast=world.autocast)
         return TrainState(model, sync.forward, optimizer, sync.passes, sync)
-    engine = StreamingDiLoCo(model, exchange=world.exchange, **_engine_settings(config, model))
-    return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=config.diloco.freeze)
+    diloco = config.diloco
+    told = _engine_settings(config, model)
+    engine = StreamingDiLoCo(model, exchange=world.exchange, offload=diloco.offload, **told)
+    return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=diloco.freeze)
 
 
 def check(config: TrainConfig) -> None:
@@ -139,10 +142,9 @@ def check(config: TrainConfig) -> None:
         return
     with torch.device("meta"):
         model = Decoder(config.model, seed=config.seed)
-    settings = _engine_settings(config, model)
-    del settings["outer"], settings["offload"]
-    check_settings(model, num_replicas=config.num_replicas, **settings)
-    schedule: Schedule = settings["schedule"]
+    settings = Settings(**_engine_settings(config, model))
+    settings.check(model, config.num_replicas)
+    schedule = settings.schedule
     last = max(range(schedule.num_fragments), key=schedule.send_step)
     if (step := schedule.send_step(last)) > config.num_steps:
         raise ValueError(
@@ -152,7 +154,7 @@ def check(config: TrainConfig) -> None:
 
 
 def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """What StreamingDiLoCo is told, by its parameters' names."""
+    """The engine's `Settings`, by its parameters' names."""
     diloco = config.diloco
     assert diloco.overlap_steps is not None and diloco.wire is not None, "the config is resolved"
     fragments = _fragments(config, model)
@@ -172,7 +174,6 @@ def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         "combine": diloco.combine,
         "error_feedback": diloco.error_feedback,
         "seed": config.seed,
-        "offload": diloco.offload,
     }
 
 

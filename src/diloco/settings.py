@@ -1,0 +1,110 @@
+"""What an engine is told: what contradicts itself, and what all replicas must be told alike."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from diloco.combine import combine_by
+from diloco.fragments import Fragment, check_partition
+from diloco.outer import Nesterov
+from diloco.schedule import Schedule
+from diloco.sharded import local
+from diloco.wire import DARE, Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `StreamingDiLoCo`, which explains them, without model and exchange."""
+
+    fragments: tuple[Fragment, ...]
+    schedule: Schedule
+    outer: Nesterov
+    mixing: float
+    wire: Codec
+    combine: str
+    error_feedback: float | None
+    seed: int
+
+    def check(self, model: nn.Module, num_replicas: int) -> None:
+        """Refuse, without any other replica, what can't be trained; the model may be on `meta`.
+
+        Raises:
+            ValueError: if the settings contradict each other or the model; the message names both values.
+        """
+        check_partition(model, self.fragments)
+        self._check_schedule(num_replicas)
+        if not 0 <= self.mixing <= 1:
+            raise ValueError(f"mixing must lie between 0 and 1, not {self.mixing}")
+        combine_by(self.combine, self.wire)
+        self._check_error_feedback()
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
+            raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}")
+        _check_parameters(model)
+
+    def facts(self, num_replicas: int) -> dict[str, object]:
+        """What all replicas must agree on, in the order in which a difference explains the most."""
+        return {
+            **self.facts_of_schedule(num_replicas),
+            "outer learning rate": float(self.outer.lr),
+            "outer momentum": float(self.outer.momentum),
+            "mixing": float(self.mixing),
+            "wire": self.wire.spec,
+            "combine": combine_by(self.combine, self.wire).spec,
+            "error feedback": self.error_feedback,
+            "seed": self.seed,
+        }
+
+    def facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
+        """Those that tell when what is sent and merged."""
+        schedule = self.schedule
+        return {
+            "sync_every": schedule.sync_every,
+            "num_fragments": schedule.num_fragments,
+            "overlap_steps": [schedule.overlap(replica) for replica in range(num_replicas)],
+            "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
+            "first_sync": schedule.first_sync,
+        }
+
+    def of_state(self, replica: int, num_replicas: int) -> dict[str, object]:
+        """What gives the payloads in flight, and the error, their meaning."""
+        schedule = self.facts_of_schedule(num_replicas)
+        return {
+            "wire": self.wire.spec,
+            "combine": combine_by(self.combine, self.wire).spec,
+            "num_replicas": num_replicas,
+            "error_feedback": self.error_feedback,
+            "seed": self.seed,
+            "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
+            "own_overlap_steps": self.schedule.overlap(replica),
+            "replica": replica,
+        }
+
+    def _check_schedule(self, num_replicas: int) -> None:
+        if self.schedule.num_fragments != len(self.fragments):
+            raise ValueError(
+                f"schedule.num_fragments={self.schedule.num_fragments}, but there are {len(self.fragments)} "
+                "fragments: count all of them, the one outside the blocks included"
+            )
+        overlaps = self.schedule.overlap_steps
+        if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
+            raise ValueError(f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas")
+
+    def _check_error_feedback(self) -> None:
+        beta = self.error_feedback
+        if beta is not None and not 0 < beta <= 1:
+            raise ValueError(f"error_feedback must be above 0 and at most 1, or None, not {beta}")
+        if beta is not None and isinstance(self.wire, DARE) and beta * (1 / self.wire.density - 1) >= 1:
+            raise ValueError(
+                f"error_feedback={beta} with wire={self.wire.spec} diverges: dare scales what it keeps up, "
+                "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout"
+            )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    first, device = next((name, local(parameter).device) for name, parameter in trained.items())
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
+        if (other := local(parameter).device) != device:
+            raise ValueError(f"parameter {first} is on {device} and {name} on {other}: one replica, one device")
