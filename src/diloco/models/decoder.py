@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         super().__init__()
         assert config.vocab_size > 0, "the tokenizer's vocabulary was not filled in"
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = _Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
         self._initialise(seed)
@@ -106,9 +106,19 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         residual_scale = 1 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and not parameter.is_meta:
                 scale = residual_scale if name.endswith(("attention.out.weight", "mlp_out.weight")) else 1.0
                 nn.init.normal_(parameter, std=scale / math.sqrt(parameter.shape[1]), generator=generator)
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Left to `Decoder`: twice would take twice the time, and on `meta` import the whole of torch._dynamo."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Left to `Decoder`, too."""
 
 
 _Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -122,8 +132,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width, bias=False)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=False)
-        self.mlp_in = nn.Linear(config.width, 4 * config.width, bias=False)
-        self.mlp_out = nn.Linear(4 * config.width, config.width, bias=False)
+        self.mlp_in = _Linear(config.width, 4 * config.width, bias=False)
+        self.mlp_out = _Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The residual stream after this block."""
@@ -137,8 +147,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.qkv = _Linear(config.width, 3 * config.width, bias=False)
+        self.out = _Linear(config.width, config.width, bias=False)
         self.query_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
         self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
 
