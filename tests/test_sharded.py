@@ -353,7 +353,7 @@ def what_is_masked() -> list[int]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
         wire="feddropout:density=0.1",
     )
-    key, wire = engine._key(Sync(0, 1, 1)), diloco.codec("feddropout:density=0.1")
+    key, wire = engine._key(Sync(0, 1, 1)), engine.settings.wire
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 

@@ -103,7 +103,7 @@ class StreamingDiLoCo:
         seed: int = 0,
         offload: bool = False,
     ) -> None:
-        self._settings = Settings(
+        self.settings = Settings(
             fragments=tuple(fragments),
             schedule=schedule,
             outer=outer or Nesterov(),
@@ -113,18 +113,19 @@ class StreamingDiLoCo:
             error_feedback=error_feedback,
             seed=seed,
         )
-        self._settings.check(model, exchange.num_replicas)
-        self.fragments, self.schedule, self.exchange = self._settings.fragments, schedule, exchange
-        self._combine: Combine = combine_by(combine, self._settings.wire)
-        self._parameters = FragmentParameters(model, self.fragments)
+        """What it was told."""
+        self.settings.check(model, exchange.num_replicas)
+        self.exchange = exchange
+        self._combine = self.settings.way
+        self._parameters = FragmentParameters(model, self.settings.fragments)
         self._shard_group = self._parameters.shard_group
         self._shard = shard_index(self._shard_group)
         self._state = OuterState(
-            map(self._parameters.flat, range(len(self.fragments))),
+            map(self._parameters.flat, range(len(self.settings.fragments))),
             with_error=error_feedback is not None,
             offload=offload,
         )
-        longest = max(map(self._state.num_elements, range(len(self.fragments))))
+        longest = max(map(self._state.num_elements, range(len(self.settings.fragments))))
         self._fragment_bytes = self._count_bytes()
         self._scratch = empty(longest, torch.float32, self._parameters.device)
         self._in_flight: list[_InFlight] = []
@@ -157,12 +158,12 @@ class StreamingDiLoCo:
         self._check_sound()
         self._sound = False
         self.num_steps += 1
-        due = self.schedule.due(self.num_steps, self.exchange.replica)
+        due = self.settings.schedule.due(self.num_steps, self.exchange.replica)
         if due.send:
             self._send(due.send)
         merged = self._merge(
             [sync for sync in due.merge if sync.step > self._drained_step],
-            forget=self.num_steps - self.schedule.max_overlap,
+            forget=self.num_steps - self.settings.schedule.max_overlap,
         )
         if due.send or due.merge:
             self._fetch_ahead()
@@ -193,7 +194,7 @@ class StreamingDiLoCo:
         """
         self._check_sound()
         self._sound = False
-        first_step = self.num_steps - self.schedule.overlap(self.exchange.replica) + 1
+        first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
         due = [flight.sync for flight in self._in_flight if flight.sync.step >= first_step]
         merged = self._merge(due, forget=self.num_steps)
         self._drained_step = self.num_steps
@@ -234,7 +235,7 @@ class StreamingDiLoCo:
         """
         self._check_sound()
         return {
-            **self._settings.of_state(self.exchange.replica, self.exchange.num_replicas),
+            **self._facts_of_state(),
             "num_steps": self.num_steps,
             "drained_step": self._drained_step,
             "bytes_sent": self.bytes_sent,
@@ -273,20 +274,20 @@ class StreamingDiLoCo:
         self.blocked_seconds = state["blocked_seconds"]
         for kind in KINDS:
             for fragment, flat_N in enumerate(self._state.at_home(kind)):
-                flat_N.copy_(self._parameters.joined(fragment, state[kind]))
+                flat_N.copy_(self._parameters.flat_of(fragment, state[kind]))
         self._in_flight = []
         again = combine_by(self._combine.spec, codec("fp32"))
         for sync in (Sync(*values) for values in state["in_flight"]):
-            sent_N = self._parameters.joined(sync.fragment, state["sent"])
+            sent_N = self._parameters.flat_of(sync.fragment, state["sent"])
             payloads = again.encode(sent_N, self._key(sync), self.exchange.num_replicas)
             self._start(sync, again, payloads)
 
     def _refusal(self, state: Mapping[str, Any]) -> str | None:
         """Why a state can't be loaded here, in a sentence."""
-        mine = self._settings.of_state(self.exchange.replica, self.exchange.num_replicas)
+        mine = self._facts_of_state()
         if not state["in_flight"]:
             del mine["schedule"], mine["own_overlap_steps"]
-            if self._settings.error_feedback is None:
+            if self.settings.error_feedback is None:
                 del mine["replica"]
         for name, value in mine.items():
             if state.get(name) != value and (name in state or name != "replica"):  # which older states don't tell
@@ -295,6 +296,9 @@ class StreamingDiLoCo:
                     "load it into an engine with the settings of the one that saved it"
                 )
         return None
+
+    def _facts_of_state(self) -> dict[str, object]:
+        return self.settings.facts_of_state(self.exchange.replica, self.exchange.num_replicas)
 
     def sent_like(self, in_flight: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Room for the `sent` of a saved state, whose `in_flight` is given, sharded as the parameters are now.
@@ -328,7 +332,7 @@ class StreamingDiLoCo:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
         with self._all_shards_or_none():
             try:
-                self._parameters.check_unchanged(sync.fragment for sync in syncs)
+                self._parameters.check_still_the_models(sync.fragment for sync in syncs)
             except ValueError as error:
                 raise ValueError(f"step {self.num_steps}: {error}") from None
             encoded = [self._encode(sync) for sync in syncs]
@@ -342,7 +346,7 @@ class StreamingDiLoCo:
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What is sent of a fragment, and the error that this leaves."""
         p, key, num_replicas = sync.fragment, self._key(sync), self.exchange.num_replicas
-        outer_N, beta = self._state.use("outer", p), self._settings.error_feedback
+        outer_N, beta = self._state.use("outer", p), self.settings.error_feedback
         delta_N = self._parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
         try:
             if beta is None:
@@ -387,8 +391,8 @@ class StreamingDiLoCo:
         )
 
     def _all_shards_or_none(self) -> AbstractContextManager[None]:
-        others = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
-        return all_shards_or_none(self._shard_group, self._parameters.device, others)
+        another = f"step {self.num_steps}: another shard of replica {self.exchange.replica}"
+        return all_shards_or_none(self._shard_group, self._parameters.device, another)
 
     def _receive(self, flight: _InFlight) -> tuple[dict[int, Tensor], float]:
         """What the combining brought, a payload of every replica, and the seconds that training waited for it."""
@@ -430,9 +434,9 @@ class StreamingDiLoCo:
             self._state.use("velocity", p),
             total_N,
             divisor=divisor,
-            outer=self._settings.outer,
+            outer=self.settings.outer,
             parameters=self._parameters.shards(p),
-            mixing=self._settings.mixing,
+            mixing=self.settings.mixing,
         )
         self._state.keep("outer", p)
         self._state.keep("velocity", p)
@@ -450,21 +454,21 @@ class StreamingDiLoCo:
 
     def _fetch_ahead(self) -> None:
         """Announce the fragment that is sent or merged next, and what of it will be used."""
-        for step in range(self.num_steps + 1, self.num_steps + self.schedule.sync_every + 1):
-            due = self.schedule.due(step, self.exchange.replica)
+        for step in range(self.num_steps + 1, self.num_steps + self.settings.schedule.sync_every + 1):
+            due = self.settings.schedule.due(step, self.exchange.replica)
             if due.send or due.merge:
                 kinds: tuple[Kind, ...] = ("outer", "error") if due.send else ("outer", "velocity")
                 self._state.expect(kinds, (due.send or due.merge)[0].fragment)
                 return
 
     def _key(self, sync: Sync) -> Key:
-        return Key(self._settings.seed, sync.fragment, sync.round, self.exchange.replica, shard=self._shard)
+        return Key(self.settings.seed, sync.fragment, sync.round, self.exchange.replica, shard=self._shard)
 
     def _count_bytes(self) -> list[int]:
         """What a replica sends of each fragment, and receives, in all its shards."""
         bytes_of = [
             self._combine.bytes_sent(self._state.num_elements(p), self.exchange.num_replicas)
-            for p in range(len(self.fragments))
+            for p in range(len(self.settings.fragments))
         ]
         return sum_over_shards(torch.tensor(bytes_of, device=self._parameters.device), self._shard_group).tolist()
 
@@ -479,14 +483,14 @@ class StreamingDiLoCo:
 
     def _facts(self) -> dict[str, object]:
         """What all replicas must agree on, in the order in which a difference explains the most."""
-        which_shard = (
+        name_of_shard = (
             "which shard of how many this process holds (a replica's mesh has no process of another replica)"
         )
         shards = {name: local(parameter) for name, parameter in self.outer_parameters().items()}
         return {
             "num_replicas": self.exchange.num_replicas,
-            which_shard: [self._shard, num_shards(self._shard_group)],
-            **self._settings.facts(self.exchange.num_replicas),
+            name_of_shard: [self._shard, num_shards(self._shard_group)],
+            **self.settings.facts(self.exchange.num_replicas),
             **{f"shape, fragment and place of parameter {n}": at for n, at in self._parameters.places().items()},
             "initial parameters (SHA-256)": parameters_hash(shards),
         }

@@ -17,10 +17,10 @@ from diloco.sharded import joined, local, reshard, shard_group, sharded_like
 
 
 class FragmentParameters:
-    """What fragments name, in the order in which they name it.
+    """A model's parameters by fragment, in the fragments' order.
 
     Args:
-        model: their model.
+        model: on one device.
         fragments: a partition of its trainable parameters.
 
     Raises:
@@ -29,18 +29,18 @@ class FragmentParameters:
 
     def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
         self._model, named = model, dict(model.named_parameters())
-        self._of = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
-        self.shard_group = shard_group({name: p for part in self._of for name, p in part.items()})
+        self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
+        self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold a replica's shards; None if it is one process."""
         self.device = self.shards(0)[0].device
-        """Where they are, all of them."""
+        """Of all parameters."""
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """Where the blocks of each fragment lie in its flat vector."""
 
     def shards(self, fragment: int) -> list[Tensor]:
         """The parameters, or this process's shards of them, in their own memory."""
-        return [local(parameter) for parameter in self._of[fragment].values()]
+        return [local(parameter) for parameter in self._by_fragment[fragment].values()]
 
     def flat(self, fragment: int) -> Tensor:
         """A copy of a fragment, FP32 (N)."""
@@ -49,20 +49,15 @@ class FragmentParameters:
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
         """Δ_{m,p} = Θ_p − θ_{m,p}, written to the vector that is given."""
-        shards = self.shards(fragment)
-        sizes = [shard.numel() for shard in shards]
-        for shard, part_N, out_N in zip(shards, outer_N.split(sizes), to_N.split(sizes), strict=True):
-            torch.sub(part_N.view(shard.shape), shard, out=out_N.view(shard.shape))
+        shards, parts, results = self.shards(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
+        for shard, part, result in zip(shards, parts, results, strict=True):
+            torch.sub(part, shard, out=result)
         return to_N
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
         """Views of a fragment's flat vector, by parameter name, shaped and sharded as the parameters are."""
-        shards = self.shards(fragment)
-        parts = flat_N.split([shard.numel() for shard in shards])
-        return {
-            name: sharded_like(part_N.view(shard.shape), parameter)
-            for (name, parameter), shard, part_N in zip(self._of[fragment].items(), shards, parts, strict=True)
-        }
+        parameters, parts = self._by_fragment[fragment].items(), self._parts(fragment, flat_N)
+        return {name: sharded_like(part, like) for (name, like), part in zip(parameters, parts, strict=True)}
 
     def all_named(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
         """The same of the flat vectors of all fragments, in order."""
@@ -72,32 +67,33 @@ class FragmentParameters:
             for name, view in self.named(fragment, flat_N).items()
         }
 
-    def joined(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
-        """The flat vector of what stands under a fragment's names, FP32 (N)."""
-        return joined(by_name[name] for name in self._of[fragment])
+    def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
+        """What stands under the names of a fragment's parameters, likewise."""
+        return joined(by_name[name] for name in self._by_fragment[fragment])
 
     def first_not_finite(self, fragment: int, flat_N: Tensor) -> str | None:
         """The first parameter for which a flat vector holds NaN or an infinity."""
-        parts = self.named(fragment, flat_N).items()
-        return next((name for name, part in parts if not local(part).isfinite().all()), None)
+        parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
+        return next((name for name, part in parts if not part.isfinite().all()), None)
 
-    def places(self) -> dict[str, list[object]]:
+    def places(self) -> dict[str, tuple[list[int], int, int]]:
         """Of each parameter its shape in this process, its fragment, and where it begins there."""
-        places: dict[str, list[object]] = {}
-        for fragment, parameters in enumerate(self._of):
+        places: dict[str, tuple[list[int], int, int]] = {}
+        for fragment, parameters in enumerate(self._by_fragment):
             start = 0
             for name, shard in zip(parameters, self.shards(fragment), strict=True):
-                places[name] = [list(shard.shape), fragment, start]
+                places[name] = list(shard.shape), fragment, start
                 start += shard.numel()
         return places
 
     @contextmanager
     def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """The model with others' values, by name; at the end it gets its own back, which are kept on the side."""
-        own = [(shard, shard.clone()) for fragment in range(len(self._of)) for shard in self.shards(fragment)]
+        """The parameters have others' values meanwhile, by name; their own are kept on the side, and put back."""
+        shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
+        own = [(shard, shard.clone()) for shard in shards]
         reshard(self._model)
         try:
-            for part in self._of:
+            for part in self._by_fragment:
                 for name, parameter in part.items():
                     local(parameter).copy_(local(others[name]))
             yield
@@ -106,13 +102,13 @@ class FragmentParameters:
                 shard.copy_(kept)
             reshard(self._model)
 
-    def check_unchanged(self, fragments: Iterable[int]) -> None:
-        """Refuse to leave out parameters that need a gradient by now, or to send ones that the model has no more.
+    def check_still_the_models(self, fragments: Iterable[int]) -> None:
+        """Refuse if the model has come by other parameters since the fragments were cut.
 
         Raises:
             ValueError: naming the parameter.
         """
-        placed = {name for part in self._of for name in part}
+        placed = {name for part in self._by_fragment for name in part}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in placed:
                 raise ValueError(
@@ -120,9 +116,15 @@ class FragmentParameters:
                     "between the replicas: cut them, and build the engine, after that"
                 )
         for fragment in fragments:
-            for name, parameter in self._of[fragment].items():
+            for name, parameter in self._by_fragment[fragment].items():
                 if self._model.get_parameter(name) is not parameter:
                     raise ValueError(
                         f"parameter {name} was replaced after the engine was built, as "
                         "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
                     )
+
+    def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
+        """Views of a flat vector, one a parameter, shaped as what this process holds of it."""
+        shards = self.shards(fragment)
+        parts = flat_N.split([shard.numel() for shard in shards])
+        return [part_N.view(shard.shape) for part_N, shard in zip(parts, shards, strict=True)]

@@ -1,10 +1,10 @@
-"""What an engine is told: what contradicts itself, and what all replicas must be told alike."""
+"""What an engine is told: what of it contradicts itself, and what all replicas must be told alike."""
 
 from dataclasses import dataclass
 
 from torch import nn
 
-from diloco.combine import combine_by
+from diloco.combine import Combine, combine_by
 from diloco.fragments import Fragment, check_partition
 from diloco.outer import Nesterov
 from diloco.schedule import Schedule
@@ -14,16 +14,29 @@ from diloco.wire import DARE, Codec
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `StreamingDiLoCo`, which explains them, without model and exchange."""
+    """The arguments of `StreamingDiLoCo` that decide what is computed."""
 
     fragments: tuple[Fragment, ...]
+    """A partition of the parameters."""
     schedule: Schedule
+    """When each fragment is sent and merged."""
     outer: Nesterov
+    """The outer optimizer."""
     mixing: float
+    """α, how much of its own parameters a replica keeps at a merge."""
     wire: Codec
+    """What the outer gradients are sent in."""
     combine: str
+    """gather, reduce_scatter or reduce_scatter:CODEC."""
     error_feedback: float | None
+    """β; None is none."""
     seed: int
+    """What codecs that draw random numbers draw them from."""
+
+    @property
+    def way(self) -> Combine:
+        """How the payloads are combined."""
+        return combine_by(self.combine, self.wire)
 
     def check(self, model: nn.Module, num_replicas: int) -> None:
         """Refuse, without any other replica, what can't be trained; the model may be on `meta`.
@@ -35,27 +48,40 @@ class Settings:
         self._check_schedule(num_replicas)
         if not 0 <= self.mixing <= 1:
             raise ValueError(f"mixing must lie between 0 and 1, not {self.mixing}")
-        combine_by(self.combine, self.wire)
+        _ = self.way
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise ValueError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}")
         _check_parameters(model)
 
     def facts(self, num_replicas: int) -> dict[str, object]:
-        """What all replicas must agree on, in the order in which a difference explains the most."""
+        """What all replicas must be told alike, in the order in which a difference explains the most."""
         return {
-            **self.facts_of_schedule(num_replicas),
+            **self._facts_of_schedule(num_replicas),
             "outer learning rate": float(self.outer.lr),
             "outer momentum": float(self.outer.momentum),
             "mixing": float(self.mixing),
             "wire": self.wire.spec,
-            "combine": combine_by(self.combine, self.wire).spec,
+            "combine": self.way.spec,
             "error feedback": self.error_feedback,
             "seed": self.seed,
         }
 
-    def facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
-        """Those that tell when what is sent and merged."""
+    def facts_of_state(self, replica: int, num_replicas: int) -> dict[str, object]:
+        """What gives the payloads in flight, and the error, of a replica's state their meaning."""
+        schedule = self._facts_of_schedule(num_replicas)
+        return {
+            "wire": self.wire.spec,
+            "combine": self.way.spec,
+            "num_replicas": num_replicas,
+            "error_feedback": self.error_feedback,
+            "seed": self.seed,
+            "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
+            "own_overlap_steps": self.schedule.overlap(replica),
+            "replica": replica,
+        }
+
+    def _facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
         schedule = self.schedule
         return {
             "sync_every": schedule.sync_every,
@@ -63,20 +89,6 @@ class Settings:
             "overlap_steps": [schedule.overlap(replica) for replica in range(num_replicas)],
             "offsets": [schedule.offset(fragment) for fragment in range(schedule.num_fragments)],
             "first_sync": schedule.first_sync,
-        }
-
-    def of_state(self, replica: int, num_replicas: int) -> dict[str, object]:
-        """What gives the payloads in flight, and the error, their meaning."""
-        schedule = self.facts_of_schedule(num_replicas)
-        return {
-            "wire": self.wire.spec,
-            "combine": combine_by(self.combine, self.wire).spec,
-            "num_replicas": num_replicas,
-            "error_feedback": self.error_feedback,
-            "seed": self.seed,
-            "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
-            "own_overlap_steps": self.schedule.overlap(replica),
-            "replica": replica,
         }
 
     def _check_schedule(self, num_replicas: int) -> None:

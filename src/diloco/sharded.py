@@ -1,7 +1,7 @@
 """A replica of several processes: its parameters are DTensors, of which each process holds a shard.
 
 The engine works on local shards, and shard i of a replica exchanges with shard i of the others. A replica of one
-process has plain tensors, for which every function here is the identity.
+process has plain tensors, which are what these functions return, and nobody to ask.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,13 +115,13 @@ def sum_over_shards(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 @contextmanager
-def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, others: str) -> Iterator[None]:
+def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, another: str) -> Iterator[None]:
     """If what is done in here fails in one shard of a replica, it fails in all.
 
     Args:
         group: the processes that hold the shards.
         device: theirs.
-        others: how the message names another shard.
+        another: what messages call another shard.
 
     Raises:
         ExchangeError: where it went well, if it failed elsewhere, or another shard does not answer.
@@ -129,7 +129,7 @@ def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, ot
 
     def num_failed(here: int) -> int:
         if group is None:
-            return here  # without a wait for the device
+            return here
         return int(sum_over_shards(torch.tensor([here], dtype=torch.int32, device=device), group).item())
 
     try:
@@ -141,9 +141,9 @@ def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, ot
     try:
         elsewhere = num_failed(0)
     except RuntimeError as error:
-        raise ExchangeError(f"{others} does not answer: {str(error).splitlines()[0]}") from error
+        raise ExchangeError(f"{another} does not answer: {str(error).splitlines()[0]}") from error
     if elsewhere:
-        raise ExchangeError(f"{others} failed, and says why")
+        raise ExchangeError(f"{another} failed, and says why")
 
 
 def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:

@@ -1,4 +1,7 @@
 import math
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,9 +123,32 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
 
 
 def test_the_same_seed_gives_the_same_parameters():
-    one, two, other = Decoder(SMALL, seed=5), Decoder(SMALL, seed=5), Decoder(SMALL, seed=6)
-    assert torch.equal(one.embedding.weight, two.embedding.weight)
-    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+    one, two, other = (dict(Decoder(SMALL, seed=seed).named_parameters()) for seed in (5, 5, 6))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(not torch.equal(one[name], other[name]) for name in one if one[name].dim() == 2)
+
+
+def test_every_matrix_begins_with_variance_one_over_its_inputs():
+    config = ladder("35M")
+    for name, parameter in Decoder(replace(config, num_layers=2, vocab_size=1000), seed=0).named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        ends_in_the_residual_stream = name.endswith(("attention.out.weight", "mlp_out.weight"))
+        variance = 1 / parameter.shape[1] / (2 * 2 if ends_in_the_residual_stream else 1)
+        assert parameter.var().item() == pytest.approx(variance, rel=0.02), name
+        assert abs(parameter.mean().item()) < 5 * math.sqrt(variance / parameter.numel()), name
+
+
+def test_on_meta_it_costs_no_import():
+    code = """
+import sys, torch
+from diloco.models.decoder import Decoder, DecoderConfig
+with torch.device("meta"):
+    Decoder(DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=11), seed=0)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_loss_is_cross_entropy_and_z_loss():

@@ -159,10 +159,10 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
         inner_step(state, tokens, config, world, 1e-3)
         changed = {
             index
-            for index, fragment in enumerate(state.sync.fragments)
+            for index, fragment in enumerate(state.sync.settings.fragments)
             if any(not torch.equal(before[n], state.model.get_parameter(n)) for n in fragment.parameters)
         }
-        found.append((changed, set(state.sync.schedule.next_sent(step))))
+        found.append((changed, set(state.sync.settings.schedule.next_sent(step))))
         state.sync.step()
         state.step = step
     return found

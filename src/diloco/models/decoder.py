@@ -112,6 +112,9 @@ class Decoder(nn.Module):
 
 
 class _Linear(nn.Linear):
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out, bias=False)
+
     def reset_parameters(self) -> None:
         """Left to `Decoder`: twice would take twice the time, and on `meta` import the whole of torch._dynamo."""
 
@@ -132,8 +135,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width, bias=False)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=False)
-        self.mlp_in = _Linear(config.width, 4 * config.width, bias=False)
-        self.mlp_out = _Linear(4 * config.width, config.width, bias=False)
+        self.mlp_in = _Linear(config.width, 4 * config.width)
+        self.mlp_out = _Linear(4 * config.width, config.width)
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The residual stream after this block."""
@@ -147,8 +150,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = _Linear(config.width, 3 * config.width, bias=False)
-        self.out = _Linear(config.width, config.width, bias=False)
+        self.qkv = _Linear(config.width, 3 * config.width)
+        self.out = _Linear(config.width, config.width)
         self.query_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
         self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
 

@@ -49,8 +49,8 @@ class TrainState:
         if not self.freezes:
             return
         assert isinstance(self.sync, StreamingDiLoCo), "Data-Parallel freezes nothing"
-        trained = self.sync.schedule.next_sent(step)
-        for index, fragment in enumerate(self.sync.fragments):
+        trained = self.sync.settings.schedule.next_sent(step)
+        for index, fragment in enumerate(self.sync.settings.fragments):
             if index not in trained:
                 yield from (self.model.get_parameter(name) for name in fragment.parameters)
 
@@ -127,8 +127,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         sync = DataParallel(model, forward, batch, autocast=world.autocast)
         return TrainState(model, sync.forward, optimizer, sync.passes, sync)
     diloco = config.diloco
-    told = _engine_settings(config, model)
-    engine = StreamingDiLoCo(model, exchange=world.exchange, offload=diloco.offload, **told)
+    settings = vars(_engine_settings(config, model))
+    engine = StreamingDiLoCo(model, exchange=world.exchange, offload=diloco.offload, **settings)
     return TrainState(model, forward, optimizer, lambda _: nullcontext(), engine, freezes=diloco.freeze)
 
 
@@ -142,7 +142,7 @@ def check(config: TrainConfig) -> None:
         return
     with torch.device("meta"):
         model = Decoder(config.model, seed=config.seed)
-    settings = Settings(**_engine_settings(config, model))
+    settings = _engine_settings(config, model)
     settings.check(model, config.num_replicas)
     schedule = settings.schedule
     last = max(range(schedule.num_fragments), key=schedule.send_step)
@@ -153,10 +153,10 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """The engine's `Settings`, by its parameters' names."""
+def _engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
     diloco = config.diloco
-    assert diloco.overlap_steps is not None and diloco.wire is not None, "the config is resolved"
+    assert diloco.overlap_steps is not None, "the config is resolved"
+    assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
     fragments = _fragments(config, model)
     schedule = Schedule(
         sync_every=diloco.sync_every,
@@ -165,16 +165,16 @@ def _engine_settings(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
         offsets=diloco.offsets,
         first_sync=diloco.first_sync,
     )
-    return {
-        "fragments": fragments,
-        "schedule": schedule,
-        "outer": Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
-        "mixing": diloco.mixing,
-        "wire": codec(diloco.wire),
-        "combine": diloco.combine,
-        "error_feedback": diloco.error_feedback,
-        "seed": config.seed,
-    }
+    return Settings(
+        fragments=fragments,
+        schedule=schedule,
+        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
+        mixing=diloco.mixing,
+        wire=codec(diloco.wire),
+        combine=diloco.combine,
+        error_feedback=diloco.error_feedback,
+        seed=config.seed,
+    )
 
 
 def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
