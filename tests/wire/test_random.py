@@ -46,22 +46,22 @@ def test_every_part_of_a_key_matters_but_the_replica_to_what_is_common(field):
 
 @pytest.mark.parametrize("wire", ["feddropout", "dare"])
 def test_a_mask_is_the_same_for_all_replicas_and_fair_over_rounds(wire):
-    delta, num_rounds = np.ones(100, f32), 500
+    delta, num_rounds = np.ones(100, f32), 2000
     kept = Counter()
     for r in range(1, num_rounds + 1):
         key = Key(7, 0, r, 0)
         first, second = (through(f"{wire}:density=0.1", delta, key._replace(replica=m)) for m in (0, 1))
         assert np.array_equal(first, second) and np.count_nonzero(first) == 10
         kept.update(np.flatnonzero(first).tolist())
-    # Binomial(500, 0.1): its standard deviation is 6.7.
-    assert len(kept) == 100 and max(abs(n - 50) for n in kept.values()) < 5 * 6.7
+    # Binomial(2000, 0.1): its standard deviation is 13.4.
+    assert len(kept) == 100 and max(abs(n - 200) for n in kept.values()) < 5 * 13.4
 
 
 @pytest.mark.parametrize("wire", [f"{wire}:stochastic=true" for wire in BLOCKS] + ["dare:density=0.25"])
 def test_what_is_rounded_at_random_or_rescaled_is_right_on_average(wire):
     vector = np.random.default_rng(0).uniform(-1, 1, 64).astype(f32)
     vector[[3, 40]] = 0, -0.0
-    num = 500
+    num = 2000
     samples = np.array([through(wire, vector, Key(1, 0, r, 0)) for r in range(1, num + 1)], np.float64)
     error = np.abs(samples.mean(axis=0) - vector)
     standard_error = samples.std(axis=0) / num**0.5
