@@ -1,6 +1,8 @@
 # make train: train a language model with Streaming DiLoCo, here, now.   make test: lint, types, tests.
 PYTHON ?= python3
 BIN := .venv/bin
+# Where this is set, each of the many processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env train test format clean
 

@@ -73,7 +73,12 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
     while not path.exists() or path.read_text().count("\n") < step:
         assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
         time.sleep(0.02)
-    return max(pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return max(replicas(process.pid))
+
+
+def replicas(launcher: int) -> list[int]:
+    """The forks of its children."""
+    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
 
 
 def children(pid: int) -> Iterator[int]:
@@ -105,6 +110,28 @@ def assert_equal(one, other) -> None:
         assert one.dtype == other.dtype and torch.equal(one, other)
     else:
         assert one == other
+
+
+def test_replicas_end_with_their_launcher(folder):
+    with subprocess.Popen(
+        command("--name", "abandoned", "--num-tokens", "512000"), cwd=folder, text=True, stdout=subprocess.DEVNULL
+    ) as process:
+        wait_for_step(process, folder / "runs" / "abandoned", step=1)
+        abandoned = replicas(process.pid)
+        process.kill()
+    assert len(abandoned) == 2
+    deadline = time.monotonic() + 20
+    while any(is_alive(replica) for replica in abandoned):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Neither gone nor waiting for its parent to hear of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):

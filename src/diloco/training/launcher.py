@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -57,8 +58,11 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong is said once, by us
+    start_method = "spawn"
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
+        start_method = "forkserver"
+        multiprocessing.set_forkserver_preload(["diloco.training.ancestor"])
     os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_shards)))
     config = LaunchConfig(
         min_nodes=1,
@@ -70,6 +74,7 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        start_method=start_method,
         logs_specs=DefaultLogsSpecs(),
     )
     try:
