@@ -70,19 +70,22 @@ def sweep(arguments: Sequence[str]) -> None:
     earlier = _earlier_rows(table, planned.name_of_base)
     adopt(earlier, asked.output / "runs")
     rows: list[dict] = []
+    others: list[dict] = []
     with grid_progress("sweep") as on_finished:
         for rows in run_sweep(planned, asked.output / "runs", machines, on_finished=on_finished):
             done = {row["run"] for row in rows}
             # What other calls left stays, those of this one too, to which it may not have come yet.
-            if told := [*rows, *(row for row in earlier if row["run"] not in done)]:
-                write_rows(told, table)
-    _tell(rows, table)
+            others = [row for row in earlier if row["run"] not in done]
+            if rows or others:
+                write_rows([*rows, *others], table)
+    _tell(rows, len(others), table)
 
 
-def _tell(rows: Sequence[dict], table: Path) -> None:
+def _tell(rows: Sequence[dict], num_others: int, table: Path) -> None:
     """How the runs ended, and what to do now."""
     failed = [row for row in rows if "failed" in row]
-    print(f"{table}: {len(rows)} runs, of which {len(failed)} failed")
+    others = f", beside {num_others} that this command does not ask for" if num_others else ""
+    print(f"{table}: {len(rows)} runs, of which {len(failed)} failed{others}")
     for row in failed:
         print(f"run {row['run']} failed: {row['failed']}")
     print(_next(table))

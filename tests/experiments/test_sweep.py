@@ -149,7 +149,8 @@ def test_a_second_sweep_adds_to_the_table(small_corpus, tmp_path, monkeypatch, c
     assert "no laws yet: " in capsys.readouterr().out
     main([*asked, "--axis", "width=48"])
     told = capsys.readouterr()
-    assert "2 runs, of which 0 failed" in told.out and "now: diloco scaling fit --data" in told.out
+    assert "2 runs, of which 0 failed, beside 2 that this command does not ask for\n" in told.out
+    assert "now: diloco scaling fit --data" in told.out
     assert "sweep: 100.0% done" in told.err, "where there is no terminal"
     rows = read_rows(tmp_path / "sweep" / "sweep.csv")
     assert len({(row["params"], row["replicas"]) for row in rows}) == 4
