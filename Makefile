@@ -8,9 +8,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 env: .venv/installed
 
+# Of 20,000 files few are ever imported: compiling them all would take a minute.
 .venv/installed: pyproject.toml constraints.txt src/diloco/version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-compile \
+		--editable '.[dev]'
 	touch $@
 
 train: env
