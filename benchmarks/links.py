@@ -47,9 +47,9 @@ from network.laboratory import Laboratory
 
 from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
-from diloco.training.fields import to_json
+from diloco.training.prepare import prepare_run
 from diloco.training.recipes import laptop
-from diloco.training.start import prepare_run
+from diloco.training.traits import to_json
 
 BUCKETS_MB = ("1", "4", "25")
 PAYLOAD_BYTES = 32_000_000

@@ -26,14 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.data.shards import open_split
-from diloco.exchange import share
-from diloco.measure import measure_link
-from diloco.outer import parameters_hash
-from diloco.training.conclusion import evaluate
+from diloco.exchange.control import share
+from diloco.measure.measure import measure_link
+from diloco.outer.digest import parameters_hash
 from diloco.training.config import DilocoConfig, TrainConfig
-from diloco.training.fields import from_json
 from diloco.training.loop import gradients, inner_step, learning_rate, open_batches
 from diloco.training.state import TrainState, initial_state
+from diloco.training.summary import evaluate
+from diloco.training.traits import from_json
 from diloco.training.world import World, join
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from diloco.combine import Gather
-from diloco.native import empty
-from diloco.outer import Nesterov, take_outer_step
+from diloco.kernels.memory import empty
+from diloco.outer.nesterov import Nesterov, take_outer_step
+from diloco.reduction.combine import Gather
 from diloco.wire import Key, codec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from training_runs import base_config, finish, parser
 
-from diloco.experiments.grid import LabelledRun
+from diloco.experiments.runner.grid import LabelledRun
 from diloco.training.config import TrainConfig
 
 LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002, 0.00141)

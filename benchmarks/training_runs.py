@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.experiments.grid import LabelledRun, LocalMachine, run_grid
-from diloco.experiments.rows import write_rows
+from diloco.experiments.runner.grid import LabelledRun, LocalMachine, run_grid
+from diloco.experiments.runner.rows import write_rows
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from training_runs import base_config, finish, parser
 
-from diloco.experiments.grid import LabelledRun
+from diloco.experiments.runner.grid import LabelledRun
 
 LEARNING_RATES = (0.002, 0.004, 0.008, 0.016)
 DENSE = ("fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1", "e3m0", "int8", "int4", "int2")

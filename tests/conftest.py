@@ -14,7 +14,8 @@ from jaxtyping import install_import_hook
 
 # The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
-    "diloco.outer",
+    "diloco.outer.mixing",
+    "diloco.outer.nesterov",
     "diloco.wire.blocks",
     "diloco.wire.floats",
     "diloco.wire.integers",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "diloco.engine", "hypothesis"])
+_CONTEXT.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "diloco.engine.streaming", "hypothesis"])
 
 
 class ReplicaError(AssertionError):

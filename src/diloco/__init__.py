@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from diloco.version import __version__
 
 if TYPE_CHECKING:
-    from diloco.engine import StreamingDiLoCo
-    from diloco.exchange import DisagreementError, ExchangeError
+    from diloco.engine.streaming import StreamingDiLoCo
+    from diloco.errors import DisagreementError, ExchangeError, NonFiniteError, PayloadError
     from diloco.exchange.loopback import LoopbackExchange
     from diloco.exchange.process_group import ProcessGroupExchange
     from diloco.fragments import Fragment, sequential, strided, whole
-    from diloco.outer import Nesterov, OuterStep
+    from diloco.outer.nesterov import Nesterov
+    from diloco.outer.step import OuterStep
     from diloco.schedule import Schedule
-    from diloco.wire import Codec, NonFiniteError, PayloadError, codec
+    from diloco.wire import Codec, codec
 
 __all__ = [
     "Codec",
@@ -40,18 +41,18 @@ __all__ = [
 
 _MODULES = {
     "Codec": "wire",
-    "PayloadError": "wire",
+    "PayloadError": "errors",
     "codec": "wire",
-    "DisagreementError": "exchange",
-    "ExchangeError": "exchange",
+    "DisagreementError": "errors",
+    "ExchangeError": "errors",
     "Fragment": "fragments",
     "LoopbackExchange": "exchange.loopback",
-    "Nesterov": "outer",
-    "NonFiniteError": "wire",
-    "OuterStep": "outer",
+    "Nesterov": "outer.nesterov",
+    "NonFiniteError": "errors",
+    "OuterStep": "outer.step",
     "ProcessGroupExchange": "exchange.process_group",
     "Schedule": "schedule",
-    "StreamingDiLoCo": "engine",
+    "StreamingDiLoCo": "engine.streaming",
     "sequential": "fragments",
     "strided": "fragments",
     "whole": "fragments",

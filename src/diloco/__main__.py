@@ -1,6 +1,6 @@
 """`python -m diloco`."""
 
-from diloco.cli import main
+from diloco.cli.main import main
 
 if __name__ == "__main__":
     main()

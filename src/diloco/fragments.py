@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -35,7 +37,7 @@ def strided(
         are in one, once.
 
     Raises:
-        ValueError: if the blocks can't be found, or a parameter belongs to two fragments.
+        UserError: if the blocks can't be found, or a parameter belongs to two fragments.
 
     >>> from torch import nn
     >>> model = nn.Sequential()
@@ -73,25 +75,25 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
     """Refuse fragments that don't partition the trainable parameters of `model`.
 
     Raises:
-        ValueError: with the names of the parameters that are in no fragment, in two, or not in the model.
+        UserError: with the names of the parameters that are in no fragment, in two, or not in the model.
     """
     trainable = dict.fromkeys(name for name, p in model.named_parameters() if p.requires_grad)
     placed: dict[str, int] = {}
     for index, fragment in enumerate(fragments):
         if not fragment.parameters:
-            raise ValueError(f"fragment {index} holds no parameter that needs a gradient: leave it out")
+            raise UserError(f"fragment {index} holds no parameter that needs a gradient: leave it out")
         for name in fragment.parameters:
             if name in placed:
-                raise ValueError(f"parameter {name} is in fragments {placed[name]} and {index}: keep it in one")
+                raise UserError(f"parameter {name} is in fragments {placed[name]} and {index}: keep it in one")
             placed[name] = index
         _check_blocks(index, fragment)
     if unknown := [name for name in placed if name not in trainable]:
-        raise ValueError(
+        raise UserError(
             f"fragments name {_listed(unknown)}, which the model does not have, has frozen, or knows by "
             "another name (a tied parameter counts once, under its first name)"
         )
     if missing := [name for name in trainable if name not in placed]:
-        raise ValueError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
+        raise UserError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
 
 
 def block_spans(fragment: Fragment, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -111,14 +113,14 @@ def _check_blocks(index: int, fragment: Fragment) -> None:
     ones = dict.fromkeys(fragment.parameters, 1)
     for block, (start, end) in block_spans(fragment, ones).items():
         if not all(name.startswith(block + ".") for name in fragment.parameters[start:end]):
-            raise ValueError(f"fragment {index}: the parameters of block {block} must follow one another")
+            raise UserError(f"fragment {index}: the parameters of block {block} must follow one another")
 
 
 def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
     if layers_per_fragment < 1:
-        raise ValueError(f"layers_per_fragment must be at least 1, not {layers_per_fragment}")
+        raise UserError(f"layers_per_fragment must be at least 1, not {layers_per_fragment}")
     if layers_per_fragment > len(paths):
-        raise ValueError(f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks")
+        raise UserError(f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks")
     return -(-len(paths) // layers_per_fragment)
 
 
@@ -128,7 +130,7 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
         lists = _outermost_module_lists(model)
         if len(lists) != 1:
             found = _listed(lists) if lists else "none"
-            raise ValueError(
+            raise UserError(
                 f"the model should hold its blocks in one nn.ModuleList, and {found} was found: "
                 "name it with blocks='path.to.the.list'"
             )
@@ -138,16 +140,16 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
         try:
             module = model.get_submodule(path)
         except AttributeError:
-            raise ValueError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
+            raise UserError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
-            raise ValueError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
+            raise UserError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
         # Not named_children, which tells a block once that stands in two places.
         paths += [f"{path}.{name}" for name, block in module._modules.items() if block is not None]
     if len(set(paths)) < len(paths):
-        raise ValueError(f"blocks={blocks!r} names a list of blocks twice")
+        raise UserError(f"blocks={blocks!r} names a list of blocks twice")
     trained = [p for p in paths if any(w.requires_grad for w in model.get_submodule(p).parameters())]
     if not trained:
-        raise ValueError(
+        raise UserError(
             f"no block of {blocks!r} has a parameter that needs a gradient: unfreeze one, or take whole()"
         )
     return trained
@@ -174,7 +176,7 @@ def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
         index = next((i for path, i in fragment_of_block.items() if name.startswith(path + ".")), outside)
         first_name, first_index = placed.setdefault(id(parameter), (name, index))
         if first_index != index:
-            raise ValueError(
+            raise UserError(
                 f"{first_name} and {name} are one tied parameter in fragments {first_index} and {index}: "
                 "put their blocks into one fragment, untie them, or take whole(model)"
             )

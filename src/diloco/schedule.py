@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from diloco.errors import UserError
+
 
 class Sync(NamedTuple):
     """One exchange of one fragment."""
@@ -31,7 +33,7 @@ class Schedule:
     m merges it after step t + τ_m.
 
     Raises:
-        ValueError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other; the message names both values.
 
     >>> schedule = Schedule(sync_every=100, num_fragments=2, overlap_steps=1)
     >>> [t for t in range(1, 301) if schedule.due(t).send]
@@ -55,24 +57,24 @@ class Schedule:
         """Refuse what contradicts itself."""
         self._check_types()
         if self.sync_every < 1:
-            raise ValueError(f"sync_every must be at least 1 step, not {self.sync_every}")
+            raise UserError(f"sync_every must be at least 1 step, not {self.sync_every}")
         if self.num_fragments < 1:
-            raise ValueError(f"num_fragments must be at least 1, not {self.num_fragments}")
+            raise UserError(f"num_fragments must be at least 1, not {self.num_fragments}")
         overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
         if not overlaps or not all(0 <= overlap < self.sync_every for overlap in overlaps):
-            raise ValueError(
+            raise UserError(
                 f"overlap_steps must be at least 0 and below sync_every={self.sync_every}, "
                 f"not {self.overlap_steps}: a fragment has to be merged before it is sent again"
             )
         if self.offsets is not None:
             if len(self.offsets) != self.num_fragments:
-                raise ValueError(f"offsets={self.offsets} must hold num_fragments={self.num_fragments} steps")
+                raise UserError(f"offsets={self.offsets} must hold num_fragments={self.num_fragments} steps")
             if not all(0 <= offset < self.sync_every for offset in self.offsets):
-                raise ValueError(
+                raise UserError(
                     f"offsets={self.offsets} must each be at least 0 and below sync_every={self.sync_every}"
                 )
         if self.first_sync not in ("full_period", "early"):
-            raise ValueError(f"first_sync must be 'full_period' or 'early', not {self.first_sync!r}")
+            raise UserError(f"first_sync must be 'full_period' or 'early', not {self.first_sync!r}")
 
     def _check_types(self) -> None:
         overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
@@ -84,7 +86,7 @@ class Schedule:
         }
         for name, value in numbers.items():
             if not (isinstance(value, tuple) and all(isinstance(number, int) for number in value)):
-                raise ValueError(f"{name} takes whole numbers, several as a tuple, not {getattr(self, name)!r}")
+                raise UserError(f"{name} takes whole numbers, several as a tuple, not {getattr(self, name)!r}")
 
     def offset(self, fragment: int) -> int:
         """t_p of a fragment."""

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.exchange import DisagreementError, ExchangeError, agree, share
+from diloco.errors import DisagreementError, ExchangeError
+from diloco.exchange.control import agree, share
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange, _tag
 

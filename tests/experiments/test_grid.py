@@ -17,11 +17,11 @@ import pytest
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare, resolve
 from diloco.data.tokenizers import train_bpe
+from diloco.errors import CheckpointError
 from diloco.experiments import grid
 from diloco.experiments import job as one_job
-from diloco.experiments.grid import LabelledRun, LocalMachine, make_job, run_grid
-from diloco.experiments.rows import read_rows, write_rows
-from diloco.training.checkpoints import CheckpointError
+from diloco.experiments.runner.grid import LabelledRun, LocalMachine, make_job, run_grid
+from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.training.launcher import FAILURE, exit_code_of
 from diloco.training.recipes import recipe
 
@@ -29,8 +29,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.experiments.test_grid import real_runs
-from diloco.experiments.grid import LocalMachine, run_grid
-from diloco.experiments.rows import write_rows
+from diloco.experiments.runner.grid import LocalMachine, run_grid
+from diloco.experiments.runner.rows import write_rows
 
 output = Path(sys.argv[2])
 wanted = {"parameters": ("replica", "average")}
@@ -249,7 +249,7 @@ def test_a_killed_grid_goes_on_and_does_nothing_twice(small_corpus, tmp_path, un
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, undisturbed):
     ray = pytest.importorskip("ray")
-    from diloco.experiments.cluster import RayCluster
+    from diloco.experiments.runner.cluster import RayCluster
 
     with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
         RayCluster("127.0.0.1:1")

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli import main
+from diloco.cli.main import main
 from diloco.data.tokenizers import ByteTokenizer
-from diloco.experiments.experiment import Change, change, curves
-from diloco.experiments.grid import make_job
-from diloco.experiments.recipes import EXPERIMENTS, experiment
-from diloco.experiments.tiers import TIERS
+from diloco.experiments.papers.experiment import Change, change, curves
+from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
+from diloco.experiments.papers.tiers import TIERS
+from diloco.experiments.runner.grid import make_job
 from diloco.models.ladder import num_matrix_params
 from diloco.training.config import resolve
 from diloco.training.state import check
@@ -181,7 +181,7 @@ def test_a_larger_batch_has_a_larger_learning_rate():
 
 
 def test_only_what_is_over_is_tabulated(capsys, tmp_path):
-    from diloco.cli_experiment import _over
+    from diloco.cli.experiment import _over
 
     with pytest.raises(SystemExit, match="2"):
         main(["experiment", "freezing", "--tabulate", "--output", str(tmp_path)])

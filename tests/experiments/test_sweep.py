@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from diloco import cli_sweep
-from diloco.cli import main
+from diloco.cli.main import main
 from diloco.data.config import DataConfig
-from diloco.experiments.rows import read_rows, write_rows
-from diloco.experiments.sweep import Sweep, run_sweep
+from diloco.experiments.runner.rows import read_rows, write_rows
+from diloco.experiments.runner.sweep import Sweep, run_sweep
 from diloco.scaling.table import read_table
 from diloco.training.recipes import recipe
 

@@ -3,7 +3,7 @@
 import pytest
 from tests.scaling.test_prediction import SIZES, sweep
 
-from diloco.report.laws import (
+from diloco.report.figures.laws import (
     best_outer_learning_rate,
     difference_to_data_parallel,
     draw_laws,

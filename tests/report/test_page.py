@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.experiments.test_recipes import made_up
 
-from diloco.cli import main
-from diloco.experiments.recipes import EXPERIMENTS, experiment
-from diloco.experiments.rows import write_rows
-from diloco.experiments.tiers import TIERS
+from diloco.cli.main import main
+from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
+from diloco.experiments.papers.tiers import TIERS
+from diloco.experiments.runner.rows import write_rows
 
 pytest.importorskip("matplotlib")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

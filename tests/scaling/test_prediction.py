@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diloco.cli import main
+from diloco.cli.main import main
 from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
 from diloco.scaling.laws import Laws

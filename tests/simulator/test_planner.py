@@ -6,7 +6,7 @@ import pytest
 import tyro
 from rich.console import Console
 
-from diloco.report.plan import print_remedy
+from diloco.report.terminal.plan import print_remedy
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel

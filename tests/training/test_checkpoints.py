@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from diloco.errors import CheckpointError, CheckpointWriteError
 from diloco.training import checkpoints as checkpoints_module
-from diloco.training.checkpoints import CheckpointError, Checkpoints, CheckpointWriteError
+from diloco.training.checkpoints import Checkpoints
 
 FACTS = {"step": 3, "flag": None, "pair": [1, 2.5], "name": {"deeper": "Θ"}}
 TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "empty": {}}
@@ -136,7 +137,8 @@ _FULL_DISK = """
 import os, resource, sys, torch
 import torch.distributed as dist
 from pathlib import Path
-from diloco.training.checkpoints import Checkpoints, CheckpointWriteError
+from diloco.training.checkpoints import Checkpoints
+from diloco.errors import CheckpointWriteError
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -14,10 +14,10 @@ from diloco.training.config import (
     TrainConfig,
     resolve,
 )
-from diloco.training.fields import differences, from_json, to_json
 from diloco.training.loop import learning_rate
 from diloco.training.recipes import RECIPES, scaling_laws, tiny
-from diloco.training.run_directory import claim, claim_together, resumable, resume_config
+from diloco.training.runs import claim, claim_together, resumable, resume_config
+from diloco.training.traits import differences, from_json, to_json
 from diloco.training.world import alone
 
 

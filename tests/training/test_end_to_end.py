@@ -22,9 +22,9 @@ from tests.training.runs import (
     trained,
 )
 
-from diloco.cli import main
+from diloco.cli.main import main
 from diloco.models.decoder import Decoder
-from diloco.training.run_directory import read_config
+from diloco.training.runs import read_config
 
 
 def test_a_run_leaves_its_files(streaming):

@@ -9,13 +9,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from diloco.cli import main
+from diloco.cli.main import main
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.models.decoder import Decoder, next_token_loss
-from diloco.training.conclusion import held_out_windows
 from diloco.training.finished import evaluate_run, run_parameters
-from diloco.training.run_directory import read_config
+from diloco.training.runs import read_config
+from diloco.training.summary import held_out_windows
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from diloco.errors import TrainingError
 from diloco.training.config import AdamWConfig, resolve
-from diloco.training.loop import TrainingError, inner_step, learning_rate
+from diloco.training.loop import inner_step, learning_rate
 from diloco.training.recipes import tiny
 from diloco.training.state import initial_state
 from diloco.training.world import alone

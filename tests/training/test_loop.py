@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.errors import TrainingError
 from diloco.training.config import resolve
-from diloco.training.loop import TrainingError, _lack_of_memory_explained
+from diloco.training.loop import _lack_of_memory_explained
 from diloco.training.recipes import tiny
 from diloco.training.world import alone
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.outer import parameters_hash
-from diloco.sharded import gathered
+from diloco.engine.sharded import gathered
+from diloco.outer.digest import parameters_hash
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import DilocoConfig, TrainConfig, resolve
 from diloco.training.loop import inner_step

@@ -29,7 +29,8 @@ from tests.wire.cases import (
     vectors,
 )
 
-from diloco.wire import CODECS, Key, NonFiniteError, PayloadError, codec
+from diloco.errors import NonFiniteError, PayloadError
+from diloco.wire import CODECS, Key, codec
 
 VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())["vectors"]
 

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The text of a run.
 
     Raises:
-        ValueError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other; the message names both values.
     """
 
     train: tuple[str, ...] = ("stdlib",)
@@ -30,17 +32,17 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.train:
-            raise ValueError("train=() names no source of training text; name one, such as 'stdlib'")
+            raise UserError("train=() names no source of training text; name one, such as 'stdlib'")
         if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction={self.held_out_fraction} must lie between 0 and 1")
+            raise UserError(f"held_out_fraction={self.held_out_fraction} must lie between 0 and 1")
         if self.max_train_bytes is not None and self.max_train_bytes < 1:
-            raise ValueError(
+            raise UserError(
                 f"max_train_bytes={self.max_train_bytes} must be at least 1; left out, all text is read"
             )
         if self.tokenizer.startswith("bpe:") and not self.tokenizer.removeprefix("bpe:").isdecimal():
-            raise ValueError(f"tokenizer={self.tokenizer!r} is not of the form bpe:SIZE, such as 'bpe:8192'")
+            raise UserError(f"tokenizer={self.tokenizer!r} is not of the form bpe:SIZE, such as 'bpe:8192'")
         if self.held_out and self.held_out_fraction != DataConfig.held_out_fraction:
-            raise ValueError(
+            raise UserError(
                 f"held_out={self.held_out} and held_out_fraction={self.held_out_fraction} contradict each "
                 "other; name held-out sources or a fraction of the training documents, not both"
             )

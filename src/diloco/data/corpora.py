@@ -14,7 +14,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
-from diloco.data.optional import require
+from diloco.errors import UserError
+from diloco.files import require
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def documents(source: str) -> Iterator[Document]:
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
     Raises:
-        ValueError: if nothing matches, a suffix is unknown, or a file or row cannot be read.
+        UserError: if nothing matches, a suffix is unknown, or a file or row cannot be read.
     """
     if source == "stdlib":
         return _stdlib()
@@ -113,7 +114,7 @@ def _hub(source: str) -> Iterator[Document]:
     try:
         dataset = load_dataset(name, config, split=split, streaming=True)
     except FileNotFoundError as error:
-        raise ValueError(f"source {source!r} is not found: {error}") from error
+        raise UserError(f"source {source!r} is not found: {error}") from error
     for number, row in enumerate(dataset, start=1):
         yield _document(row, default_id=f"{source}:{number}", place=f"{source}: row {number}")
 
@@ -126,7 +127,7 @@ def _parse_hub(source: str) -> tuple[str, str | None, str]:
             return name, config or None, "train"
         case [name, config, split] if name and split:
             return name, config or None, split
-    raise ValueError(f"source {source!r} is not of the form hf:NAME[:CONFIG][:SPLIT]")
+    raise UserError(f"source {source!r} is not of the form hf:NAME[:CONFIG][:SPLIT]")
 
 
 def _files(source: str) -> Iterator[Document]:
@@ -138,7 +139,7 @@ def _match(source: str) -> tuple[Path, list[Path]]:
     """The directory that ids are relative to, and the files that `source` names, sorted."""
     pattern = Path(source).expanduser()
     if pattern.is_dir():
-        raise ValueError(
+        raise UserError(
             f"source {source!r} is a directory; name the files in it, such as '{pattern / '**/*.txt'}'"
         )
     if pattern.is_file():
@@ -147,7 +148,7 @@ def _match(source: str) -> tuple[Path, list[Path]]:
         root = Path(*takewhile(lambda part: not set("*?[") & set(part), pattern.parts[:-1]))
         paths = sorted(path for path in root.glob(str(pattern.relative_to(root))) if path.is_file())
     if not paths:
-        raise ValueError(f"source {source!r} matches no file; name a file, or a glob such as 'texts/**/*.txt'")
+        raise UserError(f"source {source!r} matches no file; name a file, or a glob such as 'texts/**/*.txt'")
     for path in paths:
         _reader(path)
     return root, paths
@@ -157,13 +158,13 @@ def _read(path: Path, name: str) -> Iterator[Document]:
     try:
         yield from _reader(path)(path, name)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterator[Document]]:
     suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
     if suffixes not in _READERS:
-        raise ValueError(f"{path} has none of the known suffixes: {', '.join(_READERS)}")
+        raise UserError(f"{path} has none of the known suffixes: {', '.join(_READERS)}")
     return _READERS[suffixes]
 
 
@@ -178,7 +179,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} is not JSON: {error}") from error
+                raise UserError(f"line {number} is not JSON: {error}") from error
             yield _document(row, default_id=f"{name}:{number}", place=f"line {number}")
 
 
@@ -204,7 +205,7 @@ def _open(path: Path) -> TextIO:
 
 def _document(row: Any, *, default_id: str, place: str) -> Document:
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ValueError(f"{place} has no field `text` that holds a string")
+        raise UserError(f"{place} has no field `text` that holds a string")
     return Document(row["id"] if isinstance(row.get("id"), str) else default_id, row["text"])
 
 

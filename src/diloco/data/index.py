@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco.data.atomic import write_atomically
+from diloco.errors import UserError
+from diloco.files import write_atomically
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -103,7 +104,7 @@ def read_settings(path: Path) -> Settings:
     """Read the settings of a directory, complete or not.
 
     Raises:
-        ValueError: if another version of diloco wrote them in another format.
+        UserError: if another version of diloco wrote them in another format.
     """
     return _settings(_read_record(path))
 
@@ -117,11 +118,11 @@ def read_index(directory: Path) -> Index:
     """Read the index of a prepared directory.
 
     Raises:
-        ValueError: if the directory is not complete, or in the format of another version of diloco.
+        UserError: if the directory is not complete, or in the format of another version of diloco.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
-        raise ValueError(f"{directory} has no {INDEX_FILE}: prepare it, or finish what was interrupted")
+        raise UserError(f"{directory} has no {INDEX_FILE}: prepare it, or finish what was interrupted")
     record = _read_record(path)
     record["settings"] = _settings(record["settings"])
     record["splits"] = {split: tuple(Shard(**shard) for shard in record["splits"][split]) for split in SPLITS}
@@ -135,5 +136,5 @@ def _settings(record: dict[str, Any]) -> Settings:
 def _read_record(path: Path) -> dict[str, Any]:
     record = json.loads(path.read_bytes())
     if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
-        raise ValueError(f"{path} is not in format {_FORMAT} of a prepared directory; prepare the data again")
+        raise UserError(f"{path} is not in format {_FORMAT} of a prepared directory; prepare the data again")
     return record

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.data.atomic import write_atomically
 from diloco.data.index import Shard, Split, read_shard, shard_path, total, write_record
+from diloco.files import write_atomically
 
 
 class SplitWriter:

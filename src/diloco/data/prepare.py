@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from diloco.data.atomic import write_atomically
 from diloco.data.config import DataConfig
 from diloco.data.corpora import Document, fingerprint
 from diloco.data.index import (
@@ -33,6 +32,8 @@ from diloco.data.index import (
 from diloco.data.packing import SplitWriter
 from diloco.data.splits import check_disjoint, explain_empty, split_documents
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
+from diloco.errors import UserError
+from diloco.files import write_atomically
 
 SHARD_TOKENS = 2**26
 """Tokens in a shard, by default: 128 MiB of 16 bits each."""
@@ -64,7 +65,7 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     """The prepared directory that `config` means, prepared now if it is not yet.
 
     Raises:
-        ValueError: as `prepare` does, or if `config.prepared` was made from other sources or with another
+        UserError: as `prepare` does, or if `config.prepared` was made from other sources or with another
             tokenizer than `config` asks for.
     """
     if config.prepared is None:
@@ -77,7 +78,7 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     for name in ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer"):
         asked, found = getattr(config, name), getattr(made_with, name)
         if asked not in (getattr(DataConfig, name), found):
-            raise ValueError(
+            raise UserError(
                 f"{name}={asked!r} contradicts prepared={str(directory)!r}, which was made with "
                 f"{name}={found!r}; drop one of the two"
             )
@@ -96,7 +97,7 @@ def prepare(
     Several processes may ask for the same output at a time: one works, the others wait for it.
 
     Raises:
-        ValueError: if a source cannot be read, a split holds no document, text is both trained on and held out, or
+        UserError: if a source cannot be read, a split holds no document, text is both trained on and held out, or
             `output` was prepared with other settings.
     """
     settings = _settings(config, shard_tokens)
@@ -145,7 +146,7 @@ def _claim(output: Path, settings: Settings) -> None:
     found = read_settings(path)
     for name, asked in asdict(settings).items():
         if getattr(found, name) != asked:
-            raise ValueError(
+            raise UserError(
                 f"{output} was prepared with {name}={getattr(found, name)!r}, not {name}={asked!r}; "
                 "choose another directory, or delete this one"
             )
@@ -196,7 +197,7 @@ def _pack(
     for split, writer in writers.items():
         writer.close()
         if not writer.shards:
-            raise ValueError(explain_empty(config, split))
+            raise UserError(explain_empty(config, split))
     splits: dict[Split, tuple[Shard, ...]] = {split: tuple(writer.shards) for split, writer in writers.items()}
     return Index(
         settings=settings,
@@ -239,7 +240,7 @@ def _utf8(document: Document) -> bytes:
     try:
         return document.text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"document {document.id!r} holds text that UTF-8 cannot: {error}") from error
+        raise UserError(f"document {document.id!r} holds text that UTF-8 cannot: {error}") from error
 
 
 def _sha256(paths: Iterable[Path]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from diloco.data.permutation import permute
 from diloco.data.shards import TokenShards
+from diloco.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Sampler:
     """The order of the windows of one split.
 
     Raises:
-        ValueError: if a field is out of its range.
+        UserError: if a field is out of its range.
 
     >>> sampler = Sampler(num_windows=10, global_batch=4, seed=0)
     >>> one = sampler.windows(3)
@@ -39,11 +40,11 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.num_windows < 1 or self.global_batch < 1:
-            raise ValueError(
+            raise UserError(
                 f"num_windows={self.num_windows} and global_batch={self.global_batch} must be at least 1"
             )
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed} must lie in [0, 2^64)")
+            raise UserError(f"seed={self.seed} must lie in [0, 2^64)")
 
     def windows(
         self, step: int, replica: int = 0, num_replicas: int = 1, rank: int = 0, num_ranks: int = 1
@@ -51,18 +52,18 @@ class Sampler:
         """The windows that `rank` of `replica` reads at `step`: int64, shape (B / (M·R),).
 
         Raises:
-            ValueError: if B is not divisible by M·R, or an argument is out of its range.
+            UserError: if B is not divisible by M·R, or an argument is out of its range.
         """
         if step < 1:
-            raise ValueError(f"step={step} must be at least 1: steps are counted from 1")
+            raise UserError(f"step={step} must be at least 1: steps are counted from 1")
         if not (0 <= replica < num_replicas and 0 <= rank < num_ranks):
-            raise ValueError(
+            raise UserError(
                 f"replica={replica} of num_replicas={num_replicas} and rank={rank} of num_ranks={num_ranks}: "
                 "both are counted from 0 and must be below their number"
             )
         share, rest = divmod(self.global_batch, num_replicas * num_ranks)
         if rest:
-            raise ValueError(
+            raise UserError(
                 f"global_batch={self.global_batch} is not divisible by num_replicas·num_ranks="
                 f"{num_replicas * num_ranks}; choose a multiple of it"
             )
@@ -78,7 +79,7 @@ class Batches:
     """The batches of one rank of one replica.
 
     Raises:
-        ValueError: if `sampler` was made for another number of windows than `shards` holds, or its global batch
+        UserError: if `sampler` was made for another number of windows than `shards` holds, or its global batch
             is not divisible by `num_replicas` · `num_ranks`.
     """
 
@@ -100,7 +101,7 @@ class Batches:
     def __post_init__(self) -> None:
         held = self.shards.num_windows(self.sequence_length)
         if self.sampler.num_windows != held:
-            raise ValueError(
+            raise UserError(
                 f"the sampler orders num_windows={self.sampler.num_windows}, but the split holds {held} "
                 f"windows of sequence_length={self.sequence_length}"
             )

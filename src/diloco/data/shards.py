@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from diloco.data.index import Index, Split, read_index, shard_path, total
+from diloco.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,12 @@ class TokenShards:
         Each token but the first is then the target of one prediction, save a remainder at the end.
 
         Raises:
-            ValueError: if the split is shorter than one window.
+            UserError: if the split is shorter than one window.
         """
         if length < 1:
-            raise ValueError(f"length={length} must be at least 1 token")
+            raise UserError(f"length={length} must be at least 1 token")
         if self.num_tokens < length + 1:
-            raise ValueError(
+            raise UserError(
                 f"the split holds {self.num_tokens} tokens, fewer than the {length + 1} of one window; "
                 "add text, or choose shorter sequences"
             )
@@ -61,10 +62,10 @@ class TokenShards:
         """Tokens i·`length` … (i + 1)·`length`, both included: int64, shape (length + 1,).
 
         Raises:
-            ValueError: if there is no such window.
+            UserError: if there is no such window.
         """
         if not 0 <= i < self.num_windows(length):
-            raise ValueError(f"window {i} is not one of the {self.num_windows(length)} of length {length}")
+            raise UserError(f"window {i} is not one of the {self.num_windows(length)} of length {length}")
         first, stop = i * length, (i + 1) * length + 1
         pieces = []
         for number in range(int(np.searchsorted(self._ends, first, side="right")), len(self.shards)):
@@ -79,7 +80,7 @@ def open_split(directory: Path, split: Split) -> TokenShards:
     """Open one split of a prepared directory; its tokens stay on disk until they are read.
 
     Raises:
-        ValueError: if the directory is not complete, or a shard is missing or not of the size that the index
+        UserError: if the directory is not complete, or a shard is missing or not of the size that the index
             says.
     """
     index = read_index(directory)
@@ -97,5 +98,5 @@ def _map_shard(directory: Path, index: Index, split: Split, number: int) -> np.n
     expected = index.splits[split][number].num_tokens * np.dtype(index.dtype).itemsize
     found = path.stat().st_size if path.is_file() else 0
     if found != expected:
-        raise ValueError(f"{path} holds {found} bytes, not the {expected} of the index; prepare the data again")
+        raise UserError(f"{path} holds {found} bytes, not the {expected} of the index; prepare the data again")
     return np.memmap(path, dtype=index.dtype, mode="r")

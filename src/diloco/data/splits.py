@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from diloco.data.config import DataConfig
 from diloco.data.corpora import Document, documents, parts
 from diloco.data.index import Split
+from diloco.errors import UserError
 
 
 def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     """Stream all documents of `config`, each with its split, always in the same order.
 
     Raises:
-        ValueError: as `documents` does.
+        UserError: as `documents` does.
     """
     yield from _documents_to_train_on(config)
     for source in config.held_out:
@@ -39,13 +40,13 @@ def check_disjoint(config: DataConfig) -> None:
     """Refuse to hold out what is trained on.
 
     Raises:
-        ValueError: naming a file or dataset that is among both.
+        UserError: naming a file or dataset that is among both.
     """
     trained = {part for source in config.train for part in parts(source)}
     for source in config.held_out:
         for part in parts(source):
             if part in trained:
-                raise ValueError(
+                raise UserError(
                     f"{part} is both training and held-out text: leave it out of --held-out or --train"
                 )
 

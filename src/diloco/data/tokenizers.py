@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.data.atomic import write_atomically
 from diloco.data.index import INDEX_FILE, read_index
-from diloco.data.optional import require
+from diloco.errors import UserError
+from diloco.files import require, write_atomically
 
 FILES = ("tokenizer.json", "tokenizer.model")
 """Names under which a directory holds its tokenizer: Hugging Face's, SentencePiece's."""
@@ -53,7 +53,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     A directory made by `diloco data prepare` gives the tokenizer that it was prepared with.
 
     Raises:
-        ValueError: if it is none of these, has no BOS, or is not what the directory was prepared with.
+        UserError: if it is none of these, has no BOS, or is not what the directory was prepared with.
 
     >>> tokenizer = load_tokenizer("bytes")
     >>> tokenizer.encode(["né"])
@@ -64,7 +64,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     if str(spec).startswith("bpe:"):
-        raise ValueError(f"tokenizer {spec!r} exists once it is trained; name the prepared directory instead")
+        raise UserError(f"tokenizer {spec!r} exists once it is trained; name the prepared directory instead")
     if (Path(spec).expanduser() / INDEX_FILE).is_file():
         return _load_prepared(Path(spec).expanduser())
     path = tokenizer_file(spec)
@@ -80,13 +80,13 @@ def tokenizer_file(spec: str | Path) -> Path:
     """The file of a tokenizer that is named by its path, or by that of a directory that holds it.
 
     Raises:
-        ValueError: if there is no such file.
+        UserError: if there is no such file.
     """
     path = Path(spec).expanduser()
     for candidate in (path, *(path / name for name in FILES)):
         if candidate.is_file() and candidate.suffix in (".json", ".model"):
             return candidate
-    raise ValueError(
+    raise UserError(
         f"tokenizer {str(spec)!r} is neither 'bytes', nor 'bpe:SIZE', nor the path of a tokenizer.json, of a "
         "SentencePiece .model, or of a directory that holds one"
     )
@@ -97,7 +97,7 @@ def _load_prepared(directory: Path) -> Tokenizer:
     bytewise = index.tokenizer_digest == ByteTokenizer.digest
     tokenizer = ByteTokenizer() if bytewise else load_tokenizer(tokenizer_file(directory))
     if tokenizer.digest != index.tokenizer_digest:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {directory} has digest {tokenizer.digest}, but its tokens were made with "
             f"{index.tokenizer_digest}; prepare it again"
         )
@@ -131,7 +131,7 @@ class HuggingFaceTokenizer:
         try:
             self._backend = Backend.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+            raise UserError(f"{path} is not a tokenizer.json: {error}") from error
         # A file may ask for them.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -199,7 +199,7 @@ def _find_bos(vocabulary: dict[str, int], path: Path) -> str:
     for name in names:
         if name in vocabulary:
             return name
-    raise ValueError(f"{path} has no token to precede a document; add one of {', '.join(names)}")
+    raise UserError(f"{path} has no token to precede a document; add one of {', '.join(names)}")
 
 
 class SentencePieceTokenizer:
@@ -210,13 +210,13 @@ class SentencePieceTokenizer:
         try:
             self._backend = require("sentencepiece", extra="data").SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
-            raise ValueError(f"{path} is not a SentencePiece model: {error}") from error
+            raise UserError(f"{path} is not a SentencePiece model: {error}") from error
         self.name = path.name
         self.digest = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._backend.vocab_size()
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:
-            raise ValueError(f"{path} has no BOS to precede a document; train it with one")
+            raise UserError(f"{path} has no BOS to precede a document; train it with one")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text."""
@@ -231,7 +231,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE of `vocab_size` entries, `<bos>` among them, and save it as tokenizer.json.
 
     Raises:
-        ValueError: if `vocab_size` is too small to hold all bytes, or too large for these texts.
+        UserError: if `vocab_size` is too small to hold all bytes, or too large for these texts.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -240,7 +240,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     from tokenizers.trainers import BpeTrainer
 
     if vocab_size < ByteTokenizer.vocab_size:
-        raise ValueError(f"bpe:{vocab_size} cannot hold 256 bytes and BOS; ask for at least bpe:257")
+        raise UserError(f"bpe:{vocab_size} cannot hold 256 bytes and BOS; ask for at least bpe:257")
     backend = Backend(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -252,7 +252,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() != vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the text yields only {backend.get_vocab_size()} entries, not the {vocab_size} of bpe:{vocab_size}"
         )
     write_atomically(path, [backend.to_str(pretty=True).encode()])

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from diloco.errors import UserError
+
 
 class CausalModel(Protocol):
     """A model that remembers what it has read in a cache, as `Decoder` does."""
@@ -45,7 +47,7 @@ def likelihoods(
     too long loses its beginning; a continuation of more than half of `max_length` is scored in parts.
 
     Raises:
-        ValueError: if a continuation has no token.
+        UserError: if a continuation has no token.
 
     Args:
         model: tokens to logits.
@@ -70,7 +72,7 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of the request, co
 def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length: int) -> Iterator[_Part]:
     context, continuation = tuple(request[0]), tuple(request[1])
     if not continuation:
-        raise ValueError(f"request {index}: the tokenizer makes no token of its continuation")
+        raise UserError(f"request {index}: the tokenizer makes no token of its continuation")
     size = len(continuation) if len(continuation) <= max_length // 2 else max(1, max_length // 2)
     for start in range(0, len(continuation), size):
         part, before = continuation[start : start + size], context + continuation[:start]

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diloco.errors import UserError
+
 _FIELDS = {"query": str, "choices": list, "gold": int}
 
 
@@ -11,15 +13,15 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     """The questions of a file: `query`, `choices`, and `gold`, the index of the right one.
 
     Raises:
-        ValueError: naming the line, if the file can't be read or a field is missing or wrong.
+        UserError: naming the line, if the file can't be read or a field is missing or wrong.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a text
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read as questions: {error}") from None
+        raise UserError(f"{path} can't be read as questions: {error}") from None
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
-        raise ValueError(f"{path} holds no question")
+        raise UserError(f"{path} holds no question")
     return questions
 
 
@@ -27,15 +29,15 @@ def _question(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         question = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+        raise UserError(f"{path}, line {number}: not JSON ({error})") from None
     for name, kind in _FIELDS.items():
         if not isinstance(question, dict) or name not in question:
-            raise ValueError(f"{path}, line {number}: the field {name!r} is missing")
+            raise UserError(f"{path}, line {number}: the field {name!r} is missing")
         if not isinstance(question[name], kind):
-            raise ValueError(f"{path}, line {number}: {name!r} must be a {kind.__name__}, not {question[name]!r}")
+            raise UserError(f"{path}, line {number}: {name!r} must be a {kind.__name__}, not {question[name]!r}")
     choices, gold = question["choices"], question["gold"]
     if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-        raise ValueError(f"{path}, line {number}: 'choices' must be two texts or more, none of them blank")
+        raise UserError(f"{path}, line {number}: 'choices' must be two texts or more, none of them blank")
     if not 0 <= gold < len(choices):
-        raise ValueError(f"{path}, line {number}: 'gold' is {gold}, but there are {len(choices)} choices")
+        raise UserError(f"{path}, line {number}: 'gold' is {gold}, but there are {len(choices)} choices")
     return {"query": question["query"], "choices": choices, "gold": gold}

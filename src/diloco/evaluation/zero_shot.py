@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from diloco.data.tokenizers import Tokenizer
+from diloco.errors import UserError
 from diloco.evaluation.likelihoods import CausalModel, likelihoods
 from diloco.evaluation.questions import read_questions
 
@@ -79,13 +80,13 @@ class HarnessLM(TemplateLM):
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or settings.get("temperature"):
-            raise ValueError(f"text is generated greedily here, and the task asks for {settings}")
+            raise UserError(f"text is generated greedily here, and the task asks for {settings}")
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         tokens = self.tok_encode(context)
         num_wanted = settings.get("max_gen_toks", 256)
         if num_wanted >= self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"the task wants {num_wanted} tokens written, and the model was trained on sequences of "
                 f"{self.max_length}, which leaves none for the question: evaluate it on other tasks"
             )
@@ -125,7 +126,7 @@ def score_tasks(
         limit: questions of each task at the most, the first.
 
     Raises:
-        ValueError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
+        UserError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
     """
     check_tasks(tasks)
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,7 +146,7 @@ def score_tasks(
                     bootstrap_iters=100,
                 )
         except (ConnectionError, OSError) as error:
-            raise ValueError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
+            raise UserError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
     assert found is not None, "this process is the first, and gets the results"
     results = found.get("results", {})
     return {name.removeprefix(_OWN): _metrics(scores) for name, scores in results.items()}
@@ -159,11 +160,11 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     """Refuse a task that neither has a file nor is one of the harness's.
 
     Raises:
-        ValueError: naming it.
+        UserError: naming it.
     """
     manager = TaskManager(include_defaults=None in tasks.values())
     for name in (name for name, path in tasks.items() if path is None and name not in manager.all_tasks):
-        raise ValueError(
+        raise UserError(
             f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them; "
             "for questions of your own name their file by --data"
         )

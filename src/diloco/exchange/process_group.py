@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.exchange import ABOUT_THE_RUN, ExchangeError, agree
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange.control import agree
+from diloco.exchange.transport import ABOUT_THE_RUN
 
 # A message's tag is (fragment + 1, round, phase) in 31 bits; rounds this far apart are never in flight together.
 _FRAGMENT_BITS, _ROUND_BITS = 11, 19
@@ -32,7 +34,7 @@ class ProcessGroupExchange:
             many chunks, for links that one connection does not fill: long ones that lose packets.
 
     Raises:
-        ValueError: if torch.distributed is not initialised, or several connections are asked of nccl.
+        UserError: if torch.distributed is not initialised, or several connections are asked of nccl.
         DisagreementError: if another replica asks for another number of connections.
     """
 
@@ -44,12 +46,12 @@ class ProcessGroupExchange:
         num_connections: int = 1,
     ) -> None:
         if not dist.is_initialized():
-            raise ValueError(
+            raise UserError(
                 "ProcessGroupExchange needs torch.distributed.init_process_group first; "
                 "for one replica alone take LoopbackExchange"
             )
         if not 0 < timeout_seconds < math.inf:
-            raise ValueError(f"timeout_seconds must be above 0 and finite, not {timeout_seconds}")
+            raise UserError(f"timeout_seconds must be above 0 and finite, not {timeout_seconds}")
         self._group = group if group is not None else dist.group.WORLD
         assert self._group is not None, "torch.distributed is initialised"
         self.replica: int = dist.get_rank(self._group)
@@ -58,7 +60,7 @@ class ProcessGroupExchange:
         self._is_gloo = "gloo" in dist.get_backend_config(self._group)
         self._device = torch.device("cpu" if self._is_gloo else "cuda")
         if num_connections < 1 or (num_connections > 1 and not self._is_gloo):
-            raise ValueError(
+            raise UserError(
                 f"num_connections={num_connections} must be at least 1, and 1 with nccl, which has channels of "
                 "its own: give ProcessGroupExchange a group that has gloo"
             )
@@ -91,7 +93,7 @@ class ProcessGroupExchange:
         if self._is_gloo:
             self._post_to_gloo(pending, _tag(fragment, round, phase))
         elif phase:
-            raise ValueError(
+            raise UserError(
                 "nccl matches messages by their order, which a second phase, starting by itself, does not keep: "
                 "give ProcessGroupExchange a group that has gloo, or combine='gather'"
             )
@@ -185,7 +187,7 @@ class _PendingMessages:
 
 def _tag(fragment: int, round: int, phase: int) -> int:
     if fragment + 1 >= 1 << _FRAGMENT_BITS:
-        raise ValueError(f"fragment {fragment} is one too many: take at most {(1 << _FRAGMENT_BITS) - 1}")
+        raise UserError(f"fragment {fragment} is one too many: take at most {(1 << _FRAGMENT_BITS) - 1}")
     assert phase in (0, 1), "more phases than a tag can tell"
     return ((fragment + 1) << _ROUND_BITS | round % (1 << _ROUND_BITS)) << 1 | phase
 

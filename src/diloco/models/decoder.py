@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -31,14 +33,14 @@ class DecoderConfig:
         """Refuse sizes that make no decoder."""
         for name in ("num_layers", "num_heads", "width"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model: {name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"model: {name} must be at least 1, not {getattr(self, name)}")
         if self.width % (2 * self.num_heads):
-            raise ValueError(
+            raise UserError(
                 f"model: width={self.width} must be a multiple of 2·num_heads={2 * self.num_heads}: "
                 "each head needs an even number of elements for RoPE"
             )
         if self.vocab_size < 0:
-            raise ValueError(
+            raise UserError(
                 f"model: vocab_size must be at least 1, or 0 for the tokenizer's, not {self.vocab_size}"
             )
 

@@ -1,5 +1,6 @@
 """The sizes of the scaling-laws paper (arXiv 2503.09799, Table 3), vocabulary 32,768, sequences of 2,048."""
 
+from diloco.errors import UserError
 from diloco.models.decoder import DecoderConfig
 
 VOCAB_SIZE = 32_768
@@ -26,7 +27,7 @@ def ladder(scale: str) -> DecoderConfig:
     DecoderConfig(num_layers=6, num_heads=8, width=512, vocab_size=32768)
     """
     if scale not in LADDER:
-        raise ValueError(f"{scale!r} is not a size of the ladder: choose one of {', '.join(LADDER)}")
+        raise UserError(f"{scale!r} is not a size of the ladder: choose one of {', '.join(LADDER)}")
     num_layers, num_heads, width = LADDER[scale]
     return DecoderConfig(num_layers=num_layers, num_heads=num_heads, width=width, vocab_size=VOCAB_SIZE)
 

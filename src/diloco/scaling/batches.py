@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diloco.errors import UserError
 from diloco.scaling.table import Point
 
 
@@ -16,10 +17,10 @@ def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[f
     that were tried at the best batch.
 
     Raises:
-        ValueError: if the points don't have the quantity.
+        UserError: if the points don't have the quantity.
     """
     if any(quantity not in point.settings for point in points):
-        raise ValueError(f"the best {quantity} wants the column {quantity} in every row")
+        raise UserError(f"the best {quantity} wants the column {quantity} in every row")
     if quantity == "outer_learning_rate":
         return _lowest(points, quantity)
     if quantity == "learning_rate":
@@ -60,7 +61,7 @@ def best_batch(points: Sequence[Point], best: Point) -> float:
         best: of them.
 
     Raises:
-        ValueError: if the points have no batch.
+        UserError: if the points have no batch.
     """
     losses = losses_beside(points, best, "batch_tokens")
     batches, batch = list(losses), best.settings["batch_tokens"]

@@ -102,7 +102,7 @@ def crossing(laws: Laws, num_replicas: int) -> Crossing:
     """Where the loss of M replicas crosses Data-Parallel's: where a power law of their ratio is 1.
 
     Raises:
-        ValueError: if there are no two sizes at which both were run.
+        UserError: if there are no two sizes at which both were run.
     """
     one, other = ({p.params: p.eval_loss for p in laws.best if p.replicas == m} for m in (num_replicas, 0))
     sizes = sorted(one.keys() & other.keys())

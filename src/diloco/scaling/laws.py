@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+from diloco.errors import UserError
 from diloco.scaling.batches import best_batch, is_on_edge, losses_beside
 from diloco.scaling.power_laws import PowerLawFit
 from diloco.scaling.published import SYNC_EVERY
@@ -40,14 +41,14 @@ class Laws:
         """The law of loss, learning_rate or batch_tokens, from the table.
 
         Raises:
-            ValueError: if the table can't give it.
+            UserError: if the table can't give it.
         """
         self._check(num_replicas, kind)
         chosen = self.chosen(num_replicas, kind)
         if len({point.params for point in chosen}) < 2:
             sizes = {m: {point.params for point in self.chosen(m, "independent")} for m in self.replicas}
             known = ", ".join(str(m) for m, of in sizes.items() if len(of) > 1) or "none"
-            raise ValueError(
+            raise UserError(
                 f"M = {num_replicas} was run at {chosen[0].params:g} parameters only: there are independent laws "
                 f"for M = {known}"
             )
@@ -97,17 +98,17 @@ class Laws:
     def _check(self, num_replicas: int, kind: Kind) -> None:
         known = ", ".join(map(str, self.replicas))
         if kind == "joint" and num_replicas == 0:
-            raise ValueError(
+            raise UserError(
                 "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent (there are "
                 f"independent laws for M = {known})"
             )
         if kind == "joint" and len([m for m in self.replicas if m > 0]) < 2:
-            raise ValueError(
+            raise UserError(
                 f"a joint law needs runs with two numbers of replicas or more, and there are M = {known} (0 is "
                 "Data-Parallel): ask for one of these as --num-replicas, with --fit independent"
             )
         if kind == "independent" and num_replicas not in self.replicas:
-            raise ValueError(
+            raise UserError(
                 f"there is no independent law for {num_replicas} replicas: there are those for M = {known} (0 is "
                 "Data-Parallel); a joint law takes any M ≥ 1"
             )

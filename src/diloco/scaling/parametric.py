@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
+from diloco.errors import UserError
+
 Array = NDArray[np.float64]
 
 HUBER_DELTA = 1e-3
@@ -108,7 +110,7 @@ def fit_parametric(
     """The best fit of all starts.
 
     Raises:
-        ValueError: if the sizes below the largest, the numbers of replicas, or the points are too few for the
+        UserError: if the sizes below the largest, the numbers of replicas, or the points are too few for the
             form.
     """
     n, m, y = np.array(num_params), np.array(num_replicas, dtype=float), np.array(loss)
@@ -117,12 +119,12 @@ def fit_parametric(
     least = 3 if "C" in form.ranges else 2, 3 if "log B" in form.ranges else 2
     found = len(set(n[~is_largest])), len(set(m[~is_largest]))
     if found[0] < least[0] or found[1] < least[1]:
-        raise ValueError(
+        raise UserError(
             f"{form.formula} needs {least[0]} sizes below the largest and {least[1]} numbers of replicas, and "
             f"there are {found[0]} and {found[1]}"
         )
     if (num_points := int((~is_largest).sum())) <= len(form.ranges):
-        raise ValueError(
+        raise UserError(
             f"{form.formula} has {len(form.ranges)} coefficients, and there are {num_points} points below the "
             "largest size"
         )

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.errors import UserError
+
 Array = NDArray[np.float64]
 
 
@@ -56,7 +58,7 @@ class PowerLawFit:
     """A law through points.
 
     Raises:
-        ValueError: if the points don't determine it.
+        UserError: if the points don't determine it.
     """
 
     num_params: Sequence[float]
@@ -71,15 +73,15 @@ class PowerLawFit:
     def __post_init__(self) -> None:
         """Refuse points that don't determine a law."""
         if len(set(self.num_params)) < 2:
-            raise ValueError("a power law in N needs two sizes or more, not one")
+            raise UserError("a power law in N needs two sizes or more, not one")
         if self.num_replicas is not None and len(set(self.num_replicas)) < 2:
-            raise ValueError("a joint power law needs two numbers of replicas or more, not one")
+            raise UserError("a joint power law needs two numbers of replicas or more, not one")
         if np.linalg.matrix_rank(self._design_nxk) < self._k:
             points = ", ".join(f"N = {n:g}, M = {m}" for n, m in zip(self.num_params, self._replicas, strict=True))
-            raise ValueError(f"{points} don't tell α from β: add a size at which two numbers of replicas were run")
+            raise UserError(f"{points} don't tell α from β: add a size at which two numbers of replicas were run")
         if np.abs(self._coefficients_k).max() > _LARGEST:
             told = ", ".join(f"{value:.3g}" for value in self._coefficients_k[:2])
-            raise ValueError(f"log A and α would be {told}: the points lie on no power law, look at them")
+            raise UserError(f"log A and α would be {told}: the points lie on no power law, look at them")
 
     @cached_property
     def law(self) -> PowerLaw:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from diloco.errors import UserError
 from diloco.scaling.laws import TOKENS_PER_PARAM, Kind, Laws
 from diloco.scaling.power_laws import Estimate, PowerLaw, PowerLawFit
 from diloco.scaling.published import JOINT, LAWS, NUM_PARAMS, SEQUENCE_LENGTH
@@ -31,14 +32,14 @@ def predict(
         overtraining: tokens as a multiple of 20·N, of which only budget and steps take account.
 
     Raises:
-        ValueError: for what no law is there.
+        UserError: for what no law is there.
     """
     if not 1 <= num_params <= 1e15:
-        raise ValueError(f"num_params={num_params:g} must be from 1 to 1e15, a count such as 1.3e9")
+        raise UserError(f"num_params={num_params:g} must be from 1 to 1e15, a count such as 1.3e9")
     if not 0 < overtraining <= 1e6:
-        raise ValueError(f"overtraining={overtraining:g} must be above 0 and at most 1e6")
+        raise UserError(f"overtraining={overtraining:g} must be above 0 and at most 1e6")
     if num_replicas < 0:
-        raise ValueError(f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}")
+        raise UserError(f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}")
     laws = laws or Laws()
     fit = fit or ("joint" if num_replicas > 0 else "independent")
     law = laws.fit("loss", num_replicas, fit)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from diloco.errors import UserError
 from diloco.scaling.published import LOSS, NUM_PARAMS
 
 _OF_THE_OUTER_STEP = ("outer_learning_rate", "sync_every")
@@ -49,18 +50,18 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
         sync_every: the H whose runs are read, beside Data-Parallel's; None reads all.
 
     Raises:
-        ValueError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
+        UserError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
     """
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read as a table: {error}") from None
+        raise UserError(f"{path} can't be read as a table: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     rows = csv.DictReader(line + "\n" for _, line in numbered)
     for name in ("params", "replicas", "eval_loss"):
         if name not in (rows.fieldnames or ()):
             found = ", ".join(map(repr, rows.fieldnames or ())) or "none"
-            raise ValueError(
+            raise UserError(
                 f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
                 f"them, and has {found}"
             )
@@ -70,14 +71,14 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
         found = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
         if sync_every not in found:
             has = ", ".join(f"{period:g}" for period in found) or "none"
-            raise ValueError(f"{path} has no run with sync_every = {sync_every:g}, but {has}")
+            raise UserError(f"{path} has no run with sync_every = {sync_every:g}, but {has}")
         runs = [run for run in runs if run.point.settings.get("sync_every", sync_every) == sync_every]
         points = [run.point for run in runs]
     _check_alike(path, points)
     sizes = sorted({point.params for point in points})
     if not sizes or sizes[-1] < 1.05 * sizes[0]:
         has = f"runs of one size only ({sizes[0]:g})" if sizes else "no run"
-        raise ValueError(f"{path} has {has}: a law in N needs two sizes or more")
+        raise UserError(f"{path} has {has}: a law in N needs two sizes or more")
     return _averaged(path, runs)
 
 
@@ -98,14 +99,14 @@ def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterat
     for line, row in told:
         where = f"{path}, line {line}"
         if any(row.get(None, ())):  # where DictReader puts what has no column
-            raise ValueError(f"{where}: more cells than columns (a decimal comma? write 2.95)")
+            raise UserError(f"{where}: more cells than columns (a decimal comma? write 2.95)")
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
-            raise ValueError(f"{where}: replicas must be a whole number, not {row['replicas']}")
+            raise UserError(f"{where}: replicas must be a whole number, not {row['replicas']}")
         known = [name for name in used if replicas or name not in _OF_THE_OUTER_STEP]
         for name in known:
             if not row.get(name):
-                raise ValueError(
+                raise UserError(
                     f"{where}: {name} is missing, and other rows have it: fill it in, or drop the column"
                 )
         settings = {name: _number(row, name, where) for name in known}
@@ -116,14 +117,14 @@ def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterat
 def _number(row: dict[str, str], name: str, where: str, least: float | None = None) -> float:
     text = row[name]
     if not text:
-        raise ValueError(f"{where}: {name} is missing")
+        raise UserError(f"{where}: {name} is missing")
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{where}: {name} must be a number, not {text!r}") from None
+        raise UserError(f"{where}: {name} must be a number, not {text!r}") from None
     if not math.isfinite(value) or (value <= 0 if least is None else value < least):
         bound = "above 0" if least is None else f"at least {least:g}"
-        raise ValueError(f"{where}: {name} must be {bound} and finite, not {text}")
+        raise UserError(f"{where}: {name} must be {bound} and finite, not {text}")
     return value
 
 
@@ -132,12 +133,12 @@ def _check_alike(path: Path, points: Sequence[Point]) -> None:
     periods = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
     if len(periods) > 1:
         found = ", ".join(f"{period:g}" for period in periods)
-        raise ValueError(
+        raise UserError(
             f"{path} has runs with sync_every = {found}: a law holds for one, so choose it by --sync-every"
         )
     ratios = sorted(point.settings["tokens"] / point.params for point in points if "tokens" in point.settings)
     if ratios and ratios[-1] > 1.1 * ratios[0]:
-        raise ValueError(
+        raise UserError(
             f"{path} has runs of {ratios[0]:.3g} to {ratios[-1]:.3g} tokens a parameter: a law holds for one "
             "budget, so keep the rows of one"
         )
@@ -149,7 +150,7 @@ def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
         point = run.point
         seeds = same.setdefault((point.params, point.replicas, *sorted(point.settings.items())), {})
         if run.seed in seeds:
-            raise ValueError(
+            raise UserError(
                 f"{path}, lines {seeds[run.seed].line} and {run.line} are runs of the same settings: if they "
                 "differ in their seed, say so in a column seed; if in something else, keep the rows of one"
             )

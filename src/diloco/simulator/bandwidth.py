@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from diloco.errors import UserError
+
 GBIT_S = np.logspace(-1, 3, 50)
 """The grid of arXiv 2501.18512: 0.1 to 1000 Gbit/s."""
 
@@ -11,11 +13,11 @@ def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
     """Bandwidths as a vector, (B,).
 
     Raises:
-        ValueError: if one is not above 0 and finite.
+        UserError: if one is not above 0 and finite.
     """
     gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
     if gbit_s_B.ndim != 1 or not gbit_s_B.size or not (np.isfinite(gbit_s_B) & (gbit_s_B > 0)).all():
-        raise ValueError(f"gbit_s must be above 0 and finite, not {gbit_s}")
+        raise UserError(f"gbit_s must be above 0 and finite, not {gbit_s}")
     return gbit_s_B
 
 
@@ -31,6 +33,6 @@ def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> fl
     568.9866029018293
     """
     if not 0 < target <= 1:
-        raise ValueError(f"a target must be above 0 and at most 1, not {target}")
+        raise UserError(f"a target must be above 0 and at most 1, not {target}")
     enough = np.flatnonzero(reaches(compute_utilization, target))
     return float(GBIT_S[enough[0]]) if enough.size else None

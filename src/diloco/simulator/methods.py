@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from diloco.errors import UserError
 from diloco.schedule import Schedule
 
 Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
@@ -14,7 +15,7 @@ class MethodSettings:
     """A method and its numbers; None is the method's own.
 
     Raises:
-        ValueError: if they contradict each other, or the method; the message names both values.
+        UserError: if they contradict each other, or the method; the message names both values.
     """
 
     method: Method
@@ -35,17 +36,17 @@ class MethodSettings:
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
         if self.method not in METHODS:
-            raise ValueError(f"{self.method!r} is not a method: choose one of {', '.join(METHODS)}")
+            raise UserError(f"{self.method!r} is not a method: choose one of {', '.join(METHODS)}")
         if self.overlap_steps is not None and not self.overlaps:
-            raise ValueError(
+            raise UserError(
                 f"overlap_steps={self.overlap_steps}, but {self.method} does not overlap: leave it out, "
                 "or take streaming_overlapped"
             )
         for name in ("sync_every", "layers_per_fragment"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.fragments not in ("strided", "sequential"):
-            raise ValueError(f"fragments must be strided or sequential, not {self.fragments!r}")
+            raise UserError(f"fragments must be strided or sequential, not {self.fragments!r}")
         self.schedule(len(self.offsets or (0,)))  # which checks the rest
 
     @property
@@ -66,7 +67,7 @@ class MethodSettings:
     def layers(self, num_layers: int) -> tuple[range, ...]:
         """The layers, from 0, of each fragment (arXiv 2501.18512, 3.1), or all in one."""
         if self.streams and self.layers_per_fragment > num_layers:
-            raise ValueError(
+            raise UserError(
                 f"layers_per_fragment={self.layers_per_fragment}, but the model has num_layers={num_layers}"
             )
         if not self.streams:

@@ -3,13 +3,15 @@
 import math
 from dataclasses import dataclass
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """A decoder's parameters: L equal blocks, and embeddings.
 
     Raises:
-        ValueError: if there can be no such model; the message names what contradicts what.
+        UserError: if there can be no such model; the message names what contradicts what.
 
     >>> size = ModelSize(num_params=1.2e9, num_layers=24, width=2048, vocab_size=32_000)
     >>> size.outside_params, round(size.block_params)
@@ -32,9 +34,9 @@ class ModelSize:
         for name in ("num_params", "num_layers", "width", "vocab_size"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, not {value}")
+                raise UserError(f"{name} must be above 0 and finite, not {value}")
         if self.outside_params >= self.num_params:
-            raise ValueError(
+            raise UserError(
                 f"num_params={self.num_params:g} leaves nothing for blocks beside vocab_size={self.vocab_size} "
                 f"embeddings of width={self.width}"
             )

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from diloco.errors import UserError
 from diloco.schedule import Schedule
 from diloco.simulator.bandwidth import checked_gbit_s
 from diloco.simulator.methods import MethodSettings
@@ -30,7 +31,7 @@ class PaperModel:
     """A run as the paper's simulator sees it.
 
     Raises:
-        ValueError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other; the message names both values.
 
     >>> model = PaperModel(
     ...     settings=MethodSettings(method="diloco"), num_params=1e9, num_layers=24, step_seconds=0.1
@@ -52,9 +53,9 @@ class PaperModel:
         """Refuse what can't be."""
         for name in ("num_params", "num_layers", "step_seconds"):
             if not 0 < getattr(self, name) < np.inf:
-                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if isinstance(self.settings.overlap_steps, tuple):
-            raise ValueError("the paper's simulator has one replica, and takes one overlap_steps")
+            raise UserError("the paper's simulator has one replica, and takes one overlap_steps")
         _ = self.schedule
 
     @cached_property
@@ -68,7 +69,7 @@ class PaperModel:
         if settings.streams:
             between = round(settings.sync_every / num_fragments)
             if not between:
-                raise ValueError(
+                raise UserError(
                     f"sync_every={settings.sync_every} is too short for {num_fragments} fragments, of which the "
                     "preset paper sends one at a time: take larger ones, or the preset physical"
                 )
@@ -86,7 +87,7 @@ class PaperModel:
         if num_steps is None:
             return self.schedule.sync_every * self.step_seconds / run.period_seconds()
         if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, not {num_steps}")
+            raise UserError(f"num_steps must be at least 1, not {num_steps}")
         for step in range(1, num_steps + 1):
             run.take(step)
         return num_steps * self.step_seconds / np.maximum(run.clock_B, run.free_B)

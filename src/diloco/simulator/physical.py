@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from diloco.errors import UserError
 from diloco.schedule import Schedule
 from diloco.simulator.bandwidth import checked_gbit_s
 from diloco.simulator.methods import MethodSettings
@@ -39,7 +40,7 @@ class PhysicalModel:
     """A run on machines and links.
 
     Raises:
-        ValueError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other; the message names both values.
 
     >>> model = PhysicalModel(
     ...     settings=MethodSettings(method="streaming_overlapped_fp4"),
@@ -66,19 +67,19 @@ class PhysicalModel:
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""
         if not 1 <= len(self.replicas) <= _MOST_REPLICAS:
-            raise ValueError(f"num_replicas must be from 1 to {_MOST_REPLICAS}, not {len(self.replicas)}")
+            raise UserError(f"num_replicas must be from 1 to {_MOST_REPLICAS}, not {len(self.replicas)}")
         overlaps = self.settings.overlap_steps
         if isinstance(overlaps, tuple) and len(overlaps) != len(self.replicas):
-            raise ValueError(
+            raise UserError(
                 f"overlap_steps={overlaps} must hold one number for each of {len(self.replicas)} replicas"
             )
         if self.settings.method == "data_parallel":
             if self.combine != "gather":
-                raise ValueError(
+                raise UserError(
                     f"combine={self.combine}, but data_parallel reduces gradients in a ring: leave it out"
                 )
             if self.wire not in (None, "fp32", "bf16", "fp16"):
-                raise ValueError(f"wire={self.wire}, but data_parallel adds gradients up: take fp32, bf16 or fp16")
+                raise UserError(f"wire={self.wire}, but data_parallel adds gradients up: take fp32, bf16 or fp16")
         _ = self.lane_bits, self.schedule, self.settings.layers(self.size.num_layers)
 
     @cached_property
@@ -104,9 +105,7 @@ class PhysicalModel:
         if name == "reduce_scatter":
             num_replicas = len(self.replicas)
             return bits_per_param(wire) / num_replicas, bits_per_param(second or wire) / num_replicas
-        raise ValueError(
-            f"combine={self.combine!r} is neither gather nor reduce_scatter, nor reduce_scatter:CODEC"
-        )
+        raise UserError(f"combine={self.combine!r} is neither gather nor reduce_scatter, nor reduce_scatter:CODEC")
 
     @property
     def bytes_sent_per_sync(self) -> float:
@@ -132,7 +131,7 @@ class PhysicalModel:
         if num_steps is None:
             num_steps = max(10_000, 20 * self.schedule.sync_every)
         if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, not {num_steps}")
+            raise UserError(f"num_steps must be at least 1, not {num_steps}")
         compute_SxM = np.broadcast_to(compute_M, (num_steps, len(compute_M)))
         if self.stragglers is not None:
             compute_SxM = self.stragglers.draw(compute_SxM, np.random.default_rng(seed))

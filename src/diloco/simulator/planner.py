@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from diloco.errors import UserError
 from diloco.simulator.bandwidth import reaches
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
@@ -28,7 +29,7 @@ class Task:
     """What shall be trained, on what.
 
     Raises:
-        ValueError: if it can't be; the message names the field.
+        UserError: if it can't be; the message names the field.
     """
 
     size: ModelSize
@@ -43,14 +44,14 @@ class Task:
     def __post_init__(self) -> None:
         """Refuse what can't be."""
         if not 0 < self.target < 1:
-            raise ValueError(f"target must be above 0 and below 1, not {self.target}")
+            raise UserError(f"target must be above 0 and below 1, not {self.target}")
         if self.num_steps < 2 * SYNC_EVERY[0]:
-            raise ValueError(
+            raise UserError(
                 f"num_steps={self.num_steps}: so short a run is over before replicas that sync every "
                 f"{SYNC_EVERY[0]} steps have done so twice"
             )
         if any(replica.gbit_s is None for replica in self.replicas):
-            raise ValueError("link_gbit_s: each replica's link needs a bandwidth")
+            raise UserError("link_gbit_s: each replica's link needs a bandwidth")
 
     @property
     def most_utilization(self) -> float:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
@@ -21,11 +23,11 @@ class Replica:
     def __post_init__(self) -> None:
         """Refuse what can't be."""
         if not 0 < self.step_seconds < np.inf:
-            raise ValueError(f"step_seconds must be above 0 and finite, not {self.step_seconds}")
+            raise UserError(f"step_seconds must be above 0 and finite, not {self.step_seconds}")
         if self.gbit_s is not None and not 0 < self.gbit_s < np.inf:
-            raise ValueError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}")
+            raise UserError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}")
         if not 0 <= self.latency_seconds < np.inf:
-            raise ValueError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
+            raise UserError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
 
 
 def replicas_of(
@@ -38,16 +40,16 @@ def replicas_of(
     """M replicas from numbers that are one for all, or one a replica; left out, as many as there are, at least 2.
 
     Raises:
-        ValueError: if their counts contradict one another.
+        UserError: if their counts contradict one another.
     """
     given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": gbit_s}
     longest = max(*map(len, given.values()), len(overlap_steps) if isinstance(overlap_steps, tuple) else 1)
     num_replicas = num_replicas if num_replicas is not None else max(2, longest)
     if num_replicas < 1:
-        raise ValueError(f"num_replicas must be at least 1, not {num_replicas}")
+        raise UserError(f"num_replicas must be at least 1, not {num_replicas}")
     for name, values in given.items():
         if len(values) not in (1, num_replicas):
-            raise ValueError(f"{name}={values} must be one number, or one for each of {num_replicas} replicas")
+            raise UserError(f"{name}={values} must be one number, or one for each of {num_replicas} replicas")
     steps, latencies, links = (
         values if len(values) == num_replicas else list(values) * num_replicas for values in given.values()
     )
@@ -71,12 +73,12 @@ class Stragglers:
     def __post_init__(self) -> None:
         """Refuse what is no distribution."""
         if not 0 <= self.stall_probability <= 1:
-            raise ValueError(f"stall_probability must lie between 0 and 1, not {self.stall_probability}")
+            raise UserError(f"stall_probability must lie between 0 and 1, not {self.stall_probability}")
         for name, most in (("variation", 100.0), ("stall_seconds", 1e9)):
             if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}")
         if bool(self.stall_probability) != bool(self.stall_seconds):
-            raise ValueError(
+            raise UserError(
                 f"stall_probability={self.stall_probability} with stall_seconds={self.stall_seconds} stalls "
                 "nothing: pass both"
             )

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from diloco.errors import UserError
 from diloco.simulator.paper import PaperModel, PaperRun
 from diloco.simulator.physical import PhysicalModel, Run
 from diloco.simulator.steady import Times
@@ -49,7 +50,7 @@ def paper_timeline(model: PaperModel, *, gbit_s: float, num_steps: int) -> list[
 def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) -> list[Interval]:
     """The first steps in the physical model: M replicas, each with its link."""
     if model.settings.method == "data_parallel":
-        raise ValueError("data_parallel has a timeline in the paper's simulator alone: --preset paper")
+        raise UserError("data_parallel has a timeline in the paper's simulator alone: --preset paper")
     _check(num_steps)
     run = _TracedRun(model, gbit_s)
     compute_M = np.array([replica.step_seconds for replica in model.replicas])
@@ -69,7 +70,7 @@ def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) ->
 
 def _check(num_steps: int) -> None:
     if not 1 <= num_steps <= _MOST_STEPS:
-        raise ValueError(f"num_steps must be from 1 to {_MOST_STEPS} in a timeline, not {num_steps}")
+        raise UserError(f"num_steps must be from 1 to {_MOST_STEPS} in a timeline, not {num_steps}")
 
 
 _MOST_STEPS = 1000

@@ -1,5 +1,7 @@
 """How many bits a parameter takes on the wire, told without loading the codecs; headers apart."""
 
+from diloco.errors import UserError
+
 _UNSCALED = {"fp32": 32, "bf16": 16, "fp16": 16}
 # Bits of a code, bits of a scale, elements a block.
 _BLOCKS = {
@@ -19,7 +21,7 @@ def bits_per_param(wire: str) -> float:
     """Of a codec by its name and options, as `diloco.codec` reads them.
 
     Raises:
-        ValueError: naming the codecs that there are, or the option that can't be read.
+        UserError: naming the codecs that there are, or the option that can't be read.
 
     >>> bits_per_param("e3m0"), bits_per_param("int4:block=64")
     (4.03125, 4.5)
@@ -29,7 +31,7 @@ def bits_per_param(wire: str) -> float:
     try:
         return _bits(name, options)
     except (KeyError, ValueError, ZeroDivisionError):
-        raise ValueError(
+        raise UserError(
             f"{wire!r} is no wire format with options that it has: choose one of {', '.join(WIRES)}"
         ) from None
 

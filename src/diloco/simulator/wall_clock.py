@@ -13,6 +13,8 @@ with W₀, ε₀ inside a site and W₁, ε₁ between sites; overlap hides the 
 import math
 from dataclasses import dataclass
 
+from diloco.errors import UserError
+
 
 @dataclass(frozen=True)
 class Network:
@@ -26,9 +28,9 @@ class Network:
     def __post_init__(self) -> None:
         """Refuse what is no network."""
         if not 0 < self.gbit_s < math.inf:
-            raise ValueError(f"gbit_s must be above 0 and finite, not {self.gbit_s}")
+            raise UserError(f"gbit_s must be above 0 and finite, not {self.gbit_s}")
         if not 0 <= self.latency_seconds < math.inf:
-            raise ValueError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
+            raise UserError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
 
 
 NETWORKS = {"high": Network(400, 1e-4), "medium": Network(100, 1e-3), "low": Network(10, 1e-2)}
@@ -40,7 +42,7 @@ class IdealizedRun:
     """A run on R chips.
 
     Raises:
-        ValueError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other; the message names both values.
 
     >>> run = IdealizedRun(num_params=1e9, num_tokens=20e9, batch_tokens=2**20, num_chips=256, num_replicas=2)
     >>> [round(seconds / 3600, 2) for seconds in (run.compute_seconds, run.inside_seconds, run.between_seconds)]
@@ -75,17 +77,17 @@ class IdealizedRun:
         names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip", "bits_per_param")
         for name in names:
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if not 0 <= self.num_replicas <= self.num_chips:
-            raise ValueError(
+            raise UserError(
                 f"num_replicas={self.num_replicas} must be at least 0, and at most num_chips={self.num_chips}"
             )
         if self.overlap_steps and not self.num_replicas:
-            raise ValueError(
+            raise UserError(
                 f"overlap_steps={self.overlap_steps}, but num_replicas=0 is Data-Parallel, which overlaps nothing"
             )
         if self.sync_every < 1 or not 0 <= self.overlap_steps < self.sync_every:
-            raise ValueError(
+            raise UserError(
                 f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}"
             )
 

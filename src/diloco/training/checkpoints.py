@@ -16,18 +16,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from diloco.data.atomic import write_atomically
-from diloco.sharded import copied_to_cpu
+from diloco.engine.sharded import copied_to_cpu
+from diloco.errors import CheckpointError, CheckpointWriteError
+from diloco.files import write_atomically
 
 _Item = TypeVar("_Item")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint can't be read."""
-
-
-class CheckpointWriteError(OSError):
-    """A checkpoint can't be written."""
 
 
 class Checkpoints:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import tyro
 
 from diloco.data.config import DataConfig
+from diloco.errors import UserError
 from diloco.models.decoder import DecoderConfig
-from diloco.training.fields import to_json
+from diloco.training.traits import to_json
 
 Method = Literal["streaming", "diloco", "data_parallel"]
 
@@ -41,15 +42,15 @@ class AdamWConfig:
         """Refuse what can't train."""
         for name in ("learning_rate", "epsilon", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name} must be above 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"optimizer.{name} must be above 0 and finite, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise UserError(f"optimizer.{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"optimizer.final_fraction must lie between 0 and 1, not {self.final_fraction}")
+            raise UserError(f"optimizer.final_fraction must lie between 0 and 1, not {self.final_fraction}")
         for name in ("weight_decay", "warmup_steps", "z_loss"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"optimizer.{name} must be at least 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"optimizer.{name} must be at least 0 and finite, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class EvaluationConfig:
         """Refuse what can't be evaluated."""
         for name, least in (("every_steps", 0), ("num_tokens", 1), ("batch", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"evaluation.{name} must be at least {least}, not {getattr(self, name)}")
+                raise UserError(f"evaluation.{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,36 +168,36 @@ class TrainConfig:
         counts = ("num_replicas", "num_shards", "num_tokens", "global_batch", "sequence_length", "num_connections")
         for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
+            raise UserError(f"seed must be at least 0 and below 2^63, not {self.seed}")
         if not 0 < self.timeout_seconds <= 1e7:
-            raise ValueError(f"timeout_seconds must be above 0 and at most 1e7, not {self.timeout_seconds}")
+            raise UserError(f"timeout_seconds must be above 0 and at most 1e7, not {self.timeout_seconds}")
         if self.method == "data_parallel" and self.num_connections > 1:
-            raise ValueError(
+            raise UserError(
                 f"num_connections={self.num_connections} means nothing to data_parallel, which leaves gradients "
                 "to DistributedDataParallel: leave it out"
             )
         if self.method == "data_parallel" and self.num_shards > 1:
-            raise ValueError(
+            raise UserError(
                 f"shards_per_replica={self.shards_per_replica} with method=data_parallel: its replicas are whole; "
                 "raise num_replicas instead"
             )
         if self.global_batch % self.num_processes:
             of = f"num_replicas={self.num_replicas}"
             of += f" · shards_per_replica={self.num_shards}" if self.num_shards > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"global_batch={self.global_batch} must be a multiple of {of}: each process takes an equal share"
             )
         if self.micro_batch is not None and (self.micro_batch < 1 or self.process_batch % self.micro_batch):
-            raise ValueError(
+            raise UserError(
                 f"micro_batch={self.micro_batch} must divide a process's share of the batch, {self.process_batch}"
             )
         per_step = self.tokens_per_step
         if rest := self.num_tokens % per_step:
             below = self.num_tokens - rest
             choice = f"{below} or {below + per_step}" if below else f"{per_step} or more"
-            raise ValueError(
+            raise UserError(
                 f"num_tokens={self.num_tokens} is no whole number of steps of global_batch·sequence_length="
                 f"{per_step} tokens: take {choice}"
             )
@@ -240,11 +241,11 @@ class TrainConfig:
     def _check_checkpoints(self) -> None:
         every, keep = self.checkpoint.every_steps, self.checkpoint.keep
         if every < 0 or (keep is not None and keep < 1):
-            raise ValueError(
+            raise UserError(
                 f"checkpoint.every_steps={every} must be at least 0, checkpoint.keep={keep} at least 1"
             )
         if keep is not None and keep < self.checkpoints_needed:
-            raise ValueError(
+            raise UserError(
                 f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {self.steps_apart} "
                 f"steps apart, so keep at least {self.checkpoints_needed} checkpoints, or save less often"
             )
@@ -289,17 +290,17 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     """Fill in everything that was left to the method, the tokenizer, and the length of the run.
 
     Raises:
-        ValueError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
+        UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
             not end before the run, or there would be nothing to freeze.
     """
     model = config.model
     if model.vocab_size and model.vocab_size < vocab_size:
-        raise ValueError(
+        raise UserError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}: "
             "leave it 0, or choose another tokenizer with --data.tokenizer"
         )
     if model.vocab_size > 2 * vocab_size:
-        raise ValueError(
+        raise UserError(
             f"model.vocab_size={model.vocab_size} is more than twice the tokenizer's {vocab_size}: most of it "
             "would never be read; choose another tokenizer with --data.tokenizer, and text with --data.train, or "
             "set --model.vocab-size 0"
@@ -307,12 +308,12 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
     if optimizer.warmup_steps is not None and optimizer.warmup_steps >= num_steps:
-        raise ValueError(
+        raise UserError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {num_steps} steps: take "
             "fewer, or a larger --num-tokens"
         )
     if config.diloco.freeze and config.diloco.fragments == "whole":
-        raise ValueError("diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential")
+        raise UserError("diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential")
     return replace(
         config,
         model=replace(model, vocab_size=model.vocab_size or vocab_size),

@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.outer import OuterStep, parameters_hash
+from diloco.outer.digest import parameters_hash
+from diloco.outer.step import OuterStep
 
 
 def ring_all_reduce_bytes(num_params: int, num_replicas: int) -> int:

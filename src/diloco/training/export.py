@@ -16,6 +16,7 @@ from diloco.data.tokenizers import (
     load_tokenizer,
     tokenizer_file,
 )
+from diloco.errors import UserError
 from diloco.models.decoder import Decoder
 from diloco.models.hugging_face import persimmon_config, persimmon_state
 from diloco.training.config import TrainConfig
@@ -35,11 +36,11 @@ def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | No
         prepared: the run's data, where it is no longer where it was.
 
     Raises:
-        ValueError: if there is no run, no checkpoint or no data, or `output` holds something already.
+        UserError: if there is no run, no checkpoint or no data, or `output` holds something already.
     """
     config = finished_config(directory, prepared)
     if output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty: name a new directory by --output")
+        raise UserError(f"{output} is not empty: name a new directory by --output")
     model, step = run_parameters(directory, "outer")
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)

@@ -10,16 +10,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diloco.data.optional import require
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
+from diloco.errors import CheckpointError
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
+from diloco.files import require
 from diloco.models.decoder import Decoder
-from diloco.training.checkpoints import CheckpointError, finished_steps, read
-from diloco.training.conclusion import OUTER_FILE, held_out_batches, held_out_windows
+from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
-from diloco.training.run_directory import check_data, read_config
+from diloco.training.runs import check_data, read_config
+from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
 
 Parameters = Literal["outer", "replica", "average"]
 
@@ -33,7 +34,7 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[Decoder, in
             all replicas' own. Those are in the newest checkpoint, of the average the newest that all hold.
 
     Raises:
-        ValueError: if there is no run, or no checkpoint of what is asked for.
+        UserError: if there is no run, or no checkpoint of what is asked for.
     """
     config = read_config(directory)
     model = Decoder(config.model, seed=config.seed)
@@ -91,7 +92,7 @@ def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
         prepared: the run's data, where it is no longer where it was.
 
     Raises:
-        ValueError: if there is no run, or no data.
+        UserError: if there is no run, or no data.
     """
     config = read_config(directory)
     if prepared is not None:
@@ -122,7 +123,7 @@ def evaluate_run(
         device: auto, cpu or cuda.
 
     Raises:
-        ValueError: for what can't be evaluated.
+        UserError: for what can't be evaluated.
     """
     tasks = tasks or {}
     if tasks:

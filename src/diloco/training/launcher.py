@@ -16,28 +16,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.exchange import ExchangeError
-
-
-class ReplicaFailedError(RuntimeError):
-    """A replica ended before the run did; the message is what the replica said, or how it ended."""
-
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        """The replica's own, or 1."""
+from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError
 
 
 def exit_code_of(error: Exception) -> int | None:
-    """2 for a user's mistake, 1 for a failure that may pass, None for a bug of ours."""
-    if isinstance(error, ReplicaFailedError):
+    """The exit code of a command that ends with an error; None for a bug, which shows its traceback."""
+    if isinstance(error, DilocoError):
         return error.exit_code
-    if isinstance(error, ValueError):
-        return MISTAKE
-    return FAILURE if isinstance(error, ExchangeError | OSError) else None
-
-
-MISTAKE, FAILURE = 2, 1
+    return DilocoError.exit_code if isinstance(error, OSError) else None
 
 
 def under_a_launcher() -> bool:

@@ -12,20 +12,17 @@ import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
-from diloco.exchange import ExchangeError, agree, share
+from diloco.engine.sharded import gathered
+from diloco.errors import ExchangeError, TrainingError, UserError
+from diloco.exchange.control import agree, share
 from diloco.models.decoder import next_token_loss
-from diloco.sharded import gathered
 from diloco.training.checkpoints import Checkpoints, finished_steps
-from diloco.training.conclusion import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.config import TrainConfig, shared_facts
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
-from diloco.training.run_directory import claim_together, data_started_with
+from diloco.training.runs import claim_together, data_started_with
 from diloco.training.state import TrainState, initial_state
+from diloco.training.summary import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.world import World, join
-
-
-class TrainingError(ValueError):
-    """Training can't go on; the message says what to do."""
 
 
 def train(
@@ -48,7 +45,7 @@ def train(
 
     Raises:
         TrainingError: if the loss is no longer finite.
-        ValueError: for settings that contradict each other, the data, or the other replicas' settings.
+        UserError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
     """
     with ExitStack() as stack:
@@ -243,7 +240,7 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batc
 def _check_digest(corpus: TokenShards, config: TrainConfig) -> None:
     started_with = data_started_with(config.directory)
     if (corpus.digest, corpus.num_tokens) != started_with:
-        raise ValueError(
+        raise UserError(
             f"the run was started on data with digest {started_with[0]} and {started_with[1]:,} tokens of "
             f"training text, and {config.data.prepared} has {corpus.digest} and {corpus.num_tokens:,}: name the "
             "directory with the same text by --data.prepared"
@@ -255,7 +252,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
     held = share(world.everyone, checkpoints.steps())
     for replica in range(world.num_replicas):
         if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_shards]):
-            raise ValueError(
+            raise UserError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
                 "start each machine with the --node-rank it had"
             )
@@ -264,7 +261,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, config: TrainConfig, wo
     # Every replica has taken these steps, and should have saved what another has saved at them.
     taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
     if taken and not common:
-        raise ValueError(
+        raise UserError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
             f"bring the checkpoints that are missing back, or delete {config.checkpoints} to start over"
         )

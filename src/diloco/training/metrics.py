@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from diloco.outer import OuterStep
+from diloco.outer.step import OuterStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from diloco.models.decoder import DecoderConfig
 from diloco.models.ladder import LADDER, SEQUENCE_LENGTH, ladder, num_matrix_params
 from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
-from diloco.training.fields import differences
+from diloco.training.traits import differences
 
 
 def laptop() -> TrainConfig:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine import StreamingDiLoCo
+from diloco.engine.settings import Settings
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import UserError
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
-from diloco.outer import Nesterov
+from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
-from diloco.settings import Settings
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel
@@ -97,7 +98,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, equal on all replicas.
 
     Raises:
-        ValueError: for settings that the engine refuses.
+        UserError: for settings that the engine refuses.
         DisagreementError: if the replicas were started with different ones.
     """
     model = Decoder(config.model, seed=config.seed)
@@ -136,7 +137,7 @@ def check(config: TrainConfig) -> None:
     """Refuse what the engine would, before anything is started.
 
     Raises:
-        ValueError: naming both values of a contradiction.
+        UserError: naming both values of a contradiction.
     """
     if config.method == "data_parallel":
         return
@@ -147,7 +148,7 @@ def check(config: TrainConfig) -> None:
     schedule = settings.schedule
     last = max(range(schedule.num_fragments), key=schedule.send_step)
     if (step := schedule.send_step(last)) > config.num_steps:
-        raise ValueError(
+        raise UserError(
             f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
             "parameters would stay the initial ones; lower --diloco.sync-every, or raise --num-tokens"
         )

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.exchange import DisagreementError, Exchange
+from diloco.errors import DisagreementError, UserError
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.transport import Exchange
 from diloco.training.config import TrainConfig
 
 
@@ -69,17 +70,17 @@ def join(config: TrainConfig) -> Iterator[World]:
     """The world that torchrun or our own launcher describes in the environment.
 
     Raises:
-        ValueError: if its size is not num_replicas · shards_per_replica, or the device is missing.
+        UserError: if its size is not num_replicas · shards_per_replica, or the device is missing.
         TimeoutError: if the others don't turn up in time, or can't be reached.
     """
     try:
         world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     except KeyError as missing:
-        raise ValueError(
+        raise UserError(
             f"RANK is set in the environment, but {missing} is not: unset it, or use torchrun"
         ) from None
     if world_size != config.num_processes:
-        raise ValueError(
+        raise UserError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
             f"shards_per_replica={config.num_shards} needs {config.num_processes}: "
             f"pass --num-replicas and --shards-per-replica whose product is {world_size}"
@@ -187,10 +188,10 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch finds no GPU here: pass --device cpu")
+        raise UserError("device=cuda, but torch finds no GPU here: pass --device cpu")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if (config.method == "data_parallel" or config.num_shards > 1) and num_local > num_gpus:
-        raise ValueError(
+        raise UserError(
             f"data_parallel, and a sharded replica, need a GPU a process: {num_local} processes here, and "
             f"{num_gpus} GPUs"
         )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from diloco.wire.payload import Codec, Key, NonFiniteError, PayloadError
+from diloco.errors import NonFiniteError, PayloadError, UserError
+from diloco.wire.payload import Codec, Key
 from diloco.wire.sparse import DARE, DENSE, FedDropout, TopK
 
 __all__ = ["CODECS", "Codec", "Key", "NonFiniteError", "PayloadError", "codec"]
@@ -21,14 +22,14 @@ def codec(spec: str) -> Codec:
     """The codec of a name with options, such as `e3m0` or `topk:density=0.01,values=e3m0`.
 
     Raises:
-        ValueError: naming the codecs, or the options of the codec, that there are.
+        UserError: naming the codecs, or the options of the codec, that there are.
 
     >>> codec("e3m0:block=128")
     E3M0(block=128, stochastic=False)
     """
     name, _, options = spec.partition(":")
     if name not in CODECS:
-        raise ValueError(f"{spec!r} is not a wire format: choose one of {', '.join(CODECS)}")
+        raise UserError(f"{spec!r} is not a wire format: choose one of {', '.join(CODECS)}")
     kind = CODECS[name]
     types = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
     chosen: dict[str, Any] = {}
@@ -36,14 +37,14 @@ def codec(spec: str) -> Codec:
         key, _, value = option.partition("=")
         if key not in types or key in chosen:
             expected = ", ".join(f"{known}={_READ[types[known]][0]}" for known in types) or "none"
-            raise ValueError(
+            raise UserError(
                 f"{spec!r}: {option!r} is not an option of {name}, or given twice (it has: {expected})"
             )
         wanted, read = _READ[types[key]]
         try:
             chosen[key] = read(value)
         except (KeyError, ValueError):
-            raise ValueError(f"{spec!r}: {key} must be {wanted}, not {value!r}") from None
+            raise UserError(f"{spec!r}: {key} must be {wanted}, not {value!r}") from None
     return kind(**chosen)
 
 

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.native import Native, native
-from diloco.wire.payload import Codec, Key, PayloadError, non_finite, refuse_non_finite
+from diloco.errors import PayloadError, UserError
+from diloco.kernels.native import Native, native
+from diloco.wire.payload import Codec, Key, non_finite, refuse_non_finite
 from diloco.wire.random import random_bits
 
 
@@ -43,7 +44,7 @@ class BlockCodec(Codec):
         codes_a_byte = 8 // self.bits
         if not 2 <= self.block <= 1 << 16 or self.block % codes_a_byte:
             multiple = f", a multiple of {codes_a_byte}" if codes_a_byte > 1 else ""
-            raise ValueError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
+            raise UserError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
 
     def body_bytes(self, num_elements: int) -> int:
         """Scales, then codes, each rounded up to whole bytes."""

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
+from diloco.errors import PayloadError
 from diloco.wire.blocks import BlockCodec, power_of_two
-from diloco.wire.payload import Codec, Key, PayloadError, is_finite, refuse_non_finite
+from diloco.wire.payload import Codec, Key, is_finite, refuse_non_finite
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.native import empty
+from diloco.errors import NonFiniteError, PayloadError, UserError
+from diloco.kernels.memory import empty
 
 MAGIC = b"DLC1"
 HEADER_BYTES = 16
-
-
-class NonFiniteError(ValueError):
-    """An outer gradient holds NaN or an infinity; nothing of it was sent."""
-
-
-class PayloadError(ValueError):
-    """A payload is not what the codec makes: cut short, too long, of another codec, or damaged."""
 
 
 class Key(NamedTuple):
@@ -58,7 +51,7 @@ class Codec(ABC):
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
-            ValueError: if it is no flat FP32 vector.
+            UserError: if it is no flat FP32 vector.
         """
         _check_vector(delta_N)
         payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
@@ -82,7 +75,7 @@ class Codec(ABC):
         """
         _check_vector(to_N)
         if not to_N.is_contiguous():
-            raise ValueError("a payload can only be decoded into a contiguous vector")
+            raise UserError("a payload can only be decoded into a contiguous vector")
         self.check(payload, to_N.numel())
         self.unpack(payload[HEADER_BYTES:], to_N, key, add=add)
         return to_N
@@ -153,7 +146,7 @@ class Codec(ABC):
 
 def _check_vector(vector_N: Tensor) -> None:
     if vector_N.dtype != torch.float32 or vector_N.dim() != 1:
-        raise ValueError(
+        raise UserError(
             f"an outer gradient is a flat float32 vector, not {tuple(vector_N.shape)} of {vector_N.dtype}"
         )
 

@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
+from diloco.errors import PayloadError, UserError
 from diloco.wire.blocks import join, split
 from diloco.wire.floats import BF16, E2M1, E3M0, E4M3, E5M2, FP16, FP32
 from diloco.wire.integers import INT2, INT4, INT8
-from diloco.wire.payload import Codec, Key, PayloadError, refuse_non_finite
+from diloco.wire.payload import Codec, Key, refuse_non_finite
 from diloco.wire.random import random_bits
 
 DENSE: dict[str, type[Codec]] = {
@@ -37,9 +38,9 @@ class _Sparse(Codec):
     def __post_init__(self) -> None:
         """Refuse what keeps nothing, or can't be sent."""
         if not 0 < self.density <= 1:
-            raise ValueError(f"{self.name}: density must be above 0 and at most 1, not {self.density}")
+            raise UserError(f"{self.name}: density must be above 0 and at most 1, not {self.density}")
         if self.values not in DENSE:
-            raise ValueError(f"{self.name}: values={self.values} must be one of {', '.join(DENSE)}")
+            raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(DENSE)}")
         object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are one format
 
     def num_kept(self, num_elements: int) -> int:

@@ -1,0 +1,1 @@
+"""The `diloco` command, one file a verb."""

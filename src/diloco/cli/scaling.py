@@ -1,0 +1,170 @@
+"""`diloco scaling`: laws from a table, and what they predict."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import UserError
+from diloco.scaling.judgement import judge
+from diloco.scaling.laws import Kind, Laws
+from diloco.scaling.prediction import predict as predict_from
+from diloco.scaling.published import method_name
+from diloco.scaling.table import read_table
+
+
+def predict(
+    num_params: float,
+    num_replicas: int = 2,
+    fit: Kind | None = None,
+    data: Path | None = None,
+    overtraining: float = 1.0,
+    sync_every: float | None = None,
+    json: bool = False,
+) -> None:
+    """Loss, learning rates, batch and tokens for a model, each with a 95 % interval where data says one.
+
+    An interval is that of the law, its mean over runs, not of one run.
+
+    Args:
+        num_params: N, such as 1.3e9.
+        num_replicas: M; 0 is Data-Parallel.
+        fit: joint, over all M, or independent, this M's own; left out, joint where M ≥ 1.
+        data: CSV of your own sweep; left out, the published losses and laws of arXiv 2503.09799.
+        overtraining: Tokens as a multiple of 20 a parameter; the loss stays that of the table's budget.
+        sync_every: H whose runs are read, where the data has several.
+        json: Print JSON.
+    """
+    found = predict_from(
+        num_params, num_replicas, fit=fit, laws=_laws(data, sync_every), overtraining=overtraining
+    )
+    if found["warning"]:
+        print(f"diloco: {found['warning']}", file=sys.stderr)
+    if json:
+        _print_json(found)
+        return
+    period = f", H = {found['sync_every']:g}" if found["sync_every"] else ""
+    print(f"{method_name(num_replicas)}{period}, {num_params:g} parameters, {found['fit']} laws")
+    for name in ("loss", "learning_rate", "batch_tokens", "outer_learning_rate", "tokens", "steps"):
+        print(f"{name.replace('_', ' '):20} {_estimate(found[name])}")
+
+
+def fit(data: Path | None = None, sync_every: float | None = None, json: bool = False) -> None:
+    """Fit all laws to a table, rank them by how they extrapolate, and find where DiLoCo and Data-Parallel cross.
+
+    Args:
+        data: CSV with params, replicas (0 is Data-Parallel), eval_loss, and maybe learning_rate, batch_tokens,
+            outer_learning_rate, sync_every, tokens, seed; left out, the published losses.
+        sync_every: H whose runs are read, where the data has several.
+        json: Print JSON.
+    """
+    found = judge(_laws(data, sync_every))
+    if json:
+        _print_json(found)
+        return
+    for quantity, laws in found["laws"].items():
+        print(f"{quantity.replace('_', ' ')} = A·N^α, joint: A·N^α·M^β")
+        for name, law in laws.items():
+            print(f"  {name if name == 'joint' else method_name(int(name)):15} {_law(law)}")
+        if found["test_errors"][quantity]:
+            print("  |log y − log ŷ| at the largest size, left out of the fit:")
+        for error in found["test_errors"][quantity]:
+            print(f"    {error['law']:17} {error['mean']:.4f}   {_by_replicas(error)}")
+    if found["forms"] or found["forms_refused"]:
+        print("forms of the loss, and |log y − log ŷ| at the largest size, which selected them:")
+    for form in found["forms"]:
+        values = ", ".join(f"{symbol} = {value:.4g}" for symbol, value in form["coefficients"].items())
+        print(f"    {form['formula']:17} {form['selected_at_largest']:.4f}   {_by_replicas(form)}   {values}")
+    for name, reason in found["forms_refused"].items():
+        print(f"    {name}: {reason}")
+    if found["extrapolation"]:
+        print("trained later, and what the published laws and the first of these forms say of it:")
+    for far in found["extrapolation"]:
+        which = f"{method_name(far['replicas'])}, {far['fit']}"
+        said = (
+            f"{name} {far[name]:.3f} ({_percent(far[name], far['loss'])})" for name in ("law", "form") if far[name]
+        )
+        print(f"    {which:27} {far['params']:.0e} parameters {far['loss']:.3f}   {'   '.join(said)}")
+    for replicas, crossing in found["crossings"].items():
+        print(_crossing(replicas, crossing))
+    for point in found["on_edge"]:
+        print(
+            f"{point['params']:g} parameters, M = {point['replicas']}: the best {point['quantity']}, "
+            f"{point['value']:g}, is the smallest or the largest that was tried; a better one may lie beyond"
+        )
+    for uneven in found["uneven"]:
+        numbers = ", ".join(f"{number} at {params:g}" for params, number in uneven["num_outer_rates"].items())
+        print(f"M = {uneven['replicas']}: unequally many outer learning rates were tried, {numbers} parameters")
+
+
+def _law(law: dict[str, Any]) -> str:
+    """Coefficients with their intervals, and once why there are none."""
+    if "reason" in law:
+        return law["reason"]
+    told = [f"{symbol} {_estimate({**value, 'reason': None})}" for symbol, value in law.items()]
+    reasons = dict.fromkeys(f"({value['reason']})" for value in law.values() if value["reason"])
+    return "   ".join([*told, *reasons])
+
+
+def _percent(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f} %"
+
+
+def _by_replicas(residual: dict[str, Any]) -> str:
+    return ", ".join(f"M = {m}: {value:.4f}" for m, value in residual["by_replicas"].items())
+
+
+def _crossing(replicas: str, crossing: dict[str, Any]) -> str:
+    if crossing["is_lower_above"] is None:
+        return f"M = {replicas} has the loss of Data-Parallel at every size"
+    if crossing["num_params"] is None:
+        more = "less" if crossing["is_lower_above"] else "more"
+        return f"by the laws M = {replicas} has {more} loss than Data-Parallel at every size"
+    side = "above" if crossing["is_lower_above"] else "below"
+    where = f"{crossing['num_params']:.3g}"
+    interval = crossing["reason"] or f"{crossing['low']:.3g} … {crossing['high']:.3g}"
+    outside = "" if crossing["is_measured"] else ", outside the sizes that were fitted"
+    whose = f"by the laws M = {replicas} has less loss than Data-Parallel"
+    return f"{whose} {side} {where} parameters ({interval}){outside}"
+
+
+def _laws(data: Path | None, sync_every: float | None) -> Laws:
+    if data is None:
+        if sync_every is not None:
+            raise UserError(f"--sync-every {sync_every:g} chooses among the runs of --data, and there is none")
+        return Laws()
+    return Laws(read_table(data, sync_every=sync_every))
+
+
+def _estimate(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if value["value"] is None:
+        return f"none ({value['reason']})"
+    interval = f" ({value['low']:.4g} … {value['high']:.4g})" if value["low"] is not None else ""
+    rounded = f", 2^{value['power_of_two'].bit_length() - 1}" if "power_of_two" in value else ""
+    rounded += f", {value['at_power_of_two']:,} at that power of two" if "at_power_of_two" in value else ""
+    reason = f" ({value['reason']})" if value.get("reason") else ""
+    return f"{value['value']:.4g}{interval}{rounded}{reason}"
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(found))
+
+
+def pictures(data: Path | None = None, output: Path = Path("pictures"), sync_every: float | None = None) -> None:
+    """Draw what the table has the columns for: loss over size and batch, the gap to Data-Parallel, outer rates.
+
+    Args:
+        data: CSV of a sweep; left out, the published losses.
+        output: Directory to write SVG and PNG to.
+        sync_every: H whose runs are read, where the data has several.
+    """
+    from diloco.report.figures.laws import draw_laws
+
+    for path in draw_laws(_laws(data, sync_every), output):
+        print(path)
+
+
+COMMANDS = {"predict": predict, "fit": fit, "pictures": pictures}

@@ -1,0 +1,1 @@
+"""The engine: Streaming DiLoCo around anybody's model and training loop."""

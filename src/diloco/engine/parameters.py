@@ -1,0 +1,131 @@
+"""The parameters of a model by fragment, and each fragment as one flat FP32 vector.
+
+A process of a sharded replica sees, and exchanges, the shards that it holds.
+
+Shapes: N elements of one fragment that this process holds.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from diloco.engine.sharded import joined, local, reshard, shard_group, sharded_like
+from diloco.errors import UserError
+from diloco.fragments import Fragment, block_spans
+from diloco.kernels.memory import empty
+
+
+class FragmentParameters:
+    """A model's parameters by fragment, in the fragments' order.
+
+    Args:
+        model: on one device.
+        fragments: a partition of its trainable parameters.
+
+    Raises:
+        UserError: if the parameters are not all cut into shards alike.
+    """
+
+    def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
+        self._model, named = model, dict(model.named_parameters())
+        self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
+        self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
+        """The processes that hold a replica's shards; None if it is one process."""
+        self.device = self.shards(0)[0].device
+        """Of all parameters."""
+        sizes = {name: local(parameter).numel() for name, parameter in named.items()}
+        self.spans = [block_spans(fragment, sizes) for fragment in fragments]
+        """Where the blocks of each fragment lie in its flat vector."""
+
+    def shards(self, fragment: int) -> list[Tensor]:
+        """The parameters, or this process's shards of them, in their own memory."""
+        return [local(parameter) for parameter in self._by_fragment[fragment].values()]
+
+    def flat(self, fragment: int) -> Tensor:
+        """A copy of a fragment, FP32 (N)."""
+        shards = self.shards(fragment)
+        return joined(shards, empty(sum(shard.numel() for shard in shards), torch.float32, self.device))
+
+    def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
+        """Δ_{m,p} = Θ_p − θ_{m,p}, written to the vector that is given."""
+        shards, parts, results = self.shards(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
+        for shard, part, result in zip(shards, parts, results, strict=True):
+            torch.sub(part, shard, out=result)
+        return to_N
+
+    def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
+        """Views of a fragment's flat vector, by parameter name, shaped and sharded as the parameters are."""
+        parameters, parts = self._by_fragment[fragment].items(), self._parts(fragment, flat_N)
+        return {name: sharded_like(part, like) for (name, like), part in zip(parameters, parts, strict=True)}
+
+    def all_named(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The same of the flat vectors of all fragments, in order."""
+        return {
+            name: view
+            for fragment, flat_N in enumerate(flat)
+            for name, view in self.named(fragment, flat_N).items()
+        }
+
+    def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
+        """What stands under the names of a fragment's parameters, likewise."""
+        return joined(by_name[name] for name in self._by_fragment[fragment])
+
+    def first_not_finite(self, fragment: int, flat_N: Tensor) -> str | None:
+        """The first parameter for which a flat vector holds NaN or an infinity."""
+        parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
+        return next((name for name, part in parts if not part.isfinite().all()), None)
+
+    def places(self) -> dict[str, tuple[list[int], int, int]]:
+        """Of each parameter its shape in this process, its fragment, and where it begins there."""
+        places: dict[str, tuple[list[int], int, int]] = {}
+        for fragment, parameters in enumerate(self._by_fragment):
+            start = 0
+            for name, shard in zip(parameters, self.shards(fragment), strict=True):
+                places[name] = list(shard.shape), fragment, start
+                start += shard.numel()
+        return places
+
+    @contextmanager
+    def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """The parameters have others' values meanwhile, by name; their own are kept on the side, and put back."""
+        shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
+        own = [(shard, shard.clone()) for shard in shards]
+        reshard(self._model)
+        try:
+            for part in self._by_fragment:
+                for name, parameter in part.items():
+                    local(parameter).copy_(local(others[name]))
+            yield
+        finally:
+            for shard, kept in own:
+                shard.copy_(kept)
+            reshard(self._model)
+
+    def check_still_the_models(self, fragments: Iterable[int]) -> None:
+        """Refuse if the model has come by other parameters since the fragments were cut.
+
+        Raises:
+            UserError: naming the parameter.
+        """
+        placed = {name for part in self._by_fragment for name in part}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name not in placed:
+                raise UserError(
+                    f"parameter {name} was unfrozen or added after the fragments were cut, and would differ "
+                    "between the replicas: cut them, and build the engine, after that"
+                )
+        for fragment in fragments:
+            for name, parameter in self._by_fragment[fragment].items():
+                if self._model.get_parameter(name) is not parameter:
+                    raise UserError(
+                        f"parameter {name} was replaced after the engine was built, as "
+                        "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
+                    )
+
+    def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
+        """Views of a flat vector, one a parameter, shaped as what this process holds of it."""
+        shards = self.shards(fragment)
+        parts = flat_N.split([shard.numel() for shard in shards])
+        return [part_N.view(shard.shape) for part_N, shard in zip(parts, shards, strict=True)]

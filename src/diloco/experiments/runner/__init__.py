@@ -1,0 +1,1 @@
+"""Grids of runs: their identity, their processes, their rows."""

@@ -1,0 +1,1 @@
+"""Passes over CPU memory in C, and memory in huge pages."""

@@ -1,0 +1,79 @@
+"""One outer step as the engine reports it: norms and cosines of the outer gradients.
+
+Shapes: N elements of one fragment.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from diloco.schedule import Sync
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """One outer step of one fragment, as this replica took it; it holds the payloads as long as it is kept."""
+
+    sync: Sync
+    """Fragment, round, and the step after which it was sent."""
+    blocked_seconds: float
+    """How long this replica waited for the others' payloads."""
+    make_average: Callable[[], Tensor]
+    """Makes Δ_p again from what the replicas sent."""
+    make_deltas: Callable[[], Iterator[Tensor]]
+    """Makes the replicas' decoded outer gradients again, one after the other."""
+    spans: Mapping[str, tuple[int, int]]
+    """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+    sum_over_shards: Callable[[Tensor], Tensor]
+    """Adds up what every process of a sharded replica has found in its shard."""
+
+    @cached_property
+    def average(self) -> Tensor:
+        """Δ_p, the average of the decoded outer gradients; flat FP32, made when it is first asked for."""
+        return self.make_average()
+
+    @cached_property
+    def deltas(self) -> tuple[Tensor, ...]:
+        """The decoded outer gradient of each replica, in replica order; flat FP32 of N elements.
+
+        Decoded when they are first asked for; none with reduce_scatter, where no replica sees them whole.
+        """
+        return tuple(self.make_deltas())
+
+    def norm(self) -> float:
+        """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
+        return self.sum_over_shards(self.average.square().sum()).sqrt().item()
+
+    def mean_cosine(self, block: str | None = None) -> float | None:
+        """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
+
+        (‖Σ_m u_m‖² − Σ_m ‖u_m‖²) / (M (M − 1)) with u_m = Δ_m / ‖Δ_m‖, so that two vectors are in memory however
+        many replicas there are. Over all shards: every process of a sharded replica must call it.
+        """
+        return (self._cosine if block is None else self._block_cosines)[block]
+
+    @cached_property
+    def _cosine(self) -> dict[str | None, float | None]:
+        return self._cosines({None: (0, None)})
+
+    @cached_property
+    def _block_cosines(self) -> dict[str | None, float | None]:
+        return self._cosines({**self.spans})
+
+    def _cosines(self, spans: Mapping[str | None, tuple[int, int | None]]) -> dict[str | None, float | None]:
+        """Of several parts, in two passes over the replicas."""
+        parts = [slice(*span) for span in spans.values()]
+        squares = [torch.stack([delta_N[p].square().sum() for p in parts]) for delta_N in self.make_deltas()]
+        if len(squares) < 2:
+            return dict.fromkeys(spans)
+        norms_MxP = self.sum_over_shards(torch.stack(squares)).sqrt()
+        sums = [torch.zeros(()) for _ in parts]
+        for delta_N, norms_P in zip(self.make_deltas(), norms_MxP.clamp(min=1e-30), strict=True):
+            sums = [sum_N + delta_N[p] / norm for sum_N, p, norm in zip(sums, parts, norms_P, strict=True)]
+        all_pairs_P = self.sum_over_shards(torch.stack([sum_N.square().sum() for sum_N in sums]))
+        num_pairs = len(squares) * (len(squares) - 1)
+        cosines_P = (all_pairs_P - norms_MxP.count_nonzero(0)) / num_pairs
+        return dict(zip(spans, cosines_P.tolist(), strict=True))

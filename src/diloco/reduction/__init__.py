@@ -1,0 +1,1 @@
+"""From the replicas' payloads to one average."""

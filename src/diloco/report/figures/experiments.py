@@ -1,0 +1,54 @@
+"""An experiment for a person: its figure beside the paper's, and what was found."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco.experiments.papers.experiment import Experiment, Panel, Row
+from diloco.report.figures.pictures import MARKERS, STYLES, new_figure, viridis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw_experiment(experiment: Experiment, rows: Sequence[Row]) -> "Figure":
+    """All panels side by side; the paper's are named as such."""
+    panels = experiment.panels(rows)
+    figure = new_figure(4.2 * len(panels) + 0.4, 3.9)
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        draw_panel(panel, axes)
+    return figure
+
+
+def draw_panel(panel: Panel, axes: "Axes") -> None:
+    """Curves with the range over the seeds; where x is a name, points over names."""
+    names = [p.x for points in panel.curves.values() for p in points if isinstance(p.x, str)]
+    ticks = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    shades = len(panel.curves) - 1 or 1
+    for index, (label, points) in enumerate(panel.curves.items()):
+        if not points:
+            continue
+        axes.errorbar(
+            [ticks[p.x] if isinstance(p.x, str) else p.x for p in points],
+            [p.mean for p in points],
+            yerr=[[p.mean - p.low for p in points], [p.high - p.mean for p in points]],
+            color=viridis(0.6 * index / shades),
+            ls="none" if ticks else STYLES[index % len(STYLES)],
+            marker=MARKERS[index % len(MARKERS)],
+            ms=4,
+            capsize=3,
+            label=label,
+        )
+    if ticks:
+        axes.set_xticks(
+            list(ticks.values()), [str(name).replace("_", " ") for name in ticks], rotation=30, ha="right"
+        )
+        axes.margins(x=0.15)
+    if panel.x_log:
+        axes.set_xscale("log")
+    legend_title = panel.title if not panel.published and len(panel.curves) > 1 else None
+    axes.set_title(panel.title if legend_title is None else "", fontsize=9)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.grid(visible=True, which="major", color="0.9")
+    if any(panel.curves):
+        axes.legend(fontsize=8, frameon=False, title=legend_title, title_fontsize=8)

@@ -1,0 +1,243 @@
+"""A run for a person: its curves, what it sent and when, and how it compares with Data-Parallel."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diloco.errors import UserError
+from diloco.report.figures.pictures import MARKERS, STYLES, new_figure, viridis
+from diloco.report.html.page import facts, figures, heading, paragraph
+from diloco.report.terminal.progress import megabytes
+from diloco.training.config import TrainConfig
+from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.runs import read_config
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_Metrics = list[dict[str, Any]]
+
+
+def run_section(directory: Path) -> str:
+    """A run, over or not.
+
+    Raises:
+        UserError: if the directory holds no run, or one that has taken no step.
+    """
+    config = read_config(directory)
+    metrics = {replica: _read(directory / f"metrics-{replica}.jsonl") for replica in range(config.num_replicas)}
+    metrics = {replica: steps for replica, steps in metrics.items() if steps}
+    if not metrics:
+        raise UserError(f"{directory} has no metrics of any step yet")
+    summary_file = directory / "summary.json"
+    summary = _parsed(summary_file, summary_file.read_text()) if summary_file.exists() else {}
+    parts = [
+        heading(f"Run {config.name}"),
+        facts(_facts(config, summary, metrics)),
+        figures(_figures(config, summary, metrics)),
+    ]
+    absent = [str(replica) for replica in range(config.num_replicas) if replica not in metrics]
+    if absent:
+        parts.insert(1, paragraph(f"The metrics of replica {', '.join(absent)} are on another machine."))
+    if not summary:
+        parts.insert(1, paragraph(f"The run is not over: step {_last(metrics)} of {config.num_steps}."))
+    return "\n".join(parts)
+
+
+def _read(path: Path) -> _Metrics:
+    if not path.exists():
+        return []
+    return [_parsed(path, line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def _last(metrics: dict[int, _Metrics]) -> int:
+    return max(steps[-1]["step"] for steps in metrics.values())
+
+
+def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> dict[str, str]:
+    first = next(iter(metrics.values()))
+    seconds = sum(step["step_seconds"] for step in first)
+    blocked = sum(step["blocked_seconds"] for step in first)
+    sent = sum(step["bytes_sent"] for step in first)
+    found = {
+        "method": config.method,
+        "replicas": str(config.num_replicas),
+        "steps": f"{_last(metrics):,} of {config.num_steps:,}",
+        "training loss, last 5 %": f"{np.mean([_tail(steps) for steps in metrics.values()]):.4f}",
+        "compute utilization": f"{1 - blocked / seconds:.1%}",
+        "blocked": f"{blocked:.1f} s of {seconds:.0f} s",
+        "sent per replica": megabytes(sent),
+    }
+    if summary:
+        data_parallel = summary["data_parallel_bytes_per_replica"]
+        fewer = f", {data_parallel / sent:,.0f}× as much" if sent else ""
+        error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] else ""
+        found |= {
+            "parameters": f"{summary['num_params']:,}",
+            "tokens": f"{summary['num_tokens']:,}",
+            "held-out loss": f"{summary['eval_loss']:.4f}{error}",
+            "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
+            "Data-Parallel would send": megabytes(data_parallel) + fewer,
+            "outer hash": summary["outer_hash"][:16],
+        }
+    if config.method != "data_parallel":
+        diloco = config.diloco
+        found |= {"H": str(diloco.sync_every), "τ": str(diloco.overlap_steps), "α": f"{diloco.mixing:g}"}
+        found |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+    return found
+
+
+def _tail(steps: _Metrics) -> float:
+    return float(np.mean([step["loss"] for step in steps[-max(1, len(steps) // 20) :]]))
+
+
+def _figures(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "dict[str, Figure]":
+    drawn = {
+        "Training loss of each replica, and their mean": _loss(metrics),
+        "Compute utilization, and the share of time in which training waited": _utilization(metrics),
+        "Bytes sent by a replica, beside what Data-Parallel would have sent": _bytes(config, summary, metrics),
+    }
+    held_out = _held_out(metrics)
+    if held_out:
+        figure, axes = _axes("step", "held-out loss, nats a token")
+        axes.plot(list(held_out), list(held_out.values()), color=viridis(0.0), marker="o", ms=3)
+        drawn["Held-out loss of the outer parameters"] = figure
+    outer_steps = [outer_step for steps in metrics.values() for outer_step in _merges(steps)]
+    if outer_steps:
+        drawn["What was sent, and merged, in the first rounds"] = _timeline(config, metrics)
+        for name, label in (("outer_gradient_norm", "norm of the outer gradient"), ("cosine", "cosine")):
+            if any(outer_step[name] is not None for outer_step in outer_steps):
+                caption = {"cosine": "Cosine between the replicas' outer gradients, by fragment"}
+                drawn[caption.get(name, "Norm of the mean outer gradient, by fragment")] = _by_fragment(
+                    _merges(next(iter(metrics.values()))), name, label
+                )
+    return drawn
+
+
+def _held_out(metrics: dict[int, _Metrics]) -> dict[int, float]:
+    """By step, the mean over the replicas, of which each evaluates a share of the text."""
+    shares: dict[int, list[float]] = {}
+    for steps in metrics.values():
+        for step in steps:
+            if "eval_loss" in step:
+                shares.setdefault(step["step"], []).append(step["eval_loss"])
+    return {step: float(np.mean(losses)) for step, losses in sorted(shares.items())}
+
+
+def _merges(steps: _Metrics) -> list[dict[str, Any]]:
+    return [{**outer, "merged_step": step["step"]} for step in steps for outer in step.get("outer_steps", ())]
+
+
+def _axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
+    """Small, so that its text is legible on a phone."""
+    figure = new_figure(4.4, 3.1)
+    axes = figure.subplots()
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(visible=True, color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _binned(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and means over as many equal stretches as a picture can show."""
+    parts = np.array_split(np.arange(len(values)), min(most, len(values)))
+    return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
+
+
+def _loss(metrics: dict[int, _Metrics]) -> "Figure":
+    figure, axes = _axes("step", "training loss, nats a token")
+    shortest = min(map(len, metrics.values()))
+    curves = {replica: _binned([step["loss"] for step in steps[:shortest]]) for replica, steps in metrics.items()}
+    for index, (replica, (x, y)) in enumerate(curves.items()):
+        shade = viridis(0.6 * (index + 1) / (len(curves) + 1))
+        axes.plot(x, y, color=shade, lw=0.8, ls=STYLES[index % len(STYLES)], label=f"replica {replica}")
+    x = next(iter(curves.values()))[0]
+    axes.plot(x, np.mean([y for _, y in curves.values()], axis=0), color="black", lw=1.6, label="mean")
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
+    figure, axes = _axes("step", "share of time")
+    x, seconds = _binned(_mean(metrics, "step_seconds"))
+    _, blocked = _binned(_mean(metrics, "blocked_seconds"))
+    axes.plot(x, 1 - blocked / seconds, color=viridis(0.0), label="compute utilization")
+    axes.plot(x, blocked / seconds, color=viridis(0.5), ls="--", label="blocked")
+    axes.set_ylim(-0.02, 1.05)
+    axes.legend(fontsize=8, frameon=False, loc="center right")
+    return figure
+
+
+def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
+    """Over the replicas, of each step that all have taken."""
+    of_each = ([float(step[name]) for step in steps] for steps in metrics.values())
+    return [sum(values) / len(values) for values in zip(*of_each, strict=False)]
+
+
+def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "Figure":
+    from diloco.models.ladder import num_matrix_params
+
+    figure, axes = _axes("step", "bytes sent, in all")
+    steps = next(iter(metrics.values()))
+    x = [step["step"] for step in steps]
+    num_params = summary.get("num_params", num_matrix_params(config.model))
+    each = ring_all_reduce_bytes(num_params, config.num_replicas)
+    sent = np.cumsum([step["bytes_sent"] for step in steps])
+    axes.plot(x, sent, color=viridis(0.0), label=config.method)
+    if config.method != "data_parallel" and each:
+        axes.plot(x, [each * step for step in x], color=viridis(0.5), ls="--", label="Data-Parallel, FP32")
+    if sent[-1]:  # one replica sends nothing
+        axes.set_yscale("log", nonpositive="mask")
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
+    """A lane a fragment, in it a bar a replica from the step of sending to that of merging."""
+    merges = {replica: _merges(steps) for replica, steps in metrics.items()}
+    first = min(outer["sent_step"] for found in merges.values() for outer in found)
+    end = first + 2 * config.diloco.sync_every
+    fragments = sorted({outer["fragment"] for found in merges.values() for outer in found})
+    figure, axes = _axes("step", "fragment")
+    height = 0.8 / len(merges)
+    for index, (replica, found) in enumerate(merges.items()):
+        shade = viridis(0.6 * index / max(1, len(merges) - 1))
+        shown = [outer for outer in found if outer["sent_step"] <= end]
+        for outer in shown:
+            lane = fragments.index(outer["fragment"]) - 0.4 + (index + 0.5) * height
+            width = outer["merged_step"] - outer["sent_step"]
+            axes.barh(lane, max(width, 0.3), left=outer["sent_step"], height=0.9 * height, color=shade)
+        marker = MARKERS[index % len(MARKERS)]
+        lanes = [fragments.index(outer["fragment"]) - 0.4 + (index + 0.5) * height for outer in shown]
+        axes.plot(
+            [outer["merged_step"] for outer in shown], lanes, marker, color=shade, ms=3, label=f"replica {replica}"
+        )
+    axes.set_yticks(range(len(fragments)), [str(fragment) for fragment in fragments])
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    return figure
+
+
+def _by_fragment(outer_steps: list[dict[str, Any]], name: str, label: str) -> "Figure":
+    figure, axes = _axes("step", label)
+    fragments = sorted({outer["fragment"] for outer in outer_steps})
+    for index, fragment in enumerate(fragments):
+        points = [
+            (o["sent_step"], o[name]) for o in outer_steps if o["fragment"] == fragment and o[name] is not None
+        ]
+        shade = viridis(0.6 * index / max(1, len(fragments) - 1))
+        x, y = zip(*points, strict=True) if points else ((), ())
+        axes.plot(x, y, color=shade, ls=STYLES[index % len(STYLES)], lw=1, label=f"fragment {fragment}")
+    axes.legend(fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,85 @@
+"""From what a user asked for to a run that can start: one call, before any replica exists."""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from diloco.data.prepare import ProgressCallback
+from diloco.data.prepare import resolve as resolve_data
+from diloco.data.shards import open_split
+from diloco.data.tokenizers import load_tokenizer
+from diloco.errors import UserError
+from diloco.training.config import TrainConfig, resolve, with_method_values
+from diloco.training.launcher import under_a_launcher
+from diloco.training.recipes import recipe
+from diloco.training.runs import check_unclaimed, resume_config
+from diloco.training.state import check
+from diloco.training.summary import held_out_windows
+from diloco.training.traits import differences
+
+
+def prepare_run(
+    asked: TrainConfig, *, resume: Path | None, progress: ProgressCallback | None = None
+) -> TrainConfig:
+    """The resolved config of a run whose data is prepared and whose settings were checked.
+
+    Args:
+        asked: a recipe's config with the user's changes; of a resume, what `resumable` gives with them.
+        resume: the directory of the run to go on with.
+        progress: told how far the data is prepared.
+
+    Raises:
+        UserError: for anything that would stop the run later.
+    """
+    if resume is not None:
+        return resume_config(resume, asked)
+    refuse_what_means_nothing(asked)
+    _check_device(asked)
+    if not asked.name and under_a_launcher():
+        raise UserError("under torchrun pass --name, so that all replicas know their run by the same name")
+    asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    if not under_a_launcher():
+        check_unclaimed(asked.directory)
+    directory = resolve_data(asked.data, progress=progress)
+    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
+    check(config)
+    open_split(directory, "train").num_windows(config.sequence_length)
+    held_out_windows(open_split(directory, "held_out"), config)
+    return config
+
+
+def refuse_what_means_nothing(asked: TrainConfig) -> None:
+    """Refuse what a user changed in a recipe, though the run has no use for it.
+
+    Raises:
+        UserError: with the field.
+    """
+    changed = differences(recipe(asked.recipe), asked)
+    if asked.method == "data_parallel":
+        unused = [name for name in changed if name.startswith("diloco.")]
+        if unused:
+            raise UserError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+    if asked.num_connections > 1 and asked.num_replicas == 1:
+        raise UserError(f"num_connections={asked.num_connections} means nothing to one replica: leave it out")
+    if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
+        raise UserError(
+            f"log_layer_cosine means nothing to diloco.combine={asked.diloco.combine}, where no replica sees the "
+            "others' outer gradients whole: leave it out"
+        )
+    if "diloco.layers_per_fragment" in changed and with_method_values(asked).diloco.fragments == "whole":
+        raise UserError(
+            f"diloco.layers_per_fragment={asked.diloco.layers_per_fragment} means nothing to one whole fragment: "
+            "leave it out, or take --diloco.fragments strided or sequential"
+        )
+
+
+def _check_device(asked: TrainConfig) -> None:
+    """Refuse at once what needs a GPU, where replicas are processes of this machine."""
+    if under_a_launcher() or torch.cuda.is_available():
+        return
+    if asked.device == "cuda":
+        raise UserError("device=cuda, but torch finds no GPU here: pass --device cpu")
+    if asked.diloco.offload:
+        raise UserError("diloco.offload spares a GPU's memory, and torch finds no GPU here: leave it out")

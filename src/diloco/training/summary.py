@@ -1,0 +1,135 @@
+"""Held-out loss of a run, and what is left of it when it is over."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+from torch import Tensor
+
+from diloco.data.shards import TokenShards
+from diloco.data.tokenizers import load_tokenizer
+from diloco.engine.sharded import gathered
+from diloco.errors import UserError
+from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
+from diloco.exchange.control import share
+from diloco.files import write_atomically
+from diloco.models.decoder import Decoder, generate
+from diloco.outer.digest import parameters_hash
+from diloco.training.config import TrainConfig
+from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.state import TrainState
+from diloco.training.traits import to_json
+from diloco.training.world import World
+
+OUTER_FILE = "outer.safetensors"
+"""In a run's directory: the outer parameters that it ended with."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    summary: dict[str, Any]
+    """As in `summary.json`; times are those of replica 0."""
+    sample: str
+    """Text that the outer parameters wrote."""
+
+
+def evaluate(
+    state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
+) -> HeldOutLoss:
+    """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
+    windows = held_out_windows(held_out, config)
+    rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
+    mine = windows[rank::num_ranks]
+    # The processes of a replica must take as many passes: a share that is shorter repeats a window.
+    padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
+    with state.sync.outer_in_place():
+        batches = held_out_batches(held_out, padded, config)
+        losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
+    if together:
+        losses = [loss for share_of_one in share(world.everyone, losses) for loss in share_of_one]
+    return held_out_loss(
+        losses,
+        sequence_length=config.sequence_length,
+        bytes_per_token=held_out.num_bytes / held_out.num_tokens,
+    )
+
+
+def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
+    """The windows to evaluate on, spread evenly over the held-out text; at least one a process.
+
+    Raises:
+        UserError: if the text is too short for that.
+    """
+    available = held_out.num_windows(config.sequence_length)
+    if available < config.num_processes:
+        raise UserError(
+            f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
+            f"{config.num_processes} processes: hold out more, or choose shorter sequences"
+        )
+    wanted = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
+    return [k * available // wanted for k in range(wanted)]
+
+
+def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
+    """Those windows, int64 (B, T+1), as many at once as the config evaluates."""
+    size = config.evaluation.batch
+    for start in range(0, len(windows), size):
+        yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
+
+
+def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOutLoss) -> Outcome | None:
+    """Export and sum up, on shard 0; all processes of the replica must call it, the other replicas are done."""
+    outer: dict[str, Tensor] = {}
+    for name, parameter in state.sync.outer_parameters().items():
+        value = gathered(parameter).contiguous().cpu()
+        if world.shard == 0:
+            outer[name] = value
+    if world.shard > 0:
+        return None
+    exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
+    write_atomically(config.directory / OUTER_FILE, [exported])
+    num_params = sum(parameter.numel() for parameter in state.model.parameters())
+    summary = {
+        "method": config.method,
+        "num_replicas": config.num_replicas,
+        "shards_per_replica": config.num_shards,
+        "num_params": num_params,
+        "num_tokens": config.num_tokens,
+        "num_steps": config.num_steps,
+        "eval_loss": found.loss,
+        "eval_standard_error": found.standard_error,
+        "eval_bits_per_byte": found.bits_per_byte,
+        "eval_tokens": found.num_tokens,
+        "wall_seconds": state.seconds,
+        "compute_utilization": 1 - state.blocked_seconds / state.seconds,
+        "bytes_sent_per_replica": state.sync.bytes_sent,
+        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, config.num_replicas)
+        * config.num_steps,
+        "outer_hash": parameters_hash(outer),
+        "device": world.device.type,
+        "precision": "bf16" if world.autocast else "fp32",
+    }
+    write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
+    # A model that is sharded may fit on no device whole.
+    model = state.model if world.mesh is None else Decoder(config.model, seed=config.seed)
+    model.load_state_dict(outer)
+    return Outcome(summary, _sample(model, config))
+
+
+def _sample(model: Decoder, config: TrainConfig, num_tokens: int = 200) -> str:
+    assert config.data.prepared is not None, "the config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    written = generate(
+        model,
+        [tokenizer.bos_id],
+        num_tokens,
+        seed=config.seed,
+        context=config.sequence_length,
+        vocab_size=tokenizer.vocab_size,
+    )
+    return tokenizer.decode(written)
