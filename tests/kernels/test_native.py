@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.wire.cases import BLOCK_SPECS, implementation
 
-from diloco import native
+from diloco.kernels import native
 from diloco.errors import PayloadError
 from diloco.outer.nesterov import Nesterov, take_outer_step
 from diloco.wire import codec
