@@ -21,6 +21,7 @@ from torch import nn
 
 import diloco
 from diloco.errors import PayloadError
+from diloco.exchange.transport import Channel
 from diloco.wire import Key, codec
 from diloco.wire.floats import FP32
 
@@ -565,14 +566,14 @@ def test_room_for_what_was_in_flight_is_fp32_whatever_the_default():
 class Losing:
     """Replica 1 sends what replica 0 sends, but not fragment 0."""
 
-    replica, num_replicas = 0, 2
+    replica, num_replicas, ordered, device = 0, 2, False, torch.device("cpu")
 
     def __init__(self, *, loses: bool) -> None:
         self.loses = loses
 
-    def start(self, payloads, fragment, round, phase=0):
+    def start(self, payloads, tag):
         def wait() -> dict:
-            if self.loses and fragment == 0:
+            if self.loses and tag.channel is Channel.PAYLOAD and tag.fragment == 0:
                 raise diloco.ExchangeError("fragment 0 lost", (1,))
             return dict(payloads)
 
@@ -820,17 +821,17 @@ def test_nothing_is_sent_when_another_fragment_of_the_step_is_not_finite():
 
 
 class WithNaNInFragment1(diloco.ProcessGroupExchange):
-    def start(self, payloads, fragment, round, phase=0):
+    def start(self, payloads, tag):
         payloads = {replica: payload.clone() for replica, payload in payloads.items()}
-        if fragment == 1:
+        if tag.fragment == 1:
             for payload in payloads.values():
                 payload[-4:].copy_(torch.tensor([float("nan")]).view(torch.uint8))
-        return super().start(payloads, fragment, round, phase)
+        return super().start(payloads, tag)
 
 
 class WithoutFragment1(diloco.ProcessGroupExchange):
-    def start(self, payloads, fragment, round, phase=0):
-        return super().start({} if fragment == 1 else payloads, fragment, round, phase)
+    def start(self, payloads, tag):
+        return super().start({} if tag.fragment == 1 else payloads, tag)
 
 
 def fail_at_the_first_sync(case: Case, other: type[diloco.ProcessGroupExchange], expected: type[Exception]) -> str:

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.sharded import joined, local, reshard, shard_group, sharded_like
+from diloco.engine.sharded import joined, local, num_shards, reshard, shard_group, shard_index, sharded_like
 from diloco.errors import UserError
 from diloco.fragments import Fragment, block_spans
 from diloco.kernels.memory import empty
+from diloco.outer.digest import parameters_hash
 
 
 class FragmentParameters:
@@ -77,15 +78,20 @@ class FragmentParameters:
         parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
         return next((name for name, part in parts if not part.isfinite().all()), None)
 
-    def places(self) -> dict[str, tuple[list[int], int, int]]:
-        """Of each parameter its shape in this process, its fragment, and where it begins there."""
-        places: dict[str, tuple[list[int], int, int]] = {}
+    def facts(self) -> dict[str, object]:
+        """The facts on which all replicas must agree: shards, shapes, places, values."""
+        name_of_shard = (
+            "which shard of how many this process holds (a replica's mesh has no process of another replica)"
+        )
+        facts: dict[str, object] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
+        values: dict[str, Tensor] = {}
         for fragment, parameters in enumerate(self._by_fragment):
             start = 0
             for name, shard in zip(parameters, self.shards(fragment), strict=True):
-                places[name] = list(shard.shape), fragment, start
+                facts[f"shape, fragment and place of parameter {name}"] = [list(shard.shape), fragment, start]
                 start += shard.numel()
-        return places
+                values[name] = shard
+        return {**facts, "initial parameters (SHA-256)": parameters_hash(values)}
 
     @contextmanager
     def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:
