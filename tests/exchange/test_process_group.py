@@ -105,10 +105,10 @@ def test_replicas_that_ask_for_other_numbers_of_connections_are_told_so():
 
 def test_more_fragments_than_a_group_can_tell_apart_are_refused():
     tags = [
-        Tag(channel, fragment, round, phase)
+        Tag(channel, fragment, number, phase)
         for channel in Channel
         for fragment in (0, 1, 2047)
-        for round in (0, 1, 2**17 - 1)
+        for number in (0, 1, 2**17 - 1)
         for phase in (0, 1)
     ]
     assert len({gloo.tag_bits(tag) for tag in tags}) == len(tags)
