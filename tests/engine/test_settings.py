@@ -1,6 +1,7 @@
 """What an engine is told."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import diloco
 from diloco.engine.settings import Settings
+from diloco.errors import UserError
 from diloco.outer.mixing import Mixing
 
 
@@ -83,3 +85,11 @@ def test_facts_tell_every_setting_apart():
     for name, value in other.items():
         changed = settings(**{name: value}).facts(2)
         assert changed.keys() == facts.keys() and changed != facts, name
+
+
+def test_an_ordered_transport_is_refused_where_a_reduction_has_two_phases():
+    ordered = SimpleNamespace(replica=0, num_replicas=2, ordered=True, device=torch.device("cpu"))
+    settings().check_transport(ordered)
+    with pytest.raises(UserError, match="combine=reduce_scatter:bf16 sends its averages when they are ready"):
+        settings(combine="reduce_scatter:bf16").check_transport(ordered)
+    settings(combine="reduce_scatter:bf16").check_transport(diloco.LoopbackExchange())

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 import torch
-from tests.engine.test_streaming import Case, inner_step
+from tests.engine.cases import Case, inner_step
 
 from diloco.engine.state import OuterState
 
