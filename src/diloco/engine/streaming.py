@@ -307,8 +307,8 @@ class StreamingDiLoCo:
     def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A state with the same tensors as a saved one, sharded as the parameters are now.
 
-        torch.distributed.checkpoint reads what was saved in place, on any number of shards: read `in_flight` first,
-        and then the rest into `state_like({"in_flight": …})`.
+        torch.distributed.checkpoint reads what was saved in place, on any number of shards: read `in_flight`
+        first, and then the rest into `state_like({"in_flight": …})`.
 
         Args:
             saved: the plain values of the saved state, of which `in_flight` is used.

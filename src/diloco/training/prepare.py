@@ -66,7 +66,8 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
             )
     if asked.num_connections > 1 and asked.num_replicas == 1:
         raise UserError(
-            f"num_connections={asked.num_connections} means nothing to one replica: leave it out", "num_connections"
+            f"num_connections={asked.num_connections} means nothing to one replica: leave it out",
+            "num_connections",
         )
     if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
         raise UserError(

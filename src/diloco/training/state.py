@@ -102,9 +102,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         baseline = DataParallel(model, forward, batch, autocast=world.autocast)
         return TrainState(model, baseline.forward, optimizer, baseline, passes=baseline.passes)
     settings = engine_settings(config, model)
-    engine = StreamingDiLoCo(
-        model, exchange=world.exchange, offload=config.diloco.offload, **vars(settings)
-    )
+    engine = StreamingDiLoCo(model, exchange=world.exchange, offload=config.diloco.offload, **vars(settings))
     state = TrainState(model, forward, optimizer, engine)
     if config.diloco.freeze:
         state.frozen = frozen_parameters(settings, model)

@@ -1,4 +1,4 @@
-"""The contract between the training loop and whatever keeps the replicas together: the engine, or Data-Parallel."""
+"""The contract between the training loop and what keeps the replicas together: the engine, or Data-Parallel."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
