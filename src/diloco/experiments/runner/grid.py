@@ -25,8 +25,9 @@ from diloco.errors import UserError
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.files import write_atomically
 from diloco.models.ladder import num_matrix_params
-from diloco.training.config import TrainConfig, with_method_values
+from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
+from diloco.training.resolve import with_method_values
 from diloco.training.traits import to_json
 
 RESULT_FILE = "result.json"
