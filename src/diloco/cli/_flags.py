@@ -32,11 +32,11 @@ def fields_of(command: Callable[..., Any]) -> Iterator[str]:
         if isinstance(kind, type) and is_dataclass(kind):
             prefix = "" if any(getattr(extra, "name", None) == "" for extra in extras) else f"{name}."
             yield from (prefix + field for field in fields_of(kind))
-        elif name != "return" and not set(extras) & _POSITIONAL:
+        elif name != "return" and not _NO_FLAG & set(extras):
             yield name
 
 
-_POSITIONAL = set(get_args(tyro.conf.Positional[str])[1:])
+_NO_FLAG = {get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress)}
 
 
 def flag(field: str, fields: Collection[str]) -> str:
