@@ -116,7 +116,7 @@ def evaluate_run(
     prepared: Path | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Held-out loss and zero-shot accuracies of a run, as `diloco eval --json` prints them.
+    """Held-out loss and zero-shot accuracies of a run, as values that `json` writes.
 
     Args:
         directory: of the run.

@@ -105,8 +105,14 @@ def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
     Raises:
         UserError: if the digests, or the numbers of tokens, differ.
     """
-    index = json.loads((config.directory / DATA_FILE).read_text())
-    digest, num_tokens = index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
+    path = config.directory / DATA_FILE
+    try:
+        index = json.loads(path.read_text())
+        digest, num_tokens = index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} can't be read ({error}): restore it from another machine, or start over"
+        ) from None
     if (corpus.digest, corpus.num_tokens) != (digest, num_tokens):
         raise UserError(
             f"the run was started on data with digest {digest} and {num_tokens:,} tokens of training text, and "
