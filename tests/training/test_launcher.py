@@ -1,4 +1,9 @@
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -27,8 +32,57 @@ def test_a_shard_that_ends_without_a_word_is_named():
     assert str(error) == "replica 2, shard 1, ended with exit code 1"
 
 
-def test_a_replica_that_says_why_is_quoted(tmp_path):
-    (tmp_path / "error.json").write_text('{"message": "the disk is full", "timestamp": "1"}')
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    error = _explain(ChildFailedError("entrypoint", {0: failure}), num_shards=1)
-    assert (str(error), error.exit_code) == ("the disk is full", 2)
+_LAUNCH = """
+from pathlib import Path
+from diloco.errors import ReplicaFailedError
+from diloco.training.launcher import launch
+from diloco.training.runs import read_config
+import sys, time
+
+if __name__ == "__main__":
+    if sys.argv[1] == "sleep":
+        launch(time.sleep, 2, 1, 100)
+    try:
+        launch(read_config, 2, 1, Path("nowhere"))
+    except ReplicaFailedError as error:
+        print(error, error.exit_code, error.fields)
+"""
+
+
+def test_an_error_of_a_replica_arrives_whole(tmp_path):
+    process = subprocess.run([sys.executable, "-c", _LAUNCH, "fail"], capture_output=True, text=True, timeout=60)
+    assert process.stdout == "nowhere holds no run: nowhere/config.json is missing 2 ()\n"
+    assert not process.stderr
+
+
+def test_replicas_end_with_their_launcher():
+    with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep"]) as process:
+        deadline = time.monotonic() + 60
+        while len(abandoned := replicas(process.pid)) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    while any(is_alive(replica) for replica in abandoned):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def replicas(launcher: int) -> list[int]:
+    """The forks of the launcher's children."""
+    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
+
+
+def children(pid: int) -> Iterator[int]:
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield from map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
