@@ -1,8 +1,8 @@
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,51 +33,52 @@ def test_a_shard_that_ends_without_a_word_is_named():
 
 
 _LAUNCH = """
-from pathlib import Path
+import sys
+from dataclasses import replace
 from diloco.errors import ReplicaFailedError
 from diloco.training.launcher import launch
-from diloco.training.runs import read_config
-import sys, time
+from diloco.training.prepare import refuse_what_means_nothing
+from diloco.training.recipes import recipe
+from tests.training.test_launcher import touch_and_sleep
 
 if __name__ == "__main__":
     if sys.argv[1] == "sleep":
-        launch(time.sleep, 2, 1, 100)
+        launch(touch_and_sleep, 2, 1, sys.argv[2])
     try:
-        launch(read_config, 2, 1, Path("nowhere"))
+        launch(refuse_what_means_nothing, 2, 1, replace(recipe("tiny"), num_replicas=1, num_connections=2))
     except ReplicaFailedError as error:
         print(error, error.exit_code, error.fields)
 """
 
 
-def test_an_error_of_a_replica_arrives_whole(tmp_path):
-    process = subprocess.run([sys.executable, "-c", _LAUNCH, "fail"], capture_output=True, text=True, timeout=60)
-    assert process.stdout == "nowhere holds no run: nowhere/config.json is missing 2 ()\n"
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_error_of_a_replica_arrives_whole():
+    command = [sys.executable, "-c", _LAUNCH, "fail"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.stdout == (
+        "num_connections=2 means nothing to one replica: leave it out 2 ('num_connections',)\n"
+    )
     assert not process.stderr
 
 
-def test_replicas_end_with_their_launcher():
-    with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep"]) as process:
-        deadline = time.monotonic() + 60
-        while len(abandoned := replicas(process.pid)) < 2:
+def touch_and_sleep(folder: str) -> None:
+    """The entrypoint of a replica that waits to be ended."""
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(100)
+
+
+def test_replicas_end_with_their_launcher(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep", str(tmp_path)], cwd=ROOT) as process:
+        deadline = time.monotonic() + 90
+        while len(abandoned := [int(path.name) for path in tmp_path.iterdir()]) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         process.kill()
     while any(is_alive(replica) for replica in abandoned):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def replicas(launcher: int) -> list[int]:
-    """The forks of the launcher's children."""
-    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
-
-
-def children(pid: int) -> Iterator[int]:
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield from map(int, (task / "children").read_text().split())
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return
 
 
 def is_alive(pid: int) -> bool:

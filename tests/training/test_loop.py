@@ -1,10 +1,16 @@
-"""The command line, on real processes and real files."""
+"""Whole runs: of the command line, on real processes and real files."""
 
+import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +19,18 @@ import pytest
 import torch
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
-    DILOCO,
+    TIMEOUT_SECONDS,
     call,
     command,
     lines,
     run,
     summary,
-    trained,
 )
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from diloco.cli.main import main
-from diloco.models.decoder import Decoder
+from diloco.training.loop import train
+from diloco.training.prepare import prepare_run
+from diloco.training.recipes import recipe
 from diloco.training.runs import read_config
 
 
@@ -49,7 +56,7 @@ def test_the_model_learns(streaming):
 
 def test_the_books_of_bytes_agree(streaming):
     config, total = read_config(streaming), summary(streaming)
-    model = Decoder(config.model, seed=0)
+    model = config.model.build(seed=0)
     num_params = sum(p.numel() for p in model.parameters())
     by_fragment = {0: 0, 1: 0, 2: 0}
     for name, parameter in model.named_parameters():
@@ -104,42 +111,119 @@ def test_the_time_adds_up(streaming):
     assert blocked > 0
 
 
-def test_data_parallel_is_one_replica_with_the_whole_batch(folder):
-    flags = ("--method", "data_parallel", "--precision", "fp32", "--micro-batch", "2")
-    losses = {}
-    for num_replicas in (1, 2):
-        path = trained(folder, f"dp-{num_replicas}", *flags, "--num-replicas", str(num_replicas))
-        by_replica = [[line["loss"] for line in lines(path, m)] for m in range(num_replicas)]
-        losses[num_replicas] = torch.tensor(by_replica).mean(0)
-    torch.testing.assert_close(losses[1], losses[2], rtol=1e-3, atol=1e-3)
-
-
-def test_a_replica_alone_has_nobody_to_wait_for(folder):
-    alone = summary(trained(folder, "alone", "--num-replicas", "1"))
-    assert alone["bytes_sent_per_replica"] == alone["data_parallel_bytes_per_replica"] == 0
-    assert alone["compute_utilization"] > 0.99
-
-
-def test_a_tokenizer_that_did_not_make_the_shards_is_refused(folder, streaming):
-    prepared = read_config(streaming).data.prepared
-    process = call(
-        [*DILOCO, "train", "tiny", "--data.prepared", str(prepared), "--data.tokenizer", "bpe:300"], folder
-    )
-    assert process.returncode == 2
-    assert re.fullmatch(r"diloco: tokenizer='bpe:300' contradicts .*tokenizer='bytes'.*\n", process.stderr)
-
-
-def test_torchrun_joins_the_replicas(folder, streaming):
-    """Under torchrun the run ends with the same bits as under our own launcher."""
+def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
+    killed = folder / "runs" / "killed"
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = call([*torchrun, "-m", *command("--name", "torchrun", *flags)[2:]], folder, OMP_NUM_THREADS="1")
-    assert process.returncode == 0, process.stderr
-    assert summary(folder / "runs" / "torchrun")["outer_hash"] == summary(streaming)["outer_hash"]
+    with subprocess.Popen(
+        command("--name", killed.name, *flags),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        victim = wait_for_step(process, killed, step=45)
+        os.kill(victim, signal.SIGKILL)
+        message = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    expected = rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n"
+    assert re.fullmatch(expected, message)
+    assert len(lines(killed, 0)) < len(lines(streaming, 0))
+
+    again = run(folder, "--resume", str(killed))
+    assert again.returncode == 0, again.stderr
+    for replica in (0, 1):
+        assert_equal(final_state(streaming, replica), final_state(killed, replica))
+        whole, resumed = ([line["loss"] for line in lines(path, replica)] for path in (streaming, killed))
+        assert whole == resumed
+    same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
+    assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
 
 
-def test_two_machines_with_their_own_disks_train_together_and_resume(folder, streaming):
-    """Two launchers, each with one replica and a directory of its own; then again with the disks swapped."""
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+    """The process of the last replica, once replica 0 has come that far."""
+    path = run / "metrics-0.jsonl"
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
+        time.sleep(0.02)
+    return max(replicas(process.pid))
+
+
+def replicas(launcher: int) -> list[int]:
+    """The forks of the launcher's children."""
+    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
+
+
+def children(pid: int) -> Iterator[int]:
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield from map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return
+
+
+def final_state(run: Path, replica: int) -> dict:
+    newest = max((run / "checkpoints" / f"replica-{replica}").glob("step-*/"))
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(newest, file.name)
+        tensors = torch.load(file.name, weights_only=True)
+    facts = json.loads((newest / "facts.json").read_text())
+    del facts["seconds"], facts["blocked_seconds"], facts["sync"]["blocked_seconds"]
+    return facts | {"tensors": tensors}
+
+
+def assert_equal(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
+    """From step 80 on, with fragments in flight; blocks of the wire begin anew in each shard."""
+    resharded = folder / "runs" / "resharded"
+    shutil.copytree(streaming, resharded)
+    (resharded / "summary.json").unlink()
+    for path in (resharded / "checkpoints").glob("*/step-*.sha256"):
+        if int(path.name[5:13]) > 80:
+            path.unlink()
+    process = run(folder, "--resume", str(resharded), "--shards-per-replica", "2")
+    assert process.returncode == 0 and not process.stderr, process.stderr
+    after, before = summary(resharded), summary(streaming)
+    assert after["shards_per_replica"] == 2 and before["shards_per_replica"] == 1
+    assert after["eval_loss"] == pytest.approx(before["eval_loss"], rel=0.005)
+    assert after["outer_hash"] != before["outer_hash"]
+    assert after["bytes_sent_per_replica"] > before["bytes_sent_per_replica"]
+    for replica in (0, 1):
+        assert [line["step"] for line in lines(resharded, replica)] == list(range(1, 121))
+        mine, theirs = ([line["loss"] for line in lines(path, replica)] for path in (resharded, streaming))
+        assert mine[:80] == theirs[:80]
+        assert mine[80:] == pytest.approx(theirs[80:], rel=0.02)
+
+
+def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
+    asked = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
+    data = replace(asked.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data")
+    config = prepare_run(replace(asked, data=data), resume=None)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    steps: list[int] = []
+    outcome = train(config, on_start=steps.append, on_step=lambda metrics: steps.append(metrics.step))
+    assert steps == list(range(61)) and outcome is not None
+    assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
+    assert outcome.summary["compute_utilization"] > 0.99
+    assert len(outcome.sample) > 100
+
+
+def test_two_machines_with_their_own_disks_train_together(folder, streaming):
+    """Two launchers, each with one replica and a directory of its own, end with the bits of one machine."""
     machines = [folder / f"machine-{m}" for m in (0, 1)]
     for machine in machines:
         machine.mkdir()
@@ -152,94 +236,27 @@ def test_two_machines_with_their_own_disks_train_together_and_resume(folder, str
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
     assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs
 
-    swapped = on_two_machines(machines[::-1], "--resume", "runs/far", "--timeout-seconds", "20")
-    assert all(process.returncode != 0 for process in swapped)
-    assert any("start each machine with the --node-rank it had" in process.stderr for process in swapped)
-
 
 def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.CompletedProcess[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
 
     def torchrun(rank: int) -> subprocess.CompletedProcess[str]:
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-            *address,
-        ]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         arguments = ["--node-rank", str(rank), "-m", *command(*flags)[2:]]
-        return call([*launcher, *arguments], machines[rank], OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return call([*launcher, *address, *arguments], machines[rank], **environment)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(torchrun, (0, 1)))
 
 
-MISTAKES = {
-    "overlap": (
-        ["--diloco.overlap-steps", "10"],
-        "overlap_steps must be at least 0 and below sync_every=10, not 10",
-    ),
-    "mixing": (["--diloco.mixing", "1.5"], "mixing must lie between 0 and 1, not 1.5"),
-    "period": (["--diloco.sync-every", "0"], "sync_every must be at least 1 step, not 0"),
-    "wire": (
-        ["--diloco.wire", "e9m9"],
-        "'e9m9' is not a wire format: choose one of fp32, bf16, fp16, e4m3",
-    ),
-    "batch": (["--num-replicas", "3"], "global_batch=8 must be a multiple of num_replicas=3"),
-    "missing file": (["--data.train", "nowhere.txt"], "'nowhere.txt' matches no file"),
-    "empty corpus": (["--data.train", "empty.txt"], "empty.txt"),
-    "tokenizer": (["--model.vocab-size", "100"], "vocab_size=100 is smaller than the tokenizer's 257"),
-    "no run": (["--resume", "runs/nothing"], "runs/nothing holds no run"),
-    "a run twice": (["--name", "streaming"], "already holds a run: choose another --name"),
-    "another run": (["--resume", "runs/streaming", "--seed", "9"], "started with seed=0, and now 9 is asked for"),
-    "the recipe's own": (
-        ["--resume", "runs/streaming", "--num-tokens", "30720"],
-        "num_tokens=61440, and now 30720",
-    ),
-    "never sent": (["--diloco.sync-every", "58"], "fragment 2 is first sent at step 96, and the run has 60"),
-    "another recipe": (["--resume", "runs/streaming", "--data.tokenizer", "bpe:500"], "data.tokenizer=bytes"),
-    "no whole gradient": (
-        ["--diloco.combine", "reduce_scatter", "--log-layer-cosine"],
-        "log_layer_cosine means nothing to diloco.combine=reduce_scatter",
-    ),
-    "one fragment": (["--method", "diloco", "--diloco.layers-per-fragment", "1"], "nothing to one whole fragment"),
-    "no outer step": (["--method", "data_parallel", "--diloco.mixing", "1"], "diloco.mixing means nothing to"),
-    "long sequences": (["--sequence-length", "1048576", "--num-tokens", "134217728"], "fewer than the 1048577"),
-}
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
-@pytest.mark.parametrize(("flags", "sentence"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_ends_in_one_sentence(folder, streaming, flags, sentence, monkeypatch, capsys):
-    (folder / "empty.txt").touch()
-    before = sorted(folder.glob("runs/*"))
-    monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit, match="2"):
-        main(command(*flags)[3:])
-    told = capsys.readouterr().err
-    assert told.startswith("diloco: ") and told.count("\n") == 1
-    assert sentence in told
-    assert sorted(folder.glob("runs/*")) == before
-
-
-def test_a_run_that_was_never_begun_is_not_to_be_resumed(folder):
-    process = run(folder, "--runs", "/proc/nope")
-    assert process.returncode == 1 and process.stderr.count("\n") == 1
-    assert "No such file or directory" in process.stderr and "--resume" not in process.stderr
-
-
-def test_an_unknown_flag_is_named(folder):
-    process = run(folder, "--learning-rat", "1")
-    assert process.returncode == 2 and "--learning-rat" in process.stderr
-    assert "Traceback" not in process.stderr
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(folder):
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_flag_that_helps(folder):
     process = run(folder, "--name", "diverged", "--optimizer.learning-rate", "1e12")
     assert process.returncode == 2
     assert re.fullmatch(

@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
     "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
-    "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 23}, "fewer than the 1048577"),
+    "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, "fewer than the 1048577"),
 }
 
 

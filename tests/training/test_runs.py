@@ -103,7 +103,7 @@ def test_a_resume_without_its_data_names_the_setting(run):
 def test_a_resume_on_other_text_is_refused(run):
     check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
-        with pytest.raises(UserError, match=f"digest abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
+        with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
             check_same_text(run, SimpleNamespace(digest=digest, num_tokens=num_tokens))
     (run.directory / "data.json").write_text("{")
     with pytest.raises(UserError, match="data.json can't be read"):
