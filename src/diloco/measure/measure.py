@@ -153,8 +153,8 @@ def measurable(asked: "TrainConfig") -> "TrainConfig":
         UserError: if there is one replica alone, or for settings that contradict each other.
     """
     from diloco.data.tokenizers import load_tokenizer
-    from diloco.training.config import resolve
-    from diloco.training.state import check
+    from diloco.training.resolve import resolve
+    from diloco.training.streaming import check
 
     if asked.num_replicas < 2:
         raise UserError(f"a link has two ends: pass --num-replicas 2, or more, not {asked.num_replicas}")
@@ -215,8 +215,8 @@ def measure_link(
 
 
 def _step_seconds(config: "TrainConfig", world: "World") -> float:
-    from diloco.training.loop import inner_step
     from diloco.training.state import initial_state
+    from diloco.training.step import inner_step
 
     state = initial_state(config, world)
     shape = config.process_batch, config.sequence_length + 1
@@ -234,11 +234,10 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
 
 def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
     """Floating-point operations, 6·N a token, of training on so many cores, a process each, without exchange."""
-    from diloco.models.decoder import Decoder, next_token_loss
     from diloco.training.world import use_autocast
 
     with _threads(1):
-        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
+        model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
         autocast = use_autocast(config, torch.device("cpu"))
@@ -247,7 +246,7 @@ def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
             for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     logits_BxTxV = model(window_BxT1[:, :-1])
-                next_token_loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
+                model.loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -271,10 +270,11 @@ def load_gradient(path: Path) -> Tensor:
 
 def demo_gradient() -> Tensor:
     """The first outer gradient of the laptop recipe: all parameters, flat FP32, after its H inner steps."""
-    from diloco.training.loop import inner_step, learning_rate, open_batches, open_split
+    from diloco.training.loop import open_batches, open_split
     from diloco.training.prepare import prepare_run
     from diloco.training.recipes import recipe
     from diloco.training.state import initial_state
+    from diloco.training.step import inner_step, learning_rate
     from diloco.training.world import alone
 
     with TemporaryDirectory() as directory:
