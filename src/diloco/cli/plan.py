@@ -13,11 +13,12 @@ from diloco.errors import UserError
 from diloco.report.terminal.plan import plan_json, print_plans, print_remedy
 from diloco.report.terminal.simulation import wide_console
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.planner import Task, feasible, remedy
+from diloco.simulator.planner import Plan, Task, feasible
+from diloco.simulator.remedy import remedy
 from diloco.simulator.replicas import Replica, replicas_of
 
 if TYPE_CHECKING:
-    from diloco.measure.measure import Machines
+    from diloco.measure.step import Machines
     from diloco.training.config import TrainConfig
 
 
@@ -82,7 +83,7 @@ def _plan_given(
 
 def _plan_measured(arguments: list[str]) -> None:
     from diloco.cli.recipe import parsed
-    from diloco.measure.measure import measurable
+    from diloco.measure.step import measurable
     from diloco.training.config import TrainConfig
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.recipes import flags
@@ -129,7 +130,7 @@ _CHOSEN_BY_A_PLAN = {
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
     """One replica of several that measure together."""
-    from diloco.measure.measure import measure_machines
+    from diloco.measure.step import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:
@@ -171,8 +172,13 @@ def _answer(task: Task, *, command: str, json: bool) -> None:
     plans = feasible(task)
     help_ = None if plans else remedy(task)
     if json:
-        print(plan_json(task, plans, help_, command=command))
+        print(plan_json(task, plans, help_, command=command, flags=_flags))
     elif help_ is None:
-        print_plans(task, plans, wide_console(), command=command)
+        print_plans(task, plans, wide_console(), command=command, flags=_flags)
     else:
         print_remedy(task, help_, wide_console())
+
+
+def _flags(plan: Plan) -> str:
+    """The flags of `diloco train` that follow a plan."""
+    return " ".join(f"--{field.replace('_', '-')} {value}" for field, value in plan.train_settings.items())

@@ -11,6 +11,7 @@ import tyro
 from numpy.typing import ArrayLike, NDArray
 
 from diloco.errors import UserError
+from diloco.presets import Method
 from diloco.report.terminal.simulation import (
     bandwidth_json,
     print_bandwidth,
@@ -21,7 +22,7 @@ from diloco.report.terminal.simulation import (
     wide_console,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.methods import Method, MethodSettings
+from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
