@@ -7,7 +7,7 @@ from diloco.simulator.planner import Task
 from diloco.simulator.replicas import Replica
 
 
-def task(gbit_s: float, *, num_replicas: int = 4, latency_seconds: float = 0.05) -> Task:
+def task(gbit_s: float, *, num_replicas: int = 2, latency_seconds: float = 0.05) -> Task:
     """A 7B model of 7 layers, for 20 tokens a parameter."""
     replica = Replica(step_seconds=2.3, gbit_s=gbit_s, latency_seconds=latency_seconds)
     size = ModelSize(num_params=7e9, num_layers=7)

@@ -18,7 +18,7 @@ def utilization(plan: Plan, **changes: float) -> float:
     return replace(plan.model, replicas=replicas).compute_utilization([1])[0]
 
 
-@pytest.mark.parametrize(("gbit_s", "num_replicas"), [(1.0, 4), (0.3, 2), (0.05, 4), (1000.0, 2)])
+@pytest.mark.parametrize(("gbit_s", "num_replicas"), [(0.3, 2), (0.05, 4), (1000.0, 2)])
 def test_plans_reach_the_target_the_least_risky_first_and_none_beats_another(gbit_s, num_replicas):
     wanted = task(gbit_s, num_replicas=num_replicas)
     plans = feasible(wanted)
