@@ -1,4 +1,4 @@
-import time
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -11,31 +11,31 @@ from diloco.measure.link import measure_link
 
 
 class SlowLinks:
-    """Exchanges among M replicas in which nothing takes time but the payloads, on a link of a given speed."""
+    """Exchanges among M replicas, with a clock that only payloads on a link of a given speed advance."""
 
     replica = 0
 
     def __init__(self, num_replicas, gbit_s, latency_seconds):
         self.num_replicas, self._gbit_s, self._latency_seconds = num_replicas, gbit_s, latency_seconds
+        self.now = 0.0
 
     def start(self, payloads, *_):
         num_bytes = sum(payload.numel() for payload in payloads.values())
         self._seconds = self._latency_seconds + 8e-9 * num_bytes / self._gbit_s
-        self._payloads = payloads
         return self
 
     def wait(self):
-        time.sleep(self._seconds)
-        return self._payloads
+        self.now += self._seconds
 
 
-@pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (5, 0.2)])
+@pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (5, 0.2), (2, 400.0)])
 def test_bandwidth_counts_the_bits_that_a_replica_sends(num_replicas, gbit_s, monkeypatch):
+    links = SlowLinks(num_replicas, gbit_s, 0.01)
     monkeypatch.setattr(link, "share", lambda exchange, value: [value] * exchange.num_replicas)
-    exchange = cast("Exchange", SlowLinks(num_replicas, gbit_s, 0.01))
-    measured_gbit_s, latency_seconds = measure_link(exchange, seconds=0.1)
-    assert latency_seconds == pytest.approx(0.01, rel=0.2)
-    assert measured_gbit_s == pytest.approx(gbit_s, rel=0.2)
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: links.now))
+    measured_gbit_s, latency_seconds = measure_link(cast("Exchange", links))
+    assert latency_seconds == pytest.approx(0.01, rel=1e-3)
+    assert measured_gbit_s == pytest.approx(gbit_s, rel=1e-3)
 
 
 def both_ends() -> tuple[float, float]:
