@@ -55,9 +55,7 @@ def _parsed(arguments: Sequence[str]) -> Command:
         configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
         if saved.recipe in RECIPES and arguments[0] not in RECIPES:
             arguments = [saved.recipe, *arguments]
-    return parsed_recipe(
-        lambda config: Command(config=config), arguments, prog="diloco train", configs=configs
-    )
+    return parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco train", configs=configs)
 
 
 def _resumed(arguments: Sequence[str]) -> Path | None:

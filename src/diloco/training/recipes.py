@@ -7,7 +7,6 @@ from dataclasses import replace
 from diloco.models.decoder import DecoderConfig
 from diloco.models.ladder import LADDER, SEQUENCE_LENGTH, ladder, num_matrix_params
 from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
-from diloco.training.traits import differences
 
 
 def laptop() -> TrainConfig:
@@ -74,17 +73,6 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny}
     scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER
 }
 """By the name that `diloco train` knows them by."""
-
-
-def flags(config: TrainConfig) -> dict[str, list[str]]:
-    """What `diloco train` is told to make a config of its recipe, by field."""
-    found = {}
-    for name, (_, value) in differences(recipe(config.recipe), config).items():
-        path, _, field = name.replace("_", "-").rpartition(".")
-        negated = "no-" if value is False else ""
-        words = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
-        found[name] = [f"--{path and path + '.'}{negated}{field}", *map(str, words)]
-    return found
 
 
 def recipe(name: str) -> TrainConfig:
