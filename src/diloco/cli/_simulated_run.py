@@ -116,8 +116,8 @@ class SimulatedRun:
         )
         if stragglers == Stragglers() and self.seed is not None:
             raise UserError(
-                f"seed={self.seed}, but nothing is random: leave it out, or set step_variation or stall_probability",
-                *("seed", "step_variation", "stall_probability"),
+                f"seed={self.seed}, but nothing is random: leave it out, or set step_variation",
+                *("seed", "step_variation"),
             )
         return PhysicalModel(
             settings=self.settings,

@@ -115,9 +115,8 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     config = measurable(asked)
     # Refuse now what would be refused after measuring.
     _task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=target)
-    kept = (
-        words for name, words in changed.items() if name not in ("num_replicas", "method")
-    )  # each plan has these
+    # Every plan names the method and the number of replicas itself.
+    kept = (words for name, words in changed.items() if name not in ("num_replicas", "method"))
     train = " ".join(["diloco train", config.recipe, *map(shlex.join, kept)])
     if under_a_launcher():
         _measure_and_plan(config, target, train, json)

@@ -61,8 +61,8 @@ def _fit(data: Path | None = None, sync_every: float | None = None, json: bool =
     """Fit all laws to a table, rank them by how they extrapolate, and find where DiLoCo and Data-Parallel cross.
 
     Args:
-        data: CSV file with params, replicas (0 is Data-Parallel), eval_loss, and maybe learning_rate, batch_tokens,
-            outer_learning_rate, sync_every, tokens, seed; left out, the published losses.
+        data: CSV file with params, replicas (0 is Data-Parallel), eval_loss, and maybe learning_rate,
+            batch_tokens, outer_learning_rate, sync_every, tokens, seed; left out, the published losses.
         sync_every: H of the runs to read, where the data has several.
         json: Print JSON.
     """
