@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from diloco.cli._command import call
-from diloco.cli._flags import changes, spelled
+from diloco.cli._flags import changes, flags, spelled
 from diloco.errors import UserError
 from diloco.report.terminal.plan import plan_json, print_plans, print_remedy
 from diloco.report.terminal.simulation import wide_console
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.planner import Task, feasible, remedy
+from diloco.simulator.planner import Plan, Task, feasible
+from diloco.simulator.remedy import remedy
 from diloco.simulator.replicas import Replica, replicas_of
 
 if TYPE_CHECKING:
-    from diloco.measure.measure import Machines
+    from diloco.measure.step import Machines
     from diloco.training.config import TrainConfig
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
@@ -102,7 +103,7 @@ def _plan_measured(arguments: list[str]) -> None:
 
 
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
-    from diloco.measure.measure import measurable
+    from diloco.measure.step import measurable
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.traits import fields_with, get
 
@@ -126,7 +127,7 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
     """Measure as one of the replicas; the first then prints the plan."""
-    from diloco.measure.measure import measure_machines
+    from diloco.measure.step import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:
@@ -170,8 +171,13 @@ def _answer(task: Task, *, command: str, json: bool) -> None:
     plans = feasible(task)
     help_ = None if plans else remedy(task)
     if json:
-        print(plan_json(task, plans, help_, command=command))
+        print(plan_json(task, plans, help_, command=command, flags=_flags))
     elif help_ is None:
-        print_plans(task, plans, wide_console(), command=command)
+        print_plans(task, plans, wide_console(), command=command, flags=_flags)
     else:
         print_remedy(task, help_, wide_console())
+
+
+def _flags(plan: Plan) -> str:
+    """The flags of `diloco train` that follow a plan."""
+    return shlex.join(word for words in flags(plan.train_settings).values() for word in words)

@@ -17,7 +17,7 @@ from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, adopt
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
-from diloco.measure.measure import flops_per_second
+from diloco.measure.step import flops_per_second
 from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores

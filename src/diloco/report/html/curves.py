@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
+from diloco.presets import METHODS
 from diloco.report.figures.pictures import Line, draw_lines, save
 from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import METHODS, MethodSettings
+from diloco.simulator.methods import MethodSettings
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun
 
