@@ -154,11 +154,9 @@ def _print_machines(replicas: tuple[Replica, ...]) -> None:
 
 def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
     """The task of training a config's model on these replicas."""
-    from diloco.models.ladder import num_matrix_params
-
     model = config.model
     size = ModelSize(
-        num_params=num_matrix_params(model),
+        num_params=model.num_matrix_params,
         num_layers=model.num_layers,
         width=model.width,
         vocab_size=model.vocab_size,

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.training.loop import inner_step, learning_rate, open_batches, open_split
+from diloco.training.loop import open_batches, open_split
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
 from diloco.training.state import initial_state
+from diloco.training.step import inner_step, learning_rate
 from diloco.training.world import alone
 
 

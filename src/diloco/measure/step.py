@@ -14,11 +14,11 @@ from diloco.errors import UserError
 from diloco.exchange.control import share
 from diloco.measure.link import measure_link
 from diloco.measure.timing import shortest_seconds, torch_threads
-from diloco.models.decoder import Decoder, next_token_loss
 from diloco.training.config import TrainConfig
-from diloco.training.loop import inner_step
 from diloco.training.resolve import resolve
-from diloco.training.state import check, initial_state
+from diloco.training.state import initial_state
+from diloco.training.step import inner_step
+from diloco.training.streaming import check
 from diloco.training.world import World, join, use_autocast
 
 
@@ -89,7 +89,7 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
     One process is measured, on one CPU thread; several are assumed not to slow each other down.
     """
     with torch_threads(1):
-        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
+        model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
         autocast = use_autocast(config, torch.device("cpu"))
@@ -98,7 +98,7 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
             for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     logits_BxTxV = model(window_BxT1[:, :-1])
-                next_token_loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
+                model.loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.data.config import DataConfig
-from diloco.models.decoder import DecoderConfig
-from diloco.models.ladder import num_matrix_params
+from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config import CheckpointConfig, EvaluationConfig, Method, TrainConfig
 from diloco.training.recipes import recipe
 
@@ -96,7 +95,7 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     def size(width: int) -> TrainConfig:
         # Of what computes the same, the fastest on a core: FP32, one head, and short sequences.
         model = DecoderConfig(num_layers=6, num_heads=1, width=width)
-        num_params = num_matrix_params(replace(model, vocab_size=_BYTES))
+        num_params = replace(model, vocab_size=_BYTES).num_matrix_params
         laptop = recipe("laptop")
         step_tokens = 16 * 128
         return replace(

@@ -24,7 +24,6 @@ from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.files import write_atomically
-from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
 from diloco.training.resolve import with_method_values
@@ -284,7 +283,7 @@ _SUMMARY = (
 
 def _work(config: TrainConfig) -> float:
     """Floating-point operations of a run, 6·N·tokens."""
-    return 6.0 * num_matrix_params(config.model) * config.num_tokens
+    return 6.0 * config.model.num_matrix_params * config.num_tokens
 
 
 class LocalMachine:
