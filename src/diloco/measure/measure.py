@@ -153,7 +153,7 @@ def measurable(asked: "TrainConfig") -> "TrainConfig":
         UserError: if there is one replica alone, or for settings that contradict each other.
     """
     from diloco.data.tokenizers import load_tokenizer
-    from diloco.training.config import resolve
+    from diloco.training.resolve import resolve
     from diloco.training.state import check
 
     if asked.num_replicas < 2:

@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, D width, H heads, K = D/H elements a head, V voca
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ class DecoderConfig:
     """Transformer blocks."""
     num_heads: int
     """Attention heads; must divide the width into an even number of elements a head."""
-    width: int
+    width: int = field(metadata={"column": "params"})
     """D, of the residual stream; the MLP is four times as wide."""
     vocab_size: int = 0
     """V; 0 takes the tokenizer's."""

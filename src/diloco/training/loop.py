@@ -17,8 +17,9 @@ from diloco.errors import ExchangeError, TrainingError, UserError
 from diloco.exchange.control import agree, share
 from diloco.models.decoder import next_token_loss
 from diloco.training.checkpoints import Checkpoints, finished_steps
-from diloco.training.config import TrainConfig, shared_facts
+from diloco.training.config import TrainConfig
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
+from diloco.training.resolve import shared_facts
 from diloco.training.runs import claim_together, data_started_with
 from diloco.training.state import TrainState, initial_state
 from diloco.training.summary import Outcome, conclude, evaluate, held_out_windows

@@ -11,9 +11,10 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
-from diloco.training.config import TrainConfig, resolve, with_method_values
+from diloco.training.config import TrainConfig
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
+from diloco.training.resolve import resolve, with_method_values
 from diloco.training.runs import check_unclaimed, resume_config
 from diloco.training.state import check
 from diloco.training.summary import held_out_windows

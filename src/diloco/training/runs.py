@@ -10,25 +10,13 @@ from diloco.data.index import INDEX_FILE
 from diloco.errors import UserError
 from diloco.exchange.control import share
 from diloco.files import write_atomically
-from diloco.training.config import TrainConfig, shared_facts
-from diloco.training.traits import differences, from_json, to_json
+from diloco.training.config import TrainConfig
+from diloco.training.resolve import shared_facts
+from diloco.training.traits import differences, fields_with, from_json, get, to_json
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
-
-_MAY_CHANGE_ON_RESUME = {
-    "timeout_seconds",
-    "device",
-    "micro_batch",
-    "num_connections",
-    "shards_per_replica",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "data.prepared",
-    "diloco.offload",
-    "evaluation.batch",
-}
 
 
 def check_unclaimed(directory: Path) -> None:
@@ -136,8 +124,9 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     saved = read_config(directory)
     if not asked.model.vocab_size:  # left to the tokenizer
         asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
+    may_change = fields_with(TrainConfig, "may_change_on_resume")
     for name, (_, value) in differences(resumable(directory), asked).items():
-        if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
+        if name not in may_change and value != (found := get(saved, name)):
             raise UserError(
                 f"{directory} was started with {name}={found}, and now {value} is asked for: "
                 "a resume continues the same run; leave it out, or start a new run"
@@ -150,9 +139,3 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
         checkpoint=replace(asked.checkpoint, keep=keep),
     )
-
-
-def _get(config: Any, dotted: str) -> Any:
-    for name in dotted.split("."):
-        config = getattr(config, name)
-    return config
