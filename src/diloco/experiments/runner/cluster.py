@@ -1,4 +1,4 @@
-"""A Ray cluster that runs the jobs of a grid: one machine a job, as many jobs at once as the cluster has room for."""
+"""A Ray cluster that runs the jobs of a grid: one machine a job, as many jobs at once as there is room for."""
 
 import socket
 from concurrent.futures import Future
@@ -36,7 +36,7 @@ class RayCluster:
             raise UserError(f"the Ray cluster at {address} has no machine with a CPU: add one with `ray start`")
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job on a machine with a core, and a GPU, for each of its processes; at most the largest machine's."""
+        """Run a job on one machine, with a core and a GPU for each process if any machine has so many."""
         num_processes = job.config.num_processes
         room = {"num_cpus": min(num_processes, self._cpus), "num_gpus": min(num_processes, self._gpus)}
         return self._ray.remote(run_job).options(max_retries=0, **room).remote(job).future()

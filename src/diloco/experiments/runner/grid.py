@@ -1,4 +1,4 @@
-"""A grid of runs: a list of configs in, one row for each finished run out; an interrupted grid goes on where it was.
+"""A grid of runs: configs in, a row for each finished run out; an interrupted grid goes on where it was.
 
 Each run has a directory named by its identity, so that equal configs are one run, even in two grids that share a
 directory. The result of a finished or failed run is the file `result.json` there.

@@ -1,4 +1,4 @@
-"""One run of a grid in a process of its own: train, evaluate, and return the result or the reason of the failure."""
+"""One run of a grid in a process of its own: train, evaluate, and return the result or why it failed."""
 
 import fcntl
 import json

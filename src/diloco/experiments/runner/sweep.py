@@ -1,4 +1,4 @@
-"""Sweeps: grids over hyperparameters, extended while the best run lies on an edge; `diloco scaling` reads the table."""
+"""Sweeps: grids over hyperparameters, extended while the best run lies on an edge; scaling/ reads the table."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ class Sweep:
     def __post_init__(self) -> None:
         """Check the axes and every setting."""
         if self.base.method == "data_parallel":
-            message = "method=data_parallel is no base of a sweep: leave it out, and add 0 to the axis num_replicas"
+            message = "method=data_parallel is no base of a sweep: leave it out, and take the axis num_replicas=0"
             raise UserError(message, "method")
         if not 0 < self.tokens_per_param < math.inf:
             message = f"tokens_per_param={self.tokens_per_param:g} must be above 0 and finite"
@@ -180,7 +180,7 @@ def _different_runs(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[Setting, float]]:
-    """Group settings that differ only in extended axes; each group maps its settings to mean losses over the seeds."""
+    """Groups of settings that differ only in extended axes: mean losses over the seeds, by setting."""
     groups: dict[Setting, dict[Setting, list[float]]] = {}
     for setting, row in zip(settings, rows, strict=True):
         seedless = tuple((name, value) for name, value in setting if name != "seed")
