@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel, Run
@@ -46,7 +45,7 @@ def num_steps(method: str, config: TrainConfig, link_gbit_s: float, seconds: flo
     period = config.diloco.sync_every
     if not method.startswith("data_parallel"):
         return period, 2 * period
-    reduced_seconds = 32e-9 * num_matrix_params(config.model) / link_gbit_s  # an all-reduce, about
+    reduced_seconds = 32e-9 * config.model.num_matrix_params / link_gbit_s  # an all-reduce, about
     most = round(seconds / reduced_seconds)
     return (period, 2 * period) if most >= 3 * period else (2, max(4, min(2 * period, most)))
 
@@ -142,7 +141,7 @@ def _slowed(alone_SxM: np.ndarray, all_reduce: Mapping) -> float:
 
 def _reduced_gbit_s(all_reduce: Mapping, seconds: float, config: TrainConfig) -> float:
     wire = all_reduce["method"].partition(":")[2]
-    return 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / seconds
+    return 1e-9 * bits_per_param(wire) * config.model.num_matrix_params / seconds
 
 
 def predicted_data_parallel(
@@ -174,7 +173,7 @@ def _model(
     return PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
-            num_params=num_matrix_params(config.model),
+            num_params=config.model.num_matrix_params,
             num_layers=config.model.num_layers,
             width=config.model.width,
             vocab_size=config.model.vocab_size,

@@ -20,7 +20,8 @@ from torch.distributed.tensor import distribute_module
 
 import diloco
 from diloco.engine.sharded import gathered, local
-from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
+from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 

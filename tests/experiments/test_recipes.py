@@ -11,7 +11,6 @@ from diloco.experiments.papers.experiment import Change, change, curves
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import make_job
-from diloco.models.ladder import num_matrix_params
 from diloco.training.config import resolve
 from diloco.training.state import check
 
@@ -26,7 +25,7 @@ def made_up(one, effect=lambda row: 1.0) -> list[dict]:
     rows = []
     for number, run in enumerate(one.runs):
         config = run.config
-        params = num_matrix_params(replace(config.model, vocab_size=config.model.vocab_size or 257))
+        params = replace(config.model, vocab_size=config.model.vocab_size or 257).num_matrix_params
         loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(run.labels)
         row = {**run.labels, "run": str(number), "eval_loss": loss, "num_params": params}
         row |= {"num_tokens": config.num_tokens}
@@ -117,9 +116,7 @@ def test_a_verdict_follows_the_losses(name):
 
 def test_the_small_tier_is_small():
     tier = TIERS["small"]()
-    params = [
-        num_matrix_params(replace(c.model, vocab_size=ByteTokenizer.vocab_size)) for c in tier.sizes.values()
-    ]
+    params = [replace(c.model, vocab_size=ByteTokenizer.vocab_size).num_matrix_params for c in tier.sizes.values()]
     assert params == sorted(params) and params[0] > 1e5 and params[-1] < 5e5
     jobs = {
         make_job(run.config, tier.base_config.runs, ()).directory

@@ -155,11 +155,9 @@ def _tell_plan(config: "TrainConfig", machines: "Machines", *, target: float, co
 
 def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
     """What a run's config asks of its replicas' machines."""
-    from diloco.models.ladder import num_matrix_params
-
     model = config.model
     size = ModelSize(
-        num_params=num_matrix_params(model),
+        num_params=model.num_matrix_params,
         num_layers=model.num_layers,
         width=model.width,
         vocab_size=model.vocab_size,

@@ -237,11 +237,10 @@ def _step_seconds(config: "TrainConfig", world: "World") -> float:
 
 def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
     """Floating-point operations, 6·N a token, of training on so many cores, a process each, without exchange."""
-    from diloco.models.decoder import Decoder, next_token_loss
     from diloco.training.world import use_autocast
 
     with _threads(1):
-        model = Decoder(replace(config.model, vocab_size=config.model.vocab_size or 257), seed=0)
+        model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
         autocast = use_autocast(config, torch.device("cpu"))
@@ -250,7 +249,7 @@ def flops_per_second(config: "TrainConfig", *, num_cores: int) -> float:
             for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     logits_BxTxV = model(window_BxT1[:, :-1])
-                next_token_loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
+                model.loss(logits_BxTxV, window_BxT1[:, 1:])[1].backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -9,7 +9,7 @@ import tyro
 
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
-from diloco.models.decoder import DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 from diloco.presets import Method
 from diloco.training.traits import trait
 

@@ -18,7 +18,6 @@ from diloco.data.tokenizers import (
 )
 from diloco.errors import UserError
 from diloco.models.decoder import Decoder
-from diloco.models.hugging_face import persimmon_config, persimmon_state
 from diloco.training.config import TrainConfig
 from diloco.training.finished import finished_config, run_parameters
 
@@ -61,9 +60,10 @@ def _write_safetensors(model: Decoder, config: TrainConfig, tokenizer: Tokenizer
 
 
 def _write_hugging_face(model: Decoder, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
-    state = persimmon_state(config.model, model.state_dict())
+    values, state = config.model.to_hugging_face(
+        model.state_dict(), context=config.sequence_length, bos_id=tokenizer.bos_id
+    )
     safetensors.torch.save_file(state, output / "model.safetensors", metadata={"format": "pt"})
-    values = persimmon_config(config.model, context=config.sequence_length, bos_id=tokenizer.bos_id)
     (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     assert config.data.prepared is not None, "a run's config is resolved"
     if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):

@@ -15,7 +15,6 @@ from diloco.data.shards import TokenShards, open_split
 from diloco.engine.sharded import gathered
 from diloco.errors import ExchangeError, TrainingError, UserError
 from diloco.exchange.control import agree, share
-from diloco.models.decoder import next_token_loss
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
 from diloco.training.metrics import MetricsLog, StepMetrics, describe
@@ -192,7 +191,7 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
         with state.passes(index == len(micro_batches) - 1):
             with torch.autocast(world.device.type, torch.bfloat16, enabled=world.autocast):
                 logits_BxTxV = state.forward(window_BxT1[:, :-1])
-            loss, objective = next_token_loss(logits_BxTxV, window_BxT1[:, 1:], config.optimizer.z_loss)
+            loss, objective = state.model.loss(logits_BxTxV, window_BxT1[:, 1:], config.optimizer.z_loss)
             (objective / len(micro_batches)).backward()
         losses.append(loss.detach())
     for parameter in state.frozen(state.step + 1):

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from diloco.models.decoder import DecoderConfig
-from diloco.models.ladder import LADDER, SEQUENCE_LENGTH, ladder, num_matrix_params
+from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
 from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
 from diloco.training.traits import differences
 
@@ -43,7 +42,7 @@ def scaling_laws(scale: str, num_replicas: int = 2) -> TrainConfig:
     two a replica; the token budget to the nearest whole step. Needs a tokenizer of 16,384 to 32,768 entries.
     """
     model = ladder(scale)
-    num_params = num_matrix_params(model)
+    num_params = model.num_matrix_params
     sequences = 0.00709 * num_params**0.4695 * num_replicas**0.3399
     global_batch = num_replicas * 2 ** round(math.log2(sequences / num_replicas))
     tokens_per_step = global_batch * SEQUENCE_LENGTH

@@ -16,7 +16,8 @@ from diloco.errors import UserError
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.control import share
 from diloco.files import write_atomically
-from diloco.models.decoder import Decoder, generate
+from diloco.models.decoder import Decoder
+from diloco.models.language_model import generate
 from diloco.outer.digest import parameters_hash
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes

@@ -7,8 +7,7 @@ from typing import Any
 
 from diloco.data.config import DataConfig
 from diloco.data.tokenizers import ByteTokenizer
-from diloco.models.decoder import DecoderConfig
-from diloco.models.ladder import num_matrix_params
+from diloco.models.decoder_config import DecoderConfig
 from diloco.presets import Method
 from diloco.training.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from diloco.training.recipes import recipe
@@ -107,7 +106,7 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     def size(width: int) -> TrainConfig:
         # The fastest settings on a core: FP32, one head, and short sequences.
         model = DecoderConfig(num_layers=6, num_heads=1, width=width)
-        num_params = num_matrix_params(replace(model, vocab_size=ByteTokenizer.vocab_size))
+        num_params = replace(model, vocab_size=ByteTokenizer.vocab_size).num_matrix_params
         laptop = recipe("laptop")
         step_tokens = 16 * 128
         return replace(

@@ -19,7 +19,6 @@ from diloco.experiments.runner.identity import run_name, with_absolute_paths
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.experiments.runner.rows import columns
 from diloco.files import write_atomically
-from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
 
@@ -112,7 +111,7 @@ def _rows(
 
 def _work(config: TrainConfig) -> float:
     """Floating-point operations of a run, 6·N·tokens."""
-    return 6.0 * num_matrix_params(config.model) * config.num_tokens
+    return 6.0 * config.model.num_matrix_params * config.num_tokens
 
 
 def make_job(

@@ -12,7 +12,6 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
 from diloco.experiments.runner.identity import base_name
-from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe
@@ -112,7 +111,7 @@ class Sweep:
                 f"sequence_length={base.sequence_length}"
             )
         model = replace(base.model, width=int(values.get("width", base.model.width)))
-        num_params = num_matrix_params(replace(model, vocab_size=self.vocab_size))
+        num_params = replace(model, vocab_size=self.vocab_size).num_matrix_params
         global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
         diloco = {

@@ -186,12 +186,11 @@ def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
 
 
 def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "Figure":
-    from diloco.models.ladder import num_matrix_params
 
     figure, axes = _axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
     x = [step["step"] for step in steps]
-    num_params = summary.get("num_params", num_matrix_params(config.model))
+    num_params = summary.get("num_params", config.model.num_matrix_params)
     each = ring_all_reduce_bytes(num_params, config.num_replicas)
     sent = np.cumsum([step["bytes_sent"] for step in steps])
     axes.plot(x, sent, color=viridis(0.0), label=config.method)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.models.decoder import DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 
 
 def persimmon_config(config: DecoderConfig, *, context: int, bos_id: int) -> dict[str, Any]:
-    """What its `config.json` holds.
+    """The contents of `config.json`.
 
     Args:
-        config: of the decoder.
-        context: tokens of the sequences that it was trained on.
+        config: the decoder's.
+        context: tokens in the sequences that it was trained on.
         bos_id: the token that precedes a document, and so ends the one before.
     """
     return {
@@ -34,7 +34,7 @@ def persimmon_config(config: DecoderConfig, *, context: int, bos_id: int) -> dic
         "qk_layernorm": True,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-        "rope_theta": 10_000.0,  # where versions before 5 look for it
+        "rope_theta": 10_000.0,  # where transformers before 5 looks
         "partial_rotary_factor": 1.0,
         "bos_token_id": bos_id,
         "eos_token_id": bos_id,
@@ -43,21 +43,21 @@ def persimmon_config(config: DecoderConfig, *, context: int, bos_id: int) -> dic
 
 
 def persimmon_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's parameters by its names: Q, K and V of each head beside each other, and zeros for biases."""
-    found = {"model.embed_tokens.weight": state["embedding.weight"]}
-    found |= _norm("model.final_layernorm", state["norm.weight"])
+    """The decoder's parameters under Persimmon's names: Q, K, V of each head in a row, and zeros for biases."""
+    renamed = {"model.embed_tokens.weight": state["embedding.weight"]}
+    renamed |= _norm("model.final_layernorm", state["norm.weight"])
     for layer in range(config.num_layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
         qkv_3xHxKxD = state[f"{ours}.attention.qkv.weight"].unflatten(0, (3, config.num_heads, -1))
-        found |= _norm(f"{theirs}.input_layernorm", state[f"{ours}.attention_norm.weight"])
-        found |= _norm(f"{theirs}.post_attention_layernorm", state[f"{ours}.mlp_norm.weight"])
-        found |= _norm(f"{theirs}.self_attn.q_layernorm", state[f"{ours}.attention.query_norm.weight"])
-        found |= _norm(f"{theirs}.self_attn.k_layernorm", state[f"{ours}.attention.key_norm.weight"])
-        found |= _linear(f"{theirs}.self_attn.query_key_value", qkv_3xHxKxD.transpose(0, 1).flatten(0, 2))
-        found |= _linear(f"{theirs}.self_attn.dense", state[f"{ours}.attention.out.weight"])
-        found |= _linear(f"{theirs}.mlp.dense_h_to_4h", state[f"{ours}.mlp_in.weight"])
-        found |= _linear(f"{theirs}.mlp.dense_4h_to_h", state[f"{ours}.mlp_out.weight"])
-    return {name: value.contiguous().clone() for name, value in found.items()}
+        renamed |= _norm(f"{theirs}.input_layernorm", state[f"{ours}.attention_norm.weight"])
+        renamed |= _norm(f"{theirs}.post_attention_layernorm", state[f"{ours}.mlp_norm.weight"])
+        renamed |= _norm(f"{theirs}.self_attn.q_layernorm", state[f"{ours}.attention.query_norm.weight"])
+        renamed |= _norm(f"{theirs}.self_attn.k_layernorm", state[f"{ours}.attention.key_norm.weight"])
+        renamed |= _linear(f"{theirs}.self_attn.query_key_value", qkv_3xHxKxD.transpose(0, 1).flatten(0, 2))
+        renamed |= _linear(f"{theirs}.self_attn.dense", state[f"{ours}.attention.out.weight"])
+        renamed |= _linear(f"{theirs}.mlp.dense_h_to_4h", state[f"{ours}.mlp_in.weight"])
+        renamed |= _linear(f"{theirs}.mlp.dense_4h_to_h", state[f"{ours}.mlp_out.weight"])
+    return {name: value.contiguous().clone() for name, value in renamed.items()}
 
 
 def _norm(name: str, gain_D: Tensor) -> dict[str, Tensor]:

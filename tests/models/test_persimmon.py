@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from diloco.models.decoder import Decoder, DecoderConfig
-from diloco.models.hugging_face import persimmon_config, persimmon_state
+from diloco.models.decoder_config import DecoderConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -10,13 +9,13 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("num_heads", [1, 4])
 def test_persimmon_computes_the_same_function(num_heads):
     config = DecoderConfig(num_layers=3, num_heads=num_heads, width=32, vocab_size=50)
-    ours = Decoder(config, seed=0)
+    ours = config.build(seed=0)
     with torch.no_grad():
         for parameter in ours.parameters():  # gains, too, shall tell which is which
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    values = persimmon_config(config, context=64, bos_id=0)
+    values, state = config.to_hugging_face(ours.state_dict(), context=64, bos_id=0)
     theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()
-    missing, unexpected = theirs.load_state_dict(persimmon_state(config, ours.state_dict()), strict=False)
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected
     theirs.tie_weights()
     tokens = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(2))
