@@ -187,7 +187,7 @@ def test_a_latency_out_of_reach_is_told_as_well():
 def test_what_a_slow_replica_costs_is_no_matter_of_links():
     replicas = (Replica(step_seconds=1, gbit_s=1e3), Replica(step_seconds=3, gbit_s=1e3))
     sentence, numbers = printed(replace(task(1.0), replicas=replicas))
-    assert "More than 0.667 can't be had of replicas with these step times" in sentence
+    assert "More than 0.667 can't be reached by replicas with these step times" in sentence
     assert set(numbers) == {"target"}
     assert feasible(replace(task(1.0), replicas=replicas, target=numbers["target"]))
 

@@ -1,4 +1,4 @@
-"""What `diloco plan` shows."""
+"""The output of `diloco plan`: settings that reach a compute utilization, or what would have to change."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from diloco.simulator.planner import Plan, Remedy, Task
 
 
 def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str) -> str:
-    """One object: the task; the settings, the least risky first; and what would help, where there are none."""
+    """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
     answer: dict[str, Any] = {
         "target": task.target,
         "num_steps": task.num_steps,
@@ -51,7 +51,7 @@ def _values(plan: Plan, command: str) -> dict[str, Any]:
 
 
 def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command: str) -> None:
-    """A row a setting, and the command of the first."""
+    """Print a row for each setting, and the command of the first."""
     table = Table(box=None, header_style="bold")
     for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
         table.add_column(name, justify="right")
@@ -76,8 +76,8 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
     console.print(table)
     console.print(
         f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
-        "Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first risks the "
-        "least of the model's quality:",
+        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first setting "
+        "is the least risk to the model's quality:",
         highlight=False,
         soft_wrap=True,
     )
@@ -85,7 +85,7 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
-    """What comes closest, and what would be enough."""
+    """Print the setting that comes closest, and the changes of which each would be enough."""
     best, settings = remedy.best, remedy.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
@@ -105,13 +105,13 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     )
     if task.most_utilization < 1:
         sentence += (
-            f" More than {task.most_utilization:.3g} can't be had of replicas with these step times: the faster "
+            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the faster "
             "ones wait for the slowest."
         )
     console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _rounded(value: float, *, up: bool = True) -> str:
-    """Three digits, on the side where it is still enough."""
+    """Three digits, rounded to the side on which the value is still enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"
