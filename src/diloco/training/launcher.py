@@ -17,14 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError
-
-
-def exit_code_of(error: Exception) -> int | None:
-    """The exit code of a command that ends with an error; None for a bug, which shows its traceback."""
-    if isinstance(error, DilocoError):
-        return error.exit_code
-    return DilocoError.exit_code if isinstance(error, OSError) else None
+from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_code_of
 
 
 def under_a_launcher() -> bool:
@@ -100,8 +93,9 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if isinstance(error, ExchangeError):
             # The launcher reports whoever ends first: leave that to the replica where it began.
             time.sleep(_SECONDS_FOR_THE_OTHER)
-        told = {"message": str(error), "timestamp": str(int(time.time()))}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
+        fields = error.fields if isinstance(error, DilocoError) else ()
+        report = {"message": str(error), "timestamp": str(int(time.time())), "fields": fields}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
         raise SystemExit(exit_code) from None
 
 
@@ -111,7 +105,8 @@ _SECONDS_FOR_THE_OTHER = 3.0
 def _explain(error: ChildFailedError, num_shards: int) -> ReplicaFailedError:
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).is_file():
-        return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
+        fields = tuple(failure.error_file_data.get("fields", ()))
+        return ReplicaFailedError(failure.message, exit_code=failure.exitcode, fields=fields)
     shard = f", shard {rank % num_shards}," if num_shards > 1 else ""
     return ReplicaFailedError(f"replica {rank // num_shards}{shard} {_ending(failure)}", exit_code=1)
 
