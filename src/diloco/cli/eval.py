@@ -61,7 +61,9 @@ def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
         paths = [path for path in data if path.stem == name]
         paths = paths or [path for path in data if path.stem.startswith(f"{name}_")]
         if len(paths) > 1:
-            raise UserError(f"{paths[0]} and {paths[1]} both belong to the task {name!r}: name one of them", "data")
+            raise UserError(
+                f"{paths[0]} and {paths[1]} both belong to the task {name!r}: name one of them", "data"
+            )
         files[name] = paths[0] if paths else None
     for path in data:
         if path not in files.values():

@@ -283,7 +283,8 @@ def timeline(
         num_steps: How many to draw.
         preset: As in `diloco simulate bandwidth`.
     """
-    from diloco.report.figures.pictures import draw_timelines, save
+    from diloco.report.figures.drawing import save
+    from diloco.report.figures.simulator import draw_timelines
 
     settings = _settings(method, sync_every, layers_per_fragment, overlap_steps)
     panels: dict[str, list[Interval]] = {}
@@ -309,7 +310,7 @@ def curves(figures: tuple[str, ...] = (), output: Path = Path("pictures")) -> No
             wall_clock; left out, all.
         output: Directory for NAME.svg and NAME.png.
     """
-    from diloco.report.html.curves import FIGURES, draw_curves
+    from diloco.report.figures.simulator import FIGURES, draw_curves
 
     _tell(draw_curves(figures or FIGURES, output))
 

@@ -118,7 +118,8 @@ def _earlier_rows(table: Path, name_of_base: str) -> list[dict]:
     rows = read_rows(table) if table.exists() else []
     if any(row.get("base") not in (None, name_of_base) for row in rows):
         raise UserError(
-            f"{table} has runs that differ from these in more than its columns tell: choose another output", "output"
+            f"{table} has runs that differ from these in more than its columns tell: choose another output",
+            "output",
         )
     if any("run" not in row for row in rows):
         raise UserError(f"{table} is not a sweep's, as it names no run: choose another output", "output")

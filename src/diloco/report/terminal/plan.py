@@ -76,8 +76,8 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
     console.print(table)
     console.print(
         f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
-        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first setting "
-        "is the least risk to the model's quality:",
+        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
+        "setting is the least risk to the model's quality:",
         highlight=False,
         soft_wrap=True,
     )
@@ -105,8 +105,8 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     )
     if task.most_utilization < 1:
         sentence += (
-            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the faster "
-            "ones wait for the slowest."
+            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the "
+            "faster ones wait for the slowest."
         )
     console.print(sentence, highlight=False, soft_wrap=True)
 

@@ -74,7 +74,7 @@ def print_published(console: Console) -> None:
         hours.add_row(method, *_beside(method, row))
     console.print(hours)
     console.print(
-        "Published · simulated. The volume that fits data_parallel's bandwidths above does not give its hours here.",
+        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.",
         highlight=False,
         soft_wrap=True,
     )

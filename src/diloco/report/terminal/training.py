@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
-    """A line that shows the progress of `prepare`, which calls it; absent where no terminal is, or nothing to do."""
+    """A callback for `prepare` that shows its progress in a line, if the console is a terminal."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -46,7 +46,7 @@ def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
 
 
 class TrainingProgress:
-    """One replica's progress since it was started: two live lines in a terminal, elsewhere a line every 10 seconds.
+    """One replica's progress since it started: two live lines in a terminal, elsewhere a line every 10 seconds.
 
     Args:
         config: the run's.
