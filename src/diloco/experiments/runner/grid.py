@@ -230,7 +230,7 @@ class LocalMachine:
 
     def __init__(self, num_cores: int | None = None) -> None:
         if num_cores is not None and num_cores < 1:
-            raise UserError(f"cores must be at least 1, not {num_cores}: leave it out to use all", "cores")
+            raise UserError(f"cores={num_cores} must be at least 1; left out, all are used", "cores")
         self._num_cores = num_cores or available_cores()
         self._num_free, self._changed, self._is_closed = self._num_cores, threading.Condition(), False
         self._threads = ThreadPoolExecutor(self._num_cores)

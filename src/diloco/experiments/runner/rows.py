@@ -79,11 +79,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
-        raise UserError(f"{path} is not a table: {error}") from None
+        raise UserError(f"{path} is no table: {error}") from None
     if not rows:
         raise UserError(f"{path} has no rows")
     if any("" in row for row in rows):
-        raise UserError(f"{path} is not a table: a row has more cells than the header")
+        raise UserError(f"{path} is no table: a row has more cells than the header")
     return rows
 
 
