@@ -9,7 +9,7 @@ import tyro
 
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
-from diloco.models.decoder_config import DecoderConfig
+from diloco.models.spec import ModelConfig
 from diloco.presets import Method
 from diloco.training.traits import trait
 
@@ -131,7 +131,7 @@ class TrainConfig:
     runs: Path = field(default=Path("runs"), metadata=trait(incidental=True, own_to_a_replica=True))
     """Directory of all runs."""
     method: Method = "streaming_overlapped_fp4"
-    """Preset of the DiLoCo settings that are left out; or data_parallel, which exchanges gradients at every step."""
+    """Preset of the DiLoCo settings that are left out; data_parallel exchanges gradients at every step instead."""
     num_replicas: int = field(default=2, metadata=trait(column="replicas"))
     """M, how many replicas train; they are local processes, or under torchrun those of its world."""
     shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
@@ -147,7 +147,7 @@ class TrainConfig:
     """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
     sequence_length: int
     """Tokens a sequence."""
-    model: DecoderConfig
+    model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig, metadata=trait(own_to_a_replica=True))
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
@@ -275,7 +275,7 @@ class TrainConfig:
 
     @property
     def checkpoints_needed(self) -> int:
-        """Number of newest checkpoints of each replica among which one step is common to all, however far apart."""
+        """Number of newest checkpoints of each replica that always share one step, however far apart they are."""
         every = self.checkpoint.every_steps
         return 1 if not every or self.num_replicas == 1 else 2 - -self.steps_apart // every
 

@@ -66,8 +66,8 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
 def _check_vocabulary(asked: int, vocab_size: int) -> None:
     if asked and asked < vocab_size:
         raise UserError(
-            f"model.vocab_size={asked} is smaller than the tokenizer's {vocab_size}: leave it 0, or choose another "
-            "data.tokenizer",
+            f"model.vocab_size={asked} is smaller than the tokenizer's {vocab_size}: leave it 0, or choose "
+            "another data.tokenizer",
             *("model.vocab_size", "data.tokenizer"),
         )
     if asked > 2 * vocab_size:

@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from diloco.errors import UserError
+from diloco.models.spec import DEFAULT_FAMILY, ModelConfig, load_family
 
 _Config = TypeVar("_Config")
 
@@ -57,12 +58,18 @@ def get(config: Any, dotted: str) -> Any:
 
 
 def to_json(config: Any) -> Any:
-    """The config as a value that `json` writes."""
+    """The config as a value that `json` writes; a model of another family than the decoder's names its family."""
     if is_dataclass(config):
-        return {f.name: to_json(getattr(config, f.name)) for f in fields(config)}
+        values = {f.name: to_json(getattr(config, f.name)) for f in fields(config)}
+        return values | _family(config)
     if isinstance(config, tuple):
         return [to_json(value) for value in config]
     return str(config) if isinstance(config, Path) else config
+
+
+def _family(config: Any) -> dict[str, str]:
+    is_other = isinstance(config, ModelConfig) and config.family != DEFAULT_FAMILY
+    return {"family": config.family} if is_other else {}
 
 
 def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
@@ -71,9 +78,12 @@ def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
     Raises:
         UserError: for a field that the config does not have, or lacks, and for a value of another type.
     """
-    hints = get_type_hints(kind)
     if not isinstance(values, dict):
         raise UserError(f"{where.removesuffix('.') or 'config'} must be an object with fields, not {values!r}")
+    if kind is ModelConfig:
+        family = load_family(values.get("family", DEFAULT_FAMILY))
+        return from_json(family, {k: v for k, v in values.items() if k != "family"}, where)  # pyright: ignore[reportReturnType]
+    hints = get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
         raise UserError(f"unknown field {where}{unknown[0]}: it was written by another version, or by hand")
     required = (f.name for f in fields(kind) if _is_required(f))  # pyright: ignore[reportArgumentType]
@@ -111,7 +121,7 @@ def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, A
     differing: dict[str, tuple[Any, Any]] = {}
     for f in fields(one):
         mine, theirs = getattr(one, f.name), getattr(other, f.name)
-        if is_dataclass(mine):
+        if is_dataclass(mine) and type(mine) is type(theirs):
             differing |= differences(mine, theirs, f"{where}{f.name}.")
         elif mine != theirs:
             differing[where + f.name] = (mine, theirs)
@@ -123,7 +133,7 @@ def differences_from_defaults(config: Any, where: str = "") -> dict[str, Any]:
 
     A digest of them stays the same when a config gains a field. A changed default must be a new field.
     """
-    differing: dict[str, Any] = {}
+    differing: dict[str, Any] = {where + name: value for name, value in _family(config).items()}
     for f in fields(config):
         value = getattr(config, f.name)
         if is_dataclass(value):

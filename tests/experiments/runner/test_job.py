@@ -2,9 +2,8 @@
 
 import pytest
 
-from diloco.errors import CheckpointError, UserError
+from diloco.errors import CheckpointError, UserError, exit_code_of
 from diloco.experiments.runner import job
-from diloco.training.launcher import exit_code_of
 from diloco.training.recipes import recipe
 
 

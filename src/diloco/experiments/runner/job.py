@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from diloco.errors import DilocoError, UserError, exit_code_of
 from diloco.training.config import TrainConfig
-from diloco.training.launcher import end_with_parent, exit_code_of, launch
+from diloco.training.launcher import end_with_parent, launch
 from diloco.training.traits import from_json, to_json
 
 
@@ -94,7 +95,6 @@ def _main(directory: Path) -> None:
 def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     """Train what is left to train; return the failure, or None."""
     from diloco.data.prepare import resolve
-    from diloco.errors import DilocoError, UserError
     from diloco.training.prepare import prepare_run
     from diloco.training.runs import CONFIG_FILE, read_config
 
