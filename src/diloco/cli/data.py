@@ -11,7 +11,7 @@ from diloco.data.config import DataConfig
 from diloco.data.index import read_index, total
 from diloco.data.prepare import prepare
 from diloco.errors import UserError
-from diloco.report.terminal.preparation import preparation_progress
+from diloco.report.terminal.training import preparation_progress
 
 HELP = "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]"
 

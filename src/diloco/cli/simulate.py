@@ -133,7 +133,8 @@ def _timeline(
         num_steps: Number of steps to draw.
         preset: physical: replicas on links, as the engine works; paper: the simulator of the paper's table.
     """
-    from diloco.report.figures.pictures import draw_timelines, save
+    from diloco.report.figures.drawing import save
+    from diloco.report.figures.simulator import draw_timelines
 
     settings = MethodSettings(
         method=method,
@@ -168,7 +169,7 @@ def _curves(figures: tuple[str, ...] = (), output: Path = Path("pictures")) -> N
             diloco_sync_every, wall_clock; left out, all.
         output: Directory to write NAME.svg and NAME.png to.
     """
-    from diloco.report.html.curves import FIGURES, draw_curves
+    from diloco.report.figures.simulator import FIGURES, draw_curves
 
     _print_paths(draw_curves(figures or FIGURES, output))
 
