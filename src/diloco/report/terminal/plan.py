@@ -16,7 +16,7 @@ from diloco.simulator.remedy import Remedy
 def plan_json(
     task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str, flags: Callable[[Plan], str]
 ) -> str:
-    """One object: the task; the settings, the least risky first; and what would help, where there are none."""
+    """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
     answer: dict[str, Any] = {
         "target": task.target,
         "num_steps": task.num_steps,
@@ -56,7 +56,7 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
 def print_plans(
     task: Task, plans: Sequence[Plan], console: Console, *, command: str, flags: Callable[[Plan], str]
 ) -> None:
-    """A row a setting, and the command of the first."""
+    """Print a row for each setting, and the command of the first."""
     table = Table(box=None, header_style="bold")
     for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
         table.add_column(name, justify="right")
