@@ -210,7 +210,7 @@ def test_the_published_laws_are_the_default(capsys):
         (["--overtraining", "0"], "=0 must be above 0"),
         (["--num-params", "0.001"], "=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
         (["--num-params", "1e308"], "must be from 1 to 1e15"),
-        (["--sync-every", "30"], "--sync-every 30 chooses among the runs of --data"),
+        (["--sync-every", "30"], "--sync-every=30 chooses among the runs of --data"),
         (["--data", "nowhere.csv"], "nowhere.csv can't be read as a table"),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
         ),
         (
             "params,replicas,eval_loss,sync_every\n1e6,0,2,\n1e6,1,2,30\n2e6,1,2,100\n",
-            "runs of several periods \(30, 100\): set sync_every to one",
+            r"runs of several periods \(30, 100\): set sync_every to one",
         ),
         ("params,replicas,eval_loss\n1e6,1,2,95\n2e6,1,2,\n", "line 2: more cells than columns .a decimal comma"),
         ("params,replicas,eval_loss\n1e6,1,2\n1000100,1,1.9\n", r"runs of one size only \(1e\+06\)"),
