@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.experiments.test_recipes import made_up
+from tests.experiments.papers.made_up import made_up
 
 from diloco.cli.main import main
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
