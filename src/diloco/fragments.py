@@ -33,7 +33,7 @@ def strided(
 
     Returns:
         The B block fragments, then one with the parameters outside every block (embeddings, final norm, head).
-        Parameters that need no gradient are in no fragment, and blocks of such parameters alone don't count; a tied
+        Parameters that need no gradient are in no fragment, and blocks without others do not count; a tied
         parameter is in one fragment, once.
 
     Raises:
