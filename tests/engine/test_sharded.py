@@ -194,8 +194,7 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
         saved = {"in_flight": []}
         dcp.load({"engine": saved}, **of_replica)
         assert saved["in_flight"] == [[0, 2, 20], [1, 2, 23]]
-        sent = engine.sent_like(saved["in_flight"])
-        state = whole_state(model, optimizer, engine.state_dict() | {"sent": sent})
+        state = whole_state(model, optimizer, engine.state_like(saved))
         dcp.load(state, **of_replica)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         engine.load_state_dict(state["engine"])

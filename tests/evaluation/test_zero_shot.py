@@ -217,7 +217,7 @@ def test_text_is_generated_up_to_a_stop():
 
     assert written({"until": ["GH"], "max_gen_toks": 20}) == "CDEF"
     assert written({"until": [], "max_gen_toks": 5}) == "CDEFG"
-    with pytest.raises(UserError, match="asks for 256 tokens, and sequences of 64 leave none for the question"):
+    with pytest.raises(UserError, match="asks for 256 tokens; sequences of 64 leave none for the question"):
         written({"until": []})
 
 

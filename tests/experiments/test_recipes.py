@@ -11,8 +11,8 @@ from diloco.experiments.papers.experiment import Change, change, curves
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import make_job
-from diloco.training.config import resolve
-from diloco.training.state import check
+from diloco.training.resolve import resolve
+from diloco.training.streaming import check
 
 
 @pytest.fixture(params=list(TIERS))

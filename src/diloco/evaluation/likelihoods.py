@@ -32,7 +32,8 @@ def likelihoods(
     """The likelihood of each (context, continuation), both at least a token long.
 
     Contexts of equal length are read together, and a context that several continuations share is read once. A
-    context that is too long loses its beginning; a continuation longer than half of `max_length` is scored in parts.
+    context that is too long loses its beginning; a continuation of more than half of `max_length` is scored in
+    parts.
 
     Args:
         model: a model that offers a cache.

@@ -93,7 +93,7 @@ class HarnessLM(TemplateLM):
         most = settings.get("max_gen_toks", 256)
         if most >= self.max_length:
             raise UserError(
-                f"the task asks for {most} tokens, and sequences of {self.max_length} leave none for the question: "
+                f"the task asks for {most} tokens; sequences of {self.max_length} leave none for the question: "
                 "take other tasks",
                 "tasks",
             )

@@ -153,8 +153,8 @@ def measurable(asked: "TrainConfig") -> "TrainConfig":
         UserError: if there is one replica alone, or for settings that contradict each other.
     """
     from diloco.data.tokenizers import load_tokenizer
-    from diloco.training.config import resolve
-    from diloco.training.state import check
+    from diloco.training.resolve import resolve
+    from diloco.training.streaming import check
 
     if asked.num_replicas < 2:
         raise UserError(f"a link has two ends: pass --num-replicas 2, or more, not {asked.num_replicas}")
@@ -218,8 +218,8 @@ _MEASURED = 0  # the fragment whose number the measuring borrows
 
 
 def _step_seconds(config: "TrainConfig", world: "World") -> float:
-    from diloco.training.loop import inner_step
     from diloco.training.state import initial_state
+    from diloco.training.step import inner_step
 
     state = initial_state(config, world)
     shape = config.process_batch, config.sequence_length + 1
@@ -273,10 +273,11 @@ def load_gradient(path: Path) -> Tensor:
 
 def demo_gradient() -> Tensor:
     """The first outer gradient of the laptop recipe: all parameters, flat FP32, after its H inner steps."""
-    from diloco.training.loop import inner_step, learning_rate, open_batches, open_split
+    from diloco.training.loop import open_batches, open_split
     from diloco.training.prepare import prepare_run
     from diloco.training.recipes import recipe
     from diloco.training.state import initial_state
+    from diloco.training.step import inner_step, learning_rate
     from diloco.training.world import alone
 
     with TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Imported by the process that every local replica is a fork of: what all of them need is loaded once."""
+"""Imports that all local replicas need, made once by the process from which they are forked."""
 
 import ctypes
 import signal
@@ -7,5 +7,5 @@ import torch._dynamo  # which every torch optimizer imports  # noqa: F401  # pyr
 
 import diloco.training.loop  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-# It would go on as long as a replica does; torch lets each of these end with it.
+# This process would live as long as any replica; torch ends each replica with its parent.
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

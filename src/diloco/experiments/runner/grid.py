@@ -24,8 +24,9 @@ from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.files import write_atomically
-from diloco.training.config import TrainConfig, with_method_values
+from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
+from diloco.training.resolve import with_method_values
 from diloco.training.traits import to_json
 
 RESULT_FILE = "result.json"

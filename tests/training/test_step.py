@@ -1,7 +1,8 @@
-"""The inner step against the same written out by hand."""
+"""The inner step against AdamW written out by hand."""
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from diloco.errors import TrainingError
-from diloco.training.config import AdamWConfig, resolve
-from diloco.training.loop import inner_step, learning_rate
+from diloco.training.config import AdamWConfig
 from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
 from diloco.training.state import initial_state
+from diloco.training.step import inner_step, learning_rate
 from diloco.training.world import alone
 
 # Far from the usual, so that each of them is seen in the parameters.
@@ -43,7 +45,7 @@ def by_hand(config, model, num_steps: int):
     model, o = copy.deepcopy(model), config.optimizer
     theta = {name: p.detach().double() for name, p in model.named_parameters()}
     m, v = ({name: torch.zeros_like(p) for name, p in theta.items()} for _ in range(2))
-    told = []
+    measured = []
     for t in range(1, num_steps + 1):
         window = torch.from_numpy(batch_of(config, t))
         logits = model(window[:, :-1]).double()
@@ -52,7 +54,7 @@ def by_hand(config, model, num_steps: int):
         gradients = torch.autograd.grad(loss + o.z_loss * (z**2).mean(), tuple(model.parameters()))
         norm = torch.sqrt(sum((g**2).sum() for g in gradients))
         rate = learning_rate(config, t)
-        told.append((loss.item(), norm.item()))
+        measured.append((loss.item(), norm.item()))
         for name, gradient in zip(theta, gradients, strict=True):
             g = gradient.double() * min(1.0, o.clip_norm / norm)
             m[name] = o.beta1 * m[name] + (1 - o.beta1) * g
@@ -60,7 +62,7 @@ def by_hand(config, model, num_steps: int):
             direction = (m[name] / (1 - o.beta1**t)) / ((v[name] / (1 - o.beta2**t)).sqrt() + o.epsilon)
             theta[name] = theta[name] - rate * (direction + o.weight_decay * theta[name])
         model.load_state_dict(theta)
-    return told, theta
+    return measured, theta
 
 
 @pytest.mark.parametrize("micro_batch", [8, 2, 1])
@@ -70,9 +72,9 @@ def test_inner_steps_equal_adamw_by_hand(micro_batch):
     state = initial_state(config, world)
     expected, parameters = by_hand(config, state.model, 4)
     assert all(norm > config.optimizer.clip_norm for _, norm in expected), "gradients are clipped"
-    for step, told in enumerate(expected, start=1):
-        found = inner_step(state, batch_of(config, step), config, world, learning_rate(config, step))
-        assert found == pytest.approx(told, rel=1e-5)
+    for step, loss_and_norm in enumerate(expected, start=1):
+        measured = inner_step(state, batch_of(config, step), config, world, learning_rate(config, step))
+        assert measured == pytest.approx(loss_and_norm, rel=1e-5)
     for name, parameter in state.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), parameters[name], rtol=1e-4, atol=1e-5)
 
@@ -88,3 +90,13 @@ def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
         inner_step(state, batch_of(config, 1), config, world, 0.1)
     for name, value in state.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
+    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    peak = config.optimizer.learning_rate
+    rates = [learning_rate(config, step) for step in range(1, 61)]
+    assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
+    assert rates[5 + 27] == pytest.approx(peak * (0.05 + 0.95 / 2))
+    assert rates[-1] == pytest.approx(0.05 * peak)
+    assert all(a > b for a, b in pairwise(rates[5:]))
