@@ -37,7 +37,7 @@ def documents(source: str) -> Iterator[Document]:
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
     Raises:
-        UserError: if nothing matches, a suffix is unknown, or a file or row cannot be read.
+        UserError: if nothing matches, a suffix is unknown, or a file or row can't be read.
     """
     if source == "stdlib":
         return _stdlib()
