@@ -192,7 +192,7 @@ MISTAKES = {
     "size": (["--method", "diloco", "--num-params", "-1"], "num_params must be above 0 and finite, not -1"),
     "zero": (["--method", "diloco", "--num-layers", "0"], "num_layers must be above 0 and finite, not 0"),
     "method": (["--method", "fsdp"], "'fsdp' is not a method: choose one of data_parallel, diloco, streaming"),
-    "overlap": ([*METHOD, "--overlap-steps", "100"], "overlap_steps must be at least 0 and below sync_every=100"),
+    "overlap": ([*METHOD, "--overlap-steps", "100"], "must be at least 0 and below"),
     "no overlap": (["--method", "streaming", "--overlap-steps", "1"], "but streaming does not overlap"),
     "fragment": (
         [*METHOD, "--layers-per-fragment", "25"],
