@@ -1,5 +1,4 @@
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -206,8 +205,10 @@ def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp
 
 
 def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    def no_library(module: str) -> None:
+        raise ModuleNotFoundError(name=module.partition(".")[0])
+
+    monkeypatch.setattr("diloco.files.importlib.import_module", no_library)
     for what in ("timeline", "curves"):
         with pytest.raises(SystemExit, match="2"):
             main(["simulate", what, "--output", str(tmp_path)])
