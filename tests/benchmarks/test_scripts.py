@@ -1,4 +1,4 @@
-"""Every benchmark runs, at a size of seconds; what it prints is checked as far as it is the same on any machine."""
+"""Every benchmark runs, at a size of seconds; outputs are checked as far as they are the same on any machine."""
 
 import csv
 import importlib.util
