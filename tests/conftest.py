@@ -29,9 +29,13 @@ CHECKED = [
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 
-# The same examples in every run, however slow the computer is.
-settings.register_profile("diloco", deadline=None, derandomize=True)
-settings.load_profile("diloco")
+# The same examples in every run, however slow the computer is; the quick tests try fewer of each property.
+settings.register_profile("all", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
 
 
 @pytest.fixture(scope="session")
