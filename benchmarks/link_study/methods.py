@@ -11,7 +11,6 @@ alone                        inner steps without an exchange
 
 from collections.abc import Sequence
 
-from diloco.models.ladder import num_matrix_params
 from diloco.presets import PRESETS
 from diloco.training.config import TrainConfig
 
@@ -68,7 +67,7 @@ def num_steps(method: str, config: TrainConfig, link_gbit_s: float, seconds: flo
 
 def all_reduce_seconds(config: TrainConfig, link_gbit_s: float) -> float:
     """Seconds for which an FP32 all-reduce of the gradients between two replicas fills a link."""
-    return 32e-9 * num_matrix_params(config.model) / link_gbit_s
+    return 32e-9 * config.model.num_matrix_params / link_gbit_s
 
 
 def num_fragments(method: str, config: TrainConfig) -> int:

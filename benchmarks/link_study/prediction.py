@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel, Run
+from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Replica
-from diloco.simulator.volume import bits_per_param
 from diloco.training.config import TrainConfig
+from diloco.wire.formats import parse
 
 from .methods import NUM_REPLICAS, PEER, num_fragments
 from .rows import Row
@@ -96,7 +95,7 @@ def predicted(
             for sync in model.schedule.sent(step):
                 seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
                 taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce) + own_seconds
-    run = Run(model, [gbit_s])
+    run = model.start([gbit_s])
     run.advance(taken_SxM[:warm])
     begun = run.ready_BxM.mean()
     run.advance(taken_SxM[warm:])
@@ -116,7 +115,7 @@ def _slowed(alone_SxM: np.ndarray, all_reduce: Mapping[str, Any]) -> float:
 
 def _reduced_gbit_s(all_reduce: Mapping[str, Any], seconds: float, config: TrainConfig) -> float:
     wire = all_reduce["method"].partition(":")[2]
-    return 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / seconds
+    return 1e-9 * parse(wire).bits_per_value * config.model.num_matrix_params / seconds
 
 
 def predicted_data_parallel(
@@ -151,7 +150,7 @@ def _model(
     return PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
-            num_params=num_matrix_params(config.model),
+            num_params=config.model.num_matrix_params,
             num_layers=config.model.num_layers,
             width=config.model.width,
             vocab_size=config.model.vocab_size,

@@ -12,7 +12,8 @@ import torch
 from diloco.cli.main import main
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
-from diloco.models.decoder import Decoder, next_token_loss
+from diloco.models.decoder import Decoder
+from diloco.models.language_model import next_token_loss
 from diloco.training.finished import evaluate_run, run_parameters
 from diloco.training.runs import read_config
 from diloco.training.summary import held_out_windows

@@ -304,18 +304,21 @@ class StreamingDiLoCo:
     def _facts_of_state(self) -> dict[str, object]:
         return self.settings.facts_of_state(self.exchange.replica, self.exchange.num_replicas)
 
-    def sent_like(self, in_flight: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Room for the `sent` of a saved state, whose `in_flight` is given, sharded as the parameters are now.
+    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A state with the same tensors as a saved one, sharded as the parameters are now.
 
-        For those who read in place what they saved, as torch.distributed.checkpoint does, on any number of
-        shards: read `in_flight` first, then the rest into `state_dict() | {"sent": sent_like(in_flight)}`.
+        torch.distributed.checkpoint reads what was saved in place, on any number of shards: read `in_flight`
+        first, and then the rest into `state_like({"in_flight": …})`.
+
+        Args:
+            saved: the plain values of the saved state, of which `in_flight` is used.
         """
         room: dict[str, Tensor] = {}
-        for fragment in {fragment for fragment, *_ in in_flight}:
+        for fragment in {fragment for fragment, *_ in saved["in_flight"]}:
             num_elements = self._state.num_elements(fragment)
             zeros_N = torch.zeros(num_elements, dtype=torch.float32, device=self._scratch.device)
             room |= self._parameters.named(fragment, zeros_N)
-        return room
+        return self.state_dict() | {"sent": room}
 
     def _sent(self) -> dict[str, Tensor]:
         """What the payloads in flight stand for, by parameter name."""
