@@ -1,10 +1,10 @@
-"""What a sync of one fragment costs in passes over memory, beside copies of as many bytes.
+"""The time of one fragment's sync in passes over memory, beside copies of as many bytes.
 
     python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T]
 
-Each stage of a sync, timed by itself: the outer gradient, encoding, decoding and adding up M payloads, the outer
-step with the merge. Bytes are those that the stage must read and write of each parameter; the floor is what they
-would take at the speed of a copy in the same run (bytes read and written, both counted).
+Each stage of a sync is timed by itself: the outer gradient, encoding, decoding and adding M payloads, the outer
+step with the merge. Bytes are those that a stage must read and write for each parameter; the floor is their time
+at the speed of a copy in the same run (bytes read and written, both counted).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def report(name: str, bytes_a_parameter: float, seconds: float, floor_seconds: f
 
 
 def shortest_seconds(stage: Callable[[], object], runs: int = 7) -> float:
-    """After one run to warm up: others on the machine only ever make it longer."""
+    """The shortest of several runs, after one to warm up: other programs only ever make a run longer."""
     stage()
     seconds = []
     for _ in range(runs):

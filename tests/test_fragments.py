@@ -111,7 +111,7 @@ def test_a_block_may_stand_in_several_places_of_one_fragment():
     assert second.parameters == ("blocks.1.weight", "blocks.1.bias")
     assert (first.blocks, second.blocks, rest.blocks) == (("blocks.0",), ("blocks.1",), ())
     holes = Decoder(4)
-    holes.blocks[1] = None  # pyright: ignore[reportArgumentType] - which torch allows
+    holes.blocks[1] = None  # torch allows it
     assert [fragment.blocks for fragment in strided(holes, layers_per_fragment=3)] == [
         ("blocks.0", "blocks.2", "blocks.3"),
         (),
