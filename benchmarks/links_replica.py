@@ -25,6 +25,7 @@ from link_study.synchronizers import DDP, Alone, Torchft
 
 from diloco.data.shards import open_split
 from diloco.exchange.control import share
+from diloco.exchange.transport import Channel, Tag
 from diloco.measure.link import measure_link
 from diloco.presets import PRESETS
 from diloco.training.config import TrainConfig
@@ -67,7 +68,7 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> Answer:
     others = {replica: payload for replica in range(world.num_replicas) if replica != world.replica}
     share(world.exchange, "ready")
     sent, start = _bytes_on_interface(), time.perf_counter()
-    world.exchange.start(others, 0, round).wait()
+    world.exchange.start(others, Tag(Channel.PROBE, round=round)).wait()
     wall_seconds = time.perf_counter() - start
     time.sleep(0.5)  # the other's last acknowledgements are on their way
     return {
@@ -154,10 +155,9 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
 def _begin(question: Question, config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, with the method's synchronizer in it."""
     name, _, option = question["method"].partition(":")
-    settings = vars(PRESETS.get(name, PRESETS["diloco"]))
-    if option and name in PRESETS:
-        settings = settings | {"overlap_steps": int(option)}
-    state = initial_state(replace(config, method="streaming", diloco=replace(config.diloco, **settings)), world)
+    method = name if name in PRESETS else "diloco"
+    settings = vars(PRESETS[method]) | ({"overlap_steps": int(option)} if option and name in PRESETS else {})
+    state = initial_state(replace(config, method=method, diloco=replace(config.diloco, **settings)), world)
     if name in PRESETS:
         return state
     if name == "alone":

@@ -15,8 +15,13 @@ import numpy as np
 import torch
 
 from diloco.kernels.memory import empty
-from diloco.outer.nesterov import Nesterov, take_outer_step
-from diloco.reduction.combine import Gather
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.gather import Gather
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
 from diloco.wire import Key, codec
 
 
@@ -35,12 +40,9 @@ def main() -> None:
     torch.sub(outer_N, theta_N, out=delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N
-    gather = Gather(wire)
-
-    def outer_step() -> None:
-        take_outer_step(
-            outer_N, velocity_N, total_N, divisor=M, outer=Nesterov(), parameters=[theta_N], mixing=0.5
-        )
+    gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
+    vectors = {"outer": outer_N, "velocity": velocity_N}
+    fragment = FragmentState(vectors.__getitem__, rule.slots, [theta_N], Mixing(0.5))
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -48,9 +50,12 @@ def main() -> None:
         "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
         f"decode and add {M} payloads": (
             payload_bytes + 4 + (M - 1) * (payload_bytes + 4 + 4),
-            lambda: gather.total(received, total_N, Key()),
+            lambda: gather.average(received, total_N, Key(), cohort),
         ),
-        "outer step and merge": (16 + 12, outer_step),
+        "outer step and merge": (
+            16 + 12,
+            lambda: rule.on_average(fragment, Average(total_N, M), Sync(fragment=0, round=1, step=1), cohort),
+        ),
     }
     copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), theta_N.numpy()))
     bytes_a_second = 8 * N / copy_seconds

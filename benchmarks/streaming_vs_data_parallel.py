@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from training_runs import base_config, finish, parser, with_method
+from training_runs import base_config, finish, parser
 
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.presets import Method
@@ -52,12 +52,12 @@ def main() -> None:
 
 def run(base: TrainConfig, variant: str, seed: int, rate: float) -> LabelledRun:
     method, fields = VARIANTS[variant]
-    config = with_method(base, method)
     config = replace(
-        config,
+        base,
+        method=method,
         seed=seed,
-        optimizer=replace(config.optimizer, learning_rate=rate),
-        diloco=replace(config.diloco, **fields),
+        optimizer=replace(base.optimizer, learning_rate=rate),
+        diloco=replace(base.diloco, **fields),
     )
     return LabelledRun(labels={"variant": variant, "seed": seed, "learning_rate": rate}, config=config)
 

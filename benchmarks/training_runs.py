@@ -8,7 +8,6 @@ from typing import Any
 
 from diloco.experiments.runner.grid import LabelledRun, LocalMachine, run_grid
 from diloco.experiments.runner.rows import write_rows
-from diloco.presets import PRESETS, Method
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
 
@@ -38,13 +37,6 @@ def base_config(arguments: argparse.Namespace, *, num_tokens: int | None = None)
         data=replace(base.data, **data),
         evaluation=replace(base.evaluation, num_tokens=1_000_000),
     )
-
-
-def with_method(config: TrainConfig, method: Method) -> TrainConfig:
-    """The config with another method of `diloco.presets`."""
-    if method == "data_parallel":
-        return replace(config, method=method)
-    return replace(config, method="streaming", diloco=replace(config.diloco, **vars(PRESETS[method])))
 
 
 def finish(runs: Sequence[LabelledRun], output: Path) -> list[dict[str, Any]]:
