@@ -106,7 +106,7 @@ def test_a_resume_on_other_text_is_refused(run):
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
             check_same_text(run, SimpleNamespace(digest=digest, num_tokens=num_tokens))
     (run.directory / "data.json").write_text("{")
-    with pytest.raises(UserError, match="data.json can't be read"):
+    with pytest.raises(UserError, match=r"data.json can't be read"):
         check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
 
 
