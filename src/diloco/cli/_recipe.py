@@ -1,7 +1,6 @@
 """A recipe and changes to it, on a command line."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import tyro

@@ -11,7 +11,7 @@ from diloco.data.config import DataConfig
 from diloco.data.index import read_index, total
 from diloco.data.prepare import prepare
 from diloco.errors import UserError
-from diloco.report.terminal.preparation import preparation_progress
+from diloco.report.terminal.training import preparation_progress
 
 HELP = "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]"
 
@@ -30,7 +30,7 @@ def _prepare(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] =
     """
     if data.prepared is not None or data.cache != DataConfig.cache:
         raise UserError(
-            "data.prepared and data.cache mean nothing here, since text is read and written to output: leave both out",
+            "data.prepared and data.cache mean nothing here, where text is prepared in output: leave both out",
             *("data.prepared", "data.cache", "output"),
         )
     with preparation_progress(Console(stderr=True)) as progress:

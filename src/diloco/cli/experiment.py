@@ -10,11 +10,12 @@ import tyro
 
 from diloco.cli._command import call
 from diloco.cli._explain import hinted
-from diloco.cli._flags import flags
+from diloco.cli._flags import changes
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.errors import UserError
 from diloco.evaluation.questions import read_questions
-from diloco.experiments.papers.experiment import Experiment, finished
+from diloco.experiments.papers.comparison import finished
+from diloco.experiments.papers.experiment import Experiment
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import LabelledRun, Machines, make_job, read_result, run_grid
@@ -103,8 +104,8 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     Returns:
         The number of its runs that failed.
     """
+    from diloco.report.figures.drawing import save
     from diloco.report.figures.experiments import draw_experiment
-    from diloco.report.figures.pictures import save
 
     rows: list[dict] = []
     with grid_progress(one.name) as on_finished:
@@ -149,5 +150,5 @@ def _print_commands(experiments: Sequence[Experiment], output: Path) -> None:
     for config, names in labels.items():
         for name in names:
             print(f"# {name}")
-        words = shlex.join(word for words in flags(config).values() for word in words)
+        words = shlex.join(word for words in changes(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {words}")

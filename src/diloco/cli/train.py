@@ -14,9 +14,7 @@ from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
 from diloco.cli._recipe import parsed_recipe
 from diloco.data.index import read_index
-from diloco.report.terminal.outcome import print_outcome
-from diloco.report.terminal.preparation import preparation_progress
-from diloco.report.terminal.progress import TrainingProgress
+from diloco.report.terminal.training import TrainingProgress, preparation_progress, print_outcome
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch, under_a_launcher
 from diloco.training.loop import train

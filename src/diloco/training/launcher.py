@@ -1,5 +1,6 @@
 """Local replicas as processes of torch's own elastic launcher, each with its share of the cores."""
 
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -69,6 +70,12 @@ _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 def num_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """Have this process ended by SIGTERM when its parent ends, however that ends; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -79,15 +79,18 @@ def _check_vocabulary(asked: int, vocab_size: int) -> None:
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
-    """The fields by which a run is known: those that differ from their defaults, by dotted name, as JSON values.
+    """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
 
-    The method's values are filled in. Incidental fields, such as its name, are left out, and so are those of
-    `data`: text is known by its content, not by the place where it lies.
+    A value that is the method's own counts as the default. Incidental fields, such as the run's name, are left
+    out, and so are those of `data`: text is known by its content, not by the place where it lies.
     """
     incidental = fields_with(TrainConfig, "incidental")
+    preset = {} if config.method == "data_parallel" else vars(PRESETS[config.method])
+    left_out = {name: None for name, value in preset.items() if getattr(config.diloco, name) == value}
+    config = replace(config, diloco=replace(config.diloco, **left_out))
     return {
         name: value
-        for name, value in differences_from_defaults(with_method_values(config)).items()
+        for name, value in differences_from_defaults(config).items()
         if name not in incidental and not name.startswith("data.")
     }
 

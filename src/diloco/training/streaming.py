@@ -8,6 +8,7 @@ from torch import nn
 from diloco.engine.settings import Settings
 from diloco.errors import UserError
 from diloco.fragments import Fragments, sequential, strided, whole
+from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
 from diloco.training.config import TrainConfig
@@ -35,7 +36,7 @@ def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
         fragments=fragments,
         schedule=schedule,
         outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
-        mixing=diloco.mixing,
+        mixing=Mixing(diloco.mixing),
         wire=codec(diloco.wire),
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,

@@ -12,12 +12,20 @@ from diloco.outer.step import OuterStep
 class Synchronizer(Protocol):
     """Exchanges with the other replicas after each inner step."""
 
-    bytes_sent: int
-    """Payload bytes sent by all shards of the replica, each destination counted."""
-    bytes_received: int
-    """Payload bytes from the other replicas that were merged."""
-    blocked_seconds: float
-    """Seconds in which training waited for the network."""
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes sent by all shards of the replica, each destination counted."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes from the other replicas that were merged."""
+        ...
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds in which training waited for the network."""
+        ...
 
     def step(self) -> Sequence[OuterStep]:
         """Count an inner step, send and merge what is due after it; returns the outer steps taken."""

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
+
+f32 = np.float32
+SEEDS = st.integers(0, 2**32 - 1)
+ETAS = st.floats(0.01, 2.0)
+MUS = st.floats(0.0, 0.999)
+
+
+def vectors(seed: int, num: int) -> list[np.ndarray]:
+    """FP32 vectors whose elements spread over many magnitudes, zeros among them."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((num, 40)) * 10.0 ** rng.integers(-12, 6, (num, 40))
+    return list(np.where(rng.random((num, 40)) < 0.1, 0, values).astype(f32))
+
+
+def same_bits(actual: torch.Tensor, expected: np.ndarray) -> bool:
+    assert expected.dtype == f32
+    return actual.dtype == torch.float32 and actual.numpy().tobytes() == expected.tobytes()
+
+
+@given(SEEDS, ETAS, MUS)
+def test_the_outer_step_is_the_equation_in_float32(seed, eta, mu):
+    Theta, v, *deltas = vectors(seed, 6)
+    outer, velocity = torch.tensor(Theta), torch.tensor(v)
+    for delta in deltas:
+        v = f32(mu) * v + delta
+        Theta = Theta - f32(eta) * (delta + f32(mu) * v)
+        outer, velocity = Nesterov(lr=eta, momentum=mu).step(outer, velocity, torch.tensor(delta))
+        assert same_bits(outer, Theta) and same_bits(velocity, v)
+
+
+@given(SEEDS, ETAS, MUS)
+def test_the_outer_step_is_torchs_nesterov(seed, eta, mu):
+    start, *deltas = (torch.tensor(vector).tanh() for vector in vectors(seed, 5))
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([parameter], lr=eta, momentum=mu, nesterov=mu > 0)
+    outer, velocity = start, torch.zeros_like(start)
+    for delta in deltas:
+        parameter.grad = delta
+        sgd.step()
+        outer, velocity = Nesterov(lr=eta, momentum=mu).step(outer, velocity, delta)
+        torch.testing.assert_close(outer, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@given(SEEDS, st.integers(1, 5))
+def test_without_momentum_and_at_full_rate_outer_parameters_become_the_replicas_average(seed, num_replicas):
+    Theta, *thetas = (torch.tensor(vector).tanh() for vector in vectors(seed, 1 + num_replicas))
+    delta = sum(Theta - theta for theta in thetas) / num_replicas
+    outer, _ = Nesterov(lr=1.0, momentum=0.0).step(Theta, torch.zeros_like(Theta), delta)
+    torch.testing.assert_close(outer, torch.stack(thetas).mean(dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(SEEDS, st.integers(1, 7), ETAS, MUS, st.floats(0.0, 1.0))
+def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_replicas, eta, mu, alpha):
+    Theta, v, total, theta = (torch.tensor(vector) for vector in vectors(seed, 4))
+    outer, delta = Nesterov(lr=eta, momentum=mu), total / f32(num_replicas)
+    parameters = [part.to(dtype) for part in (theta[:1].view(()), theta[1:31].view(5, 6).T, theta[31:])]
+    expected = [*outer.step(Theta, v, delta)]
+    merged = [
+        Mixing(alpha).merge(parameter.float().reshape(-1), part).to(dtype)
+        for parameter, part in zip(parameters, expected[0].split([1, 30, 9]), strict=True)
+    ]
+    fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__, outer.slots, parameters, Mixing(alpha))
+    average = Average(total, num_replicas)
+    outer.on_average(fragment, average, Sync(0, 1, 1), Cohort.equal(num_replicas))
+    assert all(map(torch.equal, (Theta, v), expected)) and torch.equal(average.divided(), delta)
+    assert all(torch.equal(now.reshape(-1), then) for now, then in zip(parameters, merged, strict=True))
+
+
+@given(SEEDS)
+def test_nothing_is_changed_in_place(seed):
+    before = vectors(seed, 3)
+    after = [torch.tensor(vector) for vector in before]
+    Nesterov().step(*after)
+    Mixing(0.5).merge(after[0], after[1])
+    assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": 0.0}, "learning rate must be above 0 and finite, not 0.0"),
+        ({"lr": float("nan")}, "learning rate must be above 0 and finite, not nan"),
+        ({"lr": float("inf")}, "learning rate must be above 0 and finite, not inf"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
+        ({"momentum": -0.1}, "momentum must be at least 0 and below 1, not -0.1"),
+    ],
+)
+def test_what_cannot_train_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Nesterov(**fields)
