@@ -91,8 +91,8 @@ class Torchft(Alone):
         super().__init__(state.model)
         model, hour = state.model, timedelta(hours=1)
         num_blocks = len(model.blocks) // settings.layers_per_fragment
-        parts = [nn.ModuleList(model.blocks[b::num_blocks]) for b in range(num_blocks)]
-        self.parts = [*parts, nn.ModuleList([model.embedding, model.norm])]
+        parts: list[nn.Module] = [nn.ModuleList(model.blocks[b::num_blocks]) for b in range(num_blocks)]
+        self.parts = [*parts, nn.ModuleList([model.get_submodule("embedding"), model.get_submodule("norm")])]
         address = os.environ["REPLICA_ADDRESS"]
         self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self.group = torchft.ProcessGroupGloo(timeout=hour)

@@ -87,7 +87,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, m: int, t: int) ->
     """A step of next-token prediction on tokens of this replica and step."""
     token_B, target_B = torch.from_numpy(np.random.default_rng((m, t)).integers(0, 11, (2, 16)))
     x_BxD = model.embedding(token_B)
-    for block in model.blocks:
+    for block in model.blocks.children():
         x_BxD = x_BxD + block(x_BxD).tanh()
     optimizer.zero_grad()
     nn.functional.cross_entropy(model.head(x_BxD), target_B).backward()

@@ -7,6 +7,7 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +79,12 @@ class FragmentParameters:
         parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
         return next((name for name, part in parts if not part.isfinite().all()), None)
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """The facts on which all replicas must agree: shards, shapes, places, values."""
         name_of_shard = (
             "which shard of how many this process holds (a replica's mesh has no process of another replica)"
         )
-        facts: dict[str, object] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
+        facts: dict[str, Any] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
         values: dict[str, Tensor] = {}
         for fragment, parameters in enumerate(self._by_fragment):
             start = 0

@@ -3,6 +3,7 @@
 A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the module that the config builds.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -89,12 +90,11 @@ def load_family(path: str) -> type[ModelConfig]:
     'DecoderConfig'
     """
     module, _, name = path.rpartition(".")
-    try:
-        family = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"model.family={path!r} can't be imported here ({error}): install it", "model.family"
-        ) from error
+    # A config may come from a stranger: it names a module, and never has one imported that is not known here.
+    loaded = import_module(module) if module == DEFAULT_FAMILY.rpartition(".")[0] else sys.modules.get(module)
+    family = getattr(loaded, name, None)
+    if family is None:
+        raise UserError(f"model.family={path!r} is not known here: import it first", "model.family")
     if not (isinstance(family, type) and issubclass(family, ModelConfig)):
         raise UserError(f"model.family={path!r} is no subclass of ModelConfig", "model.family")
     return family
