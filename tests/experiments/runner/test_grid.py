@@ -1,9 +1,7 @@
 """Grids of runs: which jobs are run, and what remains after a kill."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -126,20 +124,24 @@ def results(output: Path) -> dict[Path, int]:
 
 @pytest.fixture(scope="module")
 def trained(small_corpus, tmp_path_factory) -> Path:
-    """A grid that was killed in its second run, and called again."""
+    """A grid that was killed in its second run, and called again; its table is that of an undisturbed one."""
     folder = tmp_path_factory.mktemp("grids")
     output = folder / "killed"
-    undisturbed, process = start(small_corpus, folder / "undisturbed"), start(small_corpus, output)
-    deadline = time.monotonic() + 100
-    while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    finished = results(output)
-    assert 0 < len(finished) < 3
-    process = start(small_corpus, output)  # while the job that the first one started may still be running
-    assert process.wait(timeout=100) == 0 and undisturbed.wait(timeout=100) == 0
+    with start(small_corpus, folder / "undisturbed") as undisturbed, start(small_corpus, output) as killed:
+        try:
+            deadline = time.monotonic() + 200
+            while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
+                assert time.monotonic() < deadline and killed.poll() is None
+                time.sleep(0.05)
+            killed.kill()
+            finished = results(output)
+            assert 0 < len(finished) < 3
+            # The job that the killed grid started may still be running.
+            with start(small_corpus, output) as again:
+                assert again.wait() == undisturbed.wait() == 0
+        finally:
+            undisturbed.kill()
+            killed.kill()
     assert finished.items() <= results(output).items()
     assert (output / "grid.csv").read_text() == (folder / "undisturbed" / "grid.csv").read_text()
     return output
