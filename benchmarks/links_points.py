@@ -13,10 +13,10 @@ import numpy as np
 
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel, Run
+from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Replica
-from diloco.simulator.volume import bits_per_param
 from diloco.training.config import TrainConfig
+from diloco.wire.formats import parse
 
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
@@ -121,7 +121,7 @@ def predicted(
             for sync in model.schedule.sent(step):
                 seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
                 taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce) + own_seconds
-    run = Run(model, [gbit_s])
+    run = model.start([gbit_s])
     run.advance(taken_SxM[:warm])
     begun = run.ready_BxM.mean()
     run.advance(taken_SxM[warm:])
@@ -141,7 +141,7 @@ def _slowed(alone_SxM: np.ndarray, all_reduce: Mapping) -> float:
 
 def _reduced_gbit_s(all_reduce: Mapping, seconds: float, config: TrainConfig) -> float:
     wire = all_reduce["method"].partition(":")[2]
-    return 1e-9 * bits_per_param(wire) * config.model.num_matrix_params / seconds
+    return 1e-9 * parse(wire).bits_per_value * config.model.num_matrix_params / seconds
 
 
 def predicted_data_parallel(

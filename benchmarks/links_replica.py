@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.data.shards import open_split
 from diloco.exchange.control import share
-from diloco.measure.measure import measure_link
+from diloco.measure.link import measure_link
 from diloco.outer.digest import parameters_hash
 from diloco.training.config import DilocoConfig, TrainConfig
 from diloco.training.loop import open_batches

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.wire.cases import BLOCK_SPECS, implementation
 
-from diloco.kernels import native
 from diloco.errors import PayloadError
+from diloco.kernels import native
 from diloco.outer.nesterov import Nesterov, take_outer_step
 from diloco.wire import codec
 

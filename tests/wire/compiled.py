@@ -5,7 +5,7 @@ import sys
 import torch
 
 from diloco.wire import codec
-from diloco.wire.blocks import COMPILE_OPTIONS
+from diloco.wire.compiled import COMPILE_OPTIONS
 
 
 def main(spec: str) -> None:

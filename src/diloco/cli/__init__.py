@@ -1,1 +1,1 @@
-"""The `diloco` command: one module a verb, with HELP and run(arguments); other modules begin with an underscore."""
+"""The `diloco` command: one module a verb, with HELP and run(arguments); the others begin with an underscore."""

@@ -15,7 +15,7 @@ from diloco.errors import UserError, exit_code_of
 def explained() -> Iterator[None]:
     """End the process with one sentence and an exit code where something goes wrong that can be expected to.
 
-    A bug shows its traceback; with DILOCO_TRACEBACK set every error does. A closed pipe, as by `| head`, is silent.
+    A bug shows its traceback; with DILOCO_TRACEBACK set every error does. A pipe that `| head` closed is silent.
     """
     try:
         try:

@@ -1,6 +1,6 @@
 """Flags: which a command has, how errors name them, and which make a config of its recipe."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -56,15 +56,24 @@ def flag(field: str, fields: Collection[str]) -> str:
     return field if name is None else "--" + name.replace("_", "-")
 
 
-def flags(config: "TrainConfig") -> dict[str, list[str]]:
-    """The words of `diloco train` that make a config of its recipe, by field."""
+def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The words of a command line that give settings their values, by dotted name.
+
+    >>> flags({"diloco.sync_every": 30, "compile": False})
+    {'diloco.sync_every': ['--diloco.sync-every', '30'], 'compile': ['--no-compile']}
+    """
+    words = {}
+    for name, value in settings.items():
+        path, dot, field = name.replace("_", "-").rpartition(".")
+        negated = "no-" if value is False else ""
+        values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+        words[name] = [f"--{path}{dot}{negated}{field}", *map(str, values)]
+    return words
+
+
+def changes(config: "TrainConfig") -> dict[str, list[str]]:
+    """The words after `diloco train RECIPE` that make a config of its recipe, by dotted name."""
     from diloco.training.recipes import recipe
     from diloco.training.traits import differences
 
-    words = {}
-    for name, (_, value) in differences(recipe(config.recipe), config).items():
-        path, _, field = name.replace("_", "-").rpartition(".")
-        negated = "no-" if value is False else ""
-        values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
-        words[name] = [f"--{path and path + '.'}{negated}{field}", *map(str, values)]
-    return words
+    return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})

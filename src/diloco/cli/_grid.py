@@ -31,7 +31,7 @@ def machines_of(cores: int | None, ray: str | None) -> Machines:
 
 @contextmanager
 def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar with the time that is left, for a callback that takes the part that is done; lines without a terminal."""
+    """A progress bar, or lines without a terminal; yields the callback that takes the part that is done."""
     first: list[tuple[float, float]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("ETA {task.fields[eta]}"), console=Console(stderr=True)) as progress:

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from diloco.cli._command import choose
 from diloco.errors import UserError
-from diloco.measure.measure import demo_gradient, load_gradient, measure_wire
+from diloco.measure.gradient import demo_gradient, load_gradient
+from diloco.measure.wire import measure_wire
 from diloco.report.terminal.wire import print_wire, wire_json
 from diloco.wire import CODECS, codec
 

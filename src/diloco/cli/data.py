@@ -30,7 +30,7 @@ def _prepare(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] =
     """
     if data.prepared is not None or data.cache != DataConfig.cache:
         raise UserError(
-            "data.prepared and data.cache mean nothing here, since text is read and written to output: leave both out",
+            "data.prepared and data.cache mean nothing here, where text is prepared in output: leave both out",
             *("data.prepared", "data.cache", "output"),
         )
     with preparation_progress(Console(stderr=True)) as progress:

@@ -37,8 +37,8 @@ def _evaluate(
             all replicas' own. The last two need the run's checkpoints.
         tasks: Names of tasks, separated by commas; lm-evaluation-harness loads them from the hub unless --data has
             a file for them. Left out, the tasks of --data.
-        data: Files of questions, a JSON object a line with query, choices, gold; a file's name begins with the name
-            of its task.
+        data: Files of questions, a JSON object a line with query, choices, gold; a file's name begins with its
+            task's name.
         limit: Largest number of questions a task; left out, all.
         prepared: Directory of the run's data, if it was moved.
         json: Print JSON.
@@ -62,14 +62,14 @@ def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
         paths = paths or [path for path in data if path.stem.startswith(f"{name}_")]
         if len(paths) > 1:
             raise UserError(
-                f"{paths[0]} and {paths[1]} both belong to the task {name!r}: name one of them", "data"
+                f"data: {paths[0]} and {paths[1]} belong to the task {name!r}: name one of them", "data"
             )
         files[name] = paths[0] if paths else None
     for path in data:
         if path not in files.values():
             raise UserError(
-                f"the name of {path} begins with the name of none of the tasks {', '.join(map(repr, files))}: "
-                "name its task in tasks, or rename the file",
+                f"data: the name of {path} begins with that of no task in tasks={','.join(files)}: name its "
+                "task there, or rename the file",
                 *("tasks", "data"),
             )
     return files

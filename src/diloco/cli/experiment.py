@@ -10,7 +10,7 @@ import tyro
 
 from diloco.cli._command import call
 from diloco.cli._explain import hinted
-from diloco.cli._flags import flags
+from diloco.cli._flags import changes
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.errors import UserError
 from diloco.evaluation.questions import read_questions
@@ -150,5 +150,5 @@ def _print_commands(experiments: Sequence[Experiment], output: Path) -> None:
     for config, names in labels.items():
         for name in names:
             print(f"# {name}")
-        words = shlex.join(word for words in flags(config).values() for word in words)
+        words = shlex.join(word for words in changes(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {words}")

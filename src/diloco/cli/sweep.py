@@ -17,7 +17,7 @@ from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, adopt
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
-from diloco.measure.measure import flops_per_second
+from diloco.measure.step import flops_per_second
 from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
@@ -33,8 +33,8 @@ class Command:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     axis: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An axis and its values, such as learning_rate=0.004,0.008; may be repeated. Along learning_rate and
-    batch_tokens the grid is extended, by √2 and by 2, while the best run of a group lies on its edge; the other axes
-    are width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
+    batch_tokens the grid is extended, by √2 and by 2, while the best run of a group lies on its edge; the other
+    axes are width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
     then: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An axis that is varied alone, afterwards, at the best run of each group; may be repeated."""
     tokens_per_param: float = 20.0
@@ -118,7 +118,7 @@ def _earlier_rows(table: Path, name_of_base: str) -> list[dict]:
     rows = read_rows(table) if table.exists() else []
     if any(row.get("base") not in (None, name_of_base) for row in rows):
         raise UserError(
-            f"{table} has runs that differ from these in more than its columns tell: choose another output",
+            f"{table} has runs that differ from these in more than its columns: choose another output",
             "output",
         )
     if any("run" not in row for row in rows):

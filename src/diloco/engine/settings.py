@@ -10,7 +10,8 @@ from diloco.fragments import Fragment, check_partition
 from diloco.outer.nesterov import Nesterov
 from diloco.reduction.combine import Combine, combine_by
 from diloco.schedule import Schedule
-from diloco.wire import DARE, Codec
+from diloco.wire import Codec
+from diloco.wire.formats import DARE
 
 
 @dataclass(frozen=True, kw_only=True)

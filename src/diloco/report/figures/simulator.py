@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from diloco.errors import UserError
+from diloco.presets import METHODS
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, viridis
 from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import METHODS, MethodSettings
+from diloco.simulator.methods import MethodSettings
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.timeline import Interval, Kind
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun

@@ -1,29 +1,32 @@
-"""The output of `diloco plan`: settings that reach a compute utilization, or what would have to change."""
+"""What `diloco plan` shows."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from diloco.simulator.planner import Plan, Remedy, Task
+from diloco.simulator.planner import Plan, Task
+from diloco.simulator.remedy import Remedy
 
 
-def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str) -> str:
+def plan_json(
+    task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str, flags: Callable[[Plan], str]
+) -> str:
     """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
     answer: dict[str, Any] = {
         "target": task.target,
         "num_steps": task.num_steps,
         "replicas": [asdict(replica) for replica in task.replicas],
         "most_utilization": task.most_utilization,
-        "plans": [_values(plan, command) for plan in plans],
+        "plans": [_values(plan, command, flags(plan)) for plan in plans],
     }
     if remedy is not None:
         answer["remedy"] = {
-            "best": _values(remedy.best, command),
+            "best": _values(remedy.best, command, flags(remedy.best)),
             "link_gbit_s": remedy.link_gbit_s,
             "latency_seconds": remedy.latency_seconds,
             "step_factor": remedy.step_factor,
@@ -31,7 +34,7 @@ def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, comma
     return json.dumps(answer, indent=1)
 
 
-def _values(plan: Plan, command: str) -> dict[str, Any]:
+def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
     settings = plan.model.settings
     return {
         "sync_every": settings.sync_every,
@@ -45,12 +48,14 @@ def _values(plan: Plan, command: str) -> dict[str, Any]:
         "peak_gbit_s": plan.peak_gbit_s,
         "device_memory_gib": plan.device_memory_gib(),
         "device_memory_offload_gib": plan.device_memory_gib(offload=True),
-        "flags": plan.flags,
-        "command": f"{command} {plan.flags}",
+        "flags": flags,
+        "command": f"{command} {flags}",
     }
 
 
-def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command: str) -> None:
+def print_plans(
+    task: Task, plans: Sequence[Plan], console: Console, *, command: str, flags: Callable[[Plan], str]
+) -> None:
     """Print a row for each setting, and the command of the first."""
     table = Table(box=None, header_style="bold")
     for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
@@ -76,16 +81,16 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
     console.print(table)
     console.print(
         f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
-        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
-        "setting is the least risk to the model's quality:",
+        "Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first risks the "
+        "least of the model's quality:",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"    {command} {plans[0].flags}", highlight=False, soft_wrap=True)
+    console.print(f"    {command} {flags(plans[0])}", highlight=False, soft_wrap=True)
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
-    """Print the setting that comes closest, and the changes of which each would be enough."""
+    """What comes closest, and what would be enough."""
     best, settings = remedy.best, remedy.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
@@ -105,13 +110,13 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     )
     if task.most_utilization < 1:
         sentence += (
-            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the "
-            "faster ones wait for the slowest."
+            f" More than {task.most_utilization:.3g} can't be had of replicas with these step times: the faster "
+            "ones wait for the slowest."
         )
     console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _rounded(value: float, *, up: bool = True) -> str:
-    """Three digits, rounded to the side on which the value is still enough."""
+    """Three digits, on the side where it is still enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"

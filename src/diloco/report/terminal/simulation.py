@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from diloco.presets import Method
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import Method
 from diloco.simulator.published import (
     TARGETS,
     WALL_CLOCK_GBIT_S,

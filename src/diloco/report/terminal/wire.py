@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from diloco.measure.measure import WireMeasurement
+from diloco.measure.wire import WireMeasurement
 
 
 def wire_json(measurements: Iterable[WireMeasurement]) -> str:
