@@ -70,7 +70,7 @@ def test_a_second_sweep_adds_to_the_table(text, tmp_path, monkeypatch, capsys):
     main([*command, "--axis", "width=64", "--diloco.outer-learning-rate", "0.8"])
     with pytest.raises(SystemExit, match="2"):
         main([*command, "--axis", "width=96", "--diloco.wire", "fp32"])
-    assert "differ from these in more than its columns tell: choose another --output" in capsys.readouterr().err
+    assert "differ from these in more than its columns: choose another --output" in capsys.readouterr().err
     assert len(read_rows(tmp_path / "sweep" / "sweep.csv")) == 6
 
 

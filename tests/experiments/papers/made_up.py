@@ -10,7 +10,7 @@ from diloco.experiments.papers.experiment import Experiment
 def made_up(
     one: Experiment, effect: Callable[[dict[str, Any]], float] = lambda labels: 1.0
 ) -> list[dict[str, Any]]:
-    """A row for each run; losses fall with tokens and parameters, rise with the seed, and are multiplied by `effect`."""
+    """A row for each run; its loss falls with tokens and parameters, rises with the seed, and has an effect."""
     rows = []
     for number, run in enumerate(one.runs):
         config = run.config

@@ -7,7 +7,7 @@ from diloco.errors import UserError
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import BASELINE, STREAMING, TIERS
 from diloco.training.resolve import resolve
-from diloco.training.state import check
+from diloco.training.streaming import check
 
 
 @pytest.fixture(params=list(TIERS), scope="module")
@@ -92,5 +92,5 @@ def test_a_verdict_follows_the_losses(name):
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(UserError, match="'scale' is not an experiment: choose from .*scaling"):
+    with pytest.raises(UserError, match=r"'scale' is not an experiment: choose from .*scaling"):
         experiment("scale", TIERS["small"]())

@@ -1,9 +1,7 @@
 """Grids of runs: which jobs are run, and what remains after a kill."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -107,16 +105,17 @@ from tests.experiments.runner.machines import labelled_runs
 from diloco.experiments.runner.grid import LocalMachine, run_grid
 from diloco.experiments.runner.rows import write_rows
 
-corpus, output = map(Path, sys.argv[1:])
+corpus, output = map(Path, sys.argv[1:3])
+runs = [run for run in labelled_runs(corpus, output) if run.labels["kind"] in sys.argv[3:]]
 options = {"parameters": ("replica", "average")}
-for rows in run_grid(labelled_runs(corpus, output), output / "runs", LocalMachine(1), **options):
+for rows in run_grid(runs, output / "runs", LocalMachine(1), **options):
     write_rows(rows, output / "grid.csv")
 """
 
 
-def start(corpus: Path, output: Path) -> subprocess.Popen:
+def start(corpus: Path, output: Path, *kinds: str) -> subprocess.Popen:
     output.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", SCRIPT, str(corpus), str(output)]
+    command = [sys.executable, "-c", SCRIPT, str(corpus), str(output), *kinds]
     return subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL)
 
 
@@ -126,34 +125,38 @@ def results(output: Path) -> dict[Path, int]:
 
 @pytest.fixture(scope="module")
 def trained(small_corpus, tmp_path_factory) -> Path:
-    """A grid that was killed in its second run, and called again."""
+    """A grid that was killed in its second run, and called again; beside it, that run undisturbed."""
     folder = tmp_path_factory.mktemp("grids")
-    output = folder / "killed"
-    undisturbed, process = start(small_corpus, folder / "undisturbed"), start(small_corpus, output)
-    deadline = time.monotonic() + 100
-    while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    finished = results(output)
-    assert 0 < len(finished) < 3
-    process = start(small_corpus, output)  # while the job that the first one started may still be running
-    assert process.wait(timeout=100) == 0 and undisturbed.wait(timeout=100) == 0
+    output, kinds = folder / "killed", ("first", "same", "two", "wrong")
+    with start(small_corpus, folder / "alone", "two") as alone, start(small_corpus, output, *kinds) as killed:
+        try:
+            deadline = time.monotonic() + 200
+            while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
+                assert time.monotonic() < deadline and killed.poll() is None
+                time.sleep(0.05)
+            killed.kill()
+            finished = results(output)
+            assert 0 < len(finished) < 3
+            # The job that the killed grid started may still be running.
+            with start(small_corpus, output, *kinds) as again:
+                assert again.wait() == alone.wait() == 0
+        finally:
+            alone.kill()
+            killed.kill()
     assert finished.items() <= results(output).items()
-    assert (output / "grid.csv").read_text() == (folder / "undisturbed" / "grid.csv").read_text()
-    return output
+    return folder
 
 
 def test_a_killed_grid_goes_on_and_repeats_nothing(trained):
-    first, same, two, wrong = read_rows(trained / "grid.csv")
+    first, same, two, wrong = read_rows(trained / "killed" / "grid.csv")
+    assert [two] == read_rows(trained / "alone" / "grid.csv")
     assert first["eval_loss"] == same["eval_loss"] != two["eval_loss"]
     assert len({two[f"eval_loss{suffix}"] for suffix in ("", "_replica", "_average")}) == 3
     assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
 
 
 def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, trained, monkeypatch):
-    shutil.copytree(trained / "runs", tmp_path / "runs")
+    shutil.copytree(trained / "killed" / "runs", tmp_path / "runs")
     runs = labelled_runs(small_corpus, trained)
     again = FakeMachine()
     (row,) = rows_of(runs[-1:], tmp_path / "runs", again)
@@ -176,14 +179,14 @@ def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
         RayCluster("127.0.0.1:1")
     runs = labelled_runs(small_corpus, trained)[:1]
     name = make_job(runs[0].config, tmp_path).config.name
-    shutil.copytree(trained / "runs" / name, tmp_path / name)
+    shutil.copytree(trained / "killed" / "runs" / name, tmp_path / name)
     (tmp_path / name / "result.json").unlink()
     cluster = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         rows = rows_of(runs, tmp_path, RayCluster(cluster.address_info["gcs_address"]))
     finally:
         ray.shutdown()
-    assert rows == read_rows(trained / "grid.csv")[:1] and (tmp_path / name / "result.json").exists()
+    assert rows == read_rows(trained / "killed" / "grid.csv")[:1] and (tmp_path / name / "result.json").exists()
 
 
 def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, monkeypatch):

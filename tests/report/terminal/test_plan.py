@@ -45,5 +45,5 @@ def test_a_slow_replica_is_named_as_the_limit():
     first, *others = wanted.replicas
     wanted = replace(wanted, replicas=(replace(first, step_seconds=3 * first.step_seconds), *others))
     sentence, numbers = printed(wanted)
-    assert "More than 0.667 can't be had of replicas with these step times" in sentence
+    assert "More than 0.667 can't be reached by replicas with these step times" in sentence
     assert set(numbers) == {"target"} and numbers["target"] == pytest.approx(2 / 3, abs=0.01)

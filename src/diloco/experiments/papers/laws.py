@@ -33,14 +33,14 @@ def sync_cadence(tier: Tier) -> Experiment:
     def finding(rows: Sequence[Row]) -> Finding:
         best = {seed: [_best_rate(chosen(rows, H=h, seed=seed)) for h in periods] for seed in tier.seeds}
         complete = [of_seed for of_seed in best.values() if None not in of_seed]
-        said = ", ".join(
+        listed = ", ".join(
             f"{' and '.join(dict.fromkeys(f'{of_seed[i]:g}' for of_seed in complete))} at H = {period}"
             for i, period in enumerate(periods)
         )
         rises = [of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete]
         verdict = common(rises) if len(rises) > 1 else "cannot tell"
         edges = f" (of {rates[0]:g} to {rates[-1]:g}, in each seed)"
-        return Finding(f"best outer learning rate: {said}{edges}" if complete else "no run", verdict)
+        return Finding(f"best outer learning rate: {listed}{edges}" if complete else "no run", verdict)
 
     return Experiment(
         name="sync_cadence",
@@ -85,9 +85,9 @@ def batch_size(tier: Tier) -> Experiment:
             for method in ("Data-Parallel", "DiLoCo, M=1", "DiLoCo, M=2", "DiLoCo, M=4")
         }
         baseline, *others = costs.values()
-        said = "; ".join(f"{method} {cost}" for method, cost in costs.items())
+        listed = "; ".join(f"{method} {cost}" for method, cost in costs.items())
         verdict = all_of(*(baseline.rises_over(other) for other in others))
-        return Finding(f"a batch of {large} tokens over {small}: {said}", verdict)
+        return Finding(f"a batch of {large} tokens over {small}: {listed}", verdict)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         labels = {"x_label": "global batch, tokens", "x_log": True}
@@ -128,9 +128,9 @@ def single_replica(tier: Tier) -> Experiment:
             size: change(rows, {"method": DILOCO, "size": size}, {"method": BASELINE, "size": size})
             for size in tier.sizes
         }
-        said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
+        listed = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
         lower = (Change({seed: -value for seed, value in gap.by_seed.items()}).rises() for gap in gaps.values())
-        return Finding(f"M = 1 over Data-Parallel: {said}", all_of(*lower))
+        return Finding(f"M = 1 over Data-Parallel: {listed}", all_of(*lower))
 
     return Experiment(
         name="single_replica",

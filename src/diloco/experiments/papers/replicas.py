@@ -116,13 +116,13 @@ def evaluated_parameters(tier: Tier) -> Experiment:
             }
             for name, column in columns.items()
         }
-        said = "; ".join(
+        listed = "; ".join(
             f"{name.replace('_', ' ')} {min(values.values()):+.2%} … {max(values.values()):+.2%}"
             for name, values in relative.items()
             if name != "outer_parameters" and values
         )
         others = (values for name, values in relative.items() if name != "outer_parameters")
-        return Finding(f"over the outer parameters: {said}", all_of(*(Change(v).rises() for v in others)))
+        return Finding(f"over the outer parameters: {listed}", all_of(*(Change(v).rises() for v in others)))
 
     return Experiment(
         name="evaluated_parameters",
@@ -166,8 +166,8 @@ def slack(tier: Tier) -> Experiment:
     def finding(rows: Sequence[Row]) -> Finding:
         one = {"tau_1": 1, "tau_2": 1}
         gaps = {tau: change(rows, {"tau_1": 1, "tau_2": tau}, one) for tau in (2, 5, 10)}
-        said = ", ".join(f"{gap} at τ = (1, {tau})" for tau, gap in gaps.items())
-        return Finding(f"over τ = (1, 1): {said}", gaps[5].at_most(0.01))
+        listed = ", ".join(f"{gap} at τ = (1, {tau})" for tau, gap in gaps.items())
+        return Finding(f"over τ = (1, 1): {listed}", gaps[5].at_most(0.01))
 
     return Experiment(
         name="slack",

@@ -48,10 +48,10 @@ def scaling(tier: Tier) -> Experiment:
             size: change(rows, {"method": STREAMING, "size": size}, {"method": BASELINE, "size": size})
             for size in tier.sizes
         }
-        said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
+        listed = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
         baseline, ours = (statistics.mean(by_seed.values()) for by_seed in slopes.values())
         measured = (
-            f"Streaming over Data-Parallel: {said}; slopes {baseline:.4f} (Data-Parallel) and {ours:.4f} "
+            f"Streaming over Data-Parallel: {listed}; slopes {baseline:.4f} (Data-Parallel) and {ours:.4f} "
             "(Streaming) nats per e-fold of operations"
         )
         steeper = Change(
@@ -114,9 +114,9 @@ def overtraining(tier: Tier) -> Experiment:
             )
             for n in tier.multiples
         }
-        said = ", ".join(f"{gap} at {multiple}×" for multiple, gap in gaps.items())
+        listed = ", ".join(f"{gap} at {multiple}×" for multiple, gap in gaps.items())
         verdict = all_of(*(gap.at_most(0.01) for gap in gaps.values()))
-        return Finding(f"Streaming, M = 2, over Data-Parallel: {said}", verdict)
+        return Finding(f"Streaming, M = 2, over Data-Parallel: {listed}", verdict)
 
     return Experiment(
         name="overtraining",
@@ -211,9 +211,9 @@ def fragment_size(tier: Tier) -> Experiment:
             )
             for size in tier.layers_per_fragment[1:-1]
         }
-        said = ", ".join(f"{gap} at {size} layers" for size, gap in patterns.items())
+        listed = ", ".join(f"{gap} at {size} layers" for size, gap in patterns.items())
         verdict = all_of(sizes.within(0.01), *(gap.within(0.01) for gap in patterns.values()))
-        return Finding(f"{first} over {last} layers: {sizes}; strided over sequential: {said}", verdict)
+        return Finding(f"{first} over {last} layers: {sizes}; strided over sequential: {listed}", verdict)
 
     return Experiment(
         name="fragment_size",

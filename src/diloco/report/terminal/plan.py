@@ -1,4 +1,4 @@
-"""What `diloco plan` shows."""
+"""The output of `diloco plan`: settings that reach a compute utilization, or what would have to change."""
 
 import json
 import math
@@ -81,8 +81,8 @@ def print_plans(
     console.print(table)
     console.print(
         f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
-        "Device memory is parameters, Adam's moments, outer parameters and momentum, in FP32. The first risks the "
-        "least of the model's quality:",
+        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
+        "setting is the least risk to the model's quality:",
         highlight=False,
         soft_wrap=True,
     )
@@ -90,7 +90,7 @@ def print_plans(
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
-    """What comes closest, and what would be enough."""
+    """Print the setting that comes closest, and the changes of which each would be enough."""
     best, settings = remedy.best, remedy.best.model.settings
     ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
     if remedy.step_factor is not None:
@@ -110,13 +110,13 @@ def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
     )
     if task.most_utilization < 1:
         sentence += (
-            f" More than {task.most_utilization:.3g} can't be had of replicas with these step times: the faster "
-            "ones wait for the slowest."
+            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the "
+            "faster ones wait for the slowest."
         )
     console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _rounded(value: float, *, up: bool = True) -> str:
-    """Three digits, on the side where it is still enough."""
+    """Three digits, rounded to the side on which the value is still enough."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"
