@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test format clean
+.PHONY: env train test format docs docs-serve clean
 
 env: .venv/installed
 
@@ -27,6 +27,14 @@ test: env
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Built without an import of the tests' packages: the extra comes on top of env when it is first needed.
+docs docs-serve: .venv/docs
+	PATH=$(CURDIR)/$(BIN):$$PATH mkdocs $(if $(filter docs,$@),build,serve)
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 clean:
 	rm -rf .venv
