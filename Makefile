@@ -28,9 +28,8 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Built without an import of the tests' packages: the extra comes on top of env when it is first needed.
 docs docs-serve: .venv/docs
-	PATH=$(CURDIR)/$(BIN):$$PATH mkdocs $(if $(filter docs,$@),build,serve)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
 
 .venv/docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -1,4 +1,6 @@
-"""The pages that are made from the code, and the check of every command in the docs; a hook of mkdocs.
+"""The pages that are made from the code, and the check of every command in the docs.
+
+A hook of mkdocs, and an extension of the parser of docstrings.
 
 A page asks for a table or a section with a comment: `<!-- generate: commands -->`.
 """
@@ -18,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import griffe
 
 log = logging.getLogger("mkdocs.hooks.generate")  # a warning here fails a strict build
 
@@ -62,7 +66,9 @@ def api() -> str:
 def commands() -> str:
     """The help of every verb, and of every command below it."""
     texts = all_help()
-    verbs = [f"- [`diloco {verb}`](#diloco-{'-'.join(verb.split())})" for verb in texts if verb and " " not in verb]
+    verbs = [
+        f"- [`diloco {verb}`](#diloco-{'-'.join(verb.split())})" for verb in texts if verb and " " not in verb
+    ]
     sections = [f"```text\n{texts['']}\n```\n\n" + "\n".join(verbs)]
     for verb, text in texts.items():
         if verb:
@@ -81,12 +87,7 @@ def all_help() -> dict[str, str]:
         of_verbs = dict(zip(verbs, pool.map(help_of, verbs), strict=True))
         below = [f"{verb} {name}" for verb, text in of_verbs.items() for name in subcommands(text)]
         of_all = of_verbs | dict(zip(below, pool.map(help_of, below), strict=True))
-    return {"": top} | {name: of_all[name] for verb in verbs for name in [verb, *sorted(below)] if belongs(name, verb)}
-
-
-def belongs(name: str, verb: str) -> bool:
-    """Whether a command is the verb, or stands below it."""
-    return name.split()[0] == verb
+    return {"": top} | {name: of_all[name] for verb in verbs for name in sorted(of_all) if name.split()[0] == verb}
 
 
 def subcommands(text: str) -> list[str]:
@@ -165,6 +166,16 @@ def field_docstrings(cls: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
                 sentences.setdefault(node.target.id, " ".join(ast.literal_eval(after.value).split()))
     return {name: sentence.replace("|", "\\|") for name, sentence in sentences.items()}
+
+
+class Doctests(griffe.Extension):
+    """Shows doctests, which stand bare in the docstrings, as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put fences around each run of lines from `>>>` to the next empty line."""
+        if obj.docstring:
+            blocks = re.sub(r"(?m)^>>>.*(?:\n(?!\n).+)*", r"```pycon\n\g<0>\n```", obj.docstring.value)
+            obj.docstring.value = blocks
 
 
 def shown_commands(markdown: str) -> list[str]:
