@@ -8,6 +8,7 @@ A page asks for a table or a section with a comment: `<!-- generate: commands --
 import ast
 import dataclasses
 import inspect
+import itertools
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import types
 import typing
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -38,7 +40,7 @@ ROOMS = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in what the page asks for, and check the commands that it shows."""
+    """Fill in the generated parts of the page, and check the commands that it shows."""
     makers = {"api": api, "commands": commands, "config": config_fields}
     markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
     for command in shown_commands(markdown):
@@ -91,7 +93,7 @@ def all_help() -> dict[str, str]:
 
 
 def subcommands(text: str) -> list[str]:
-    """The names that a usage line offers in braces; all recipes have the same options, so `tiny` stands for all."""
+    """The names that a usage line offers in braces; `tiny` stands for all recipes."""
     usage = text.partition("\n\n")[0]
     names = re.search(r"\[-h\](?: \[[^]]*\])* \{([\w.,-]+)\}", " ".join(usage.split()))
     offered = names[1].split(",") if names else []
@@ -99,8 +101,8 @@ def subcommands(text: str) -> list[str]:
 
 
 def help_of(verb: str) -> str:
-    """What `diloco VERB --help` prints, without the frames around its parts."""
-    environment = os.environ | {"COLUMNS": "96", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    """The output of `diloco VERB --help`, without the frames around its parts."""
+    environment = os.environ | {"COLUMNS": "82", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.run(
         [sys.executable, "-m", "diloco", *verb.split(), "--help"], capture_output=True, text=True, env=environment
     )
@@ -125,16 +127,15 @@ def config_fields() -> str:
 
 def config_tables(cls: type, path: str) -> list[str]:
     """The table of a config, then those of the configs inside it."""
-    documented, types = field_docstrings(cls), typing.get_type_hints(cls, include_extras=False)
-    sources = {node.target.id: ast.unparse(node.annotation) for node in annotated(cls)}
+    documented, hints = field_docstrings(cls), typing.get_type_hints(cls)
     rows, inner = [], []
     for field in dataclasses.fields(cls):
         name = f"{path}{field.name}"
-        if dataclasses.is_dataclass(types[field.name]):
-            inner += config_tables(types[field.name], f"{name}.")
+        if dataclasses.is_dataclass(hints[field.name]):
+            inner += config_tables(hints[field.name], f"{name}.")
         elif field.name in documented:
-            kind = sources.get(field.name, "").replace("|", "\\|")
-            rows.append(f"| `{name}` | `{kind}` | {default_of(field)} | {documented[field.name]} |")
+            kind = type_text(hints[field.name])
+            rows.append(f"| `{name}` | {kind} | {default_of(field)} | {documented[field.name]} |")
     title = f"## {path.rstrip('.') or 'The run'}"
     table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
     return [f"{title}\n\n{inspect.getdoc(cls).partition(chr(10))[0]}\n\n{table}", *inner]
@@ -148,13 +149,16 @@ def default_of(field: dataclasses.Field) -> str:
     return f"`{str(value)!r}`" if isinstance(value, Path) else f"`{value!r}`"
 
 
-def annotated(cls: type) -> list[ast.AnnAssign]:
-    """The fields in the source of a class, those of its bases first."""
-    nodes = []
-    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        nodes += [node for node in body if isinstance(node, ast.AnnAssign)]
-    return nodes
+def type_text(hint: Any) -> str:
+    """A type in words: the choices of a Literal, the alternatives of a union."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_text, arguments))
+    if origin is tuple:
+        return f"several {type_text(arguments[0])}"
+    return f"`{getattr(hint, '__name__', hint)}`"
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -162,7 +166,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
     sentences = {}
     for base in [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for node, after in zip(body, body[1:], strict=False):
+        for node, after in itertools.pairwise(body):
             if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
                 sentences.setdefault(node.target.id, " ".join(ast.literal_eval(after.value).split()))
     return {name: sentence.replace("|", "\\|") for name, sentence in sentences.items()}
@@ -186,7 +190,7 @@ def shown_commands(markdown: str) -> list[str]:
 
 
 def check_command(command: str) -> str | None:
-    """Why the command line would be refused: a verb or a flag that `--help` does not know; None if it would not."""
+    """The verb or flags of a command line that `--help` does not know, in a sentence; None where it knows all."""
     words = shlex.split(command.replace("…", " ").replace("[", " ").replace("]", " "), comments=True)[1:]
     texts = all_help()
     verb = next((word for word in words if not word.startswith("-")), "")
