@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
-"""data_parallel exchanges gradients at every step; the others are the four steps from DiLoCo to Streaming DiLoCo."""
+"""data_parallel exchanges gradients at every step; the others, outer gradients, lead to the paper's best."""
 METHODS: tuple[Method, ...] = get_args(Method)
 
 

@@ -51,8 +51,9 @@ def test_outer_gradient_is_the_difference():
 def test_places_say_where_a_parameter_is_found():
     model = model_of_two_blocks()
     parameters = cut(model)
-    for name, (shape, fragment, start) in parameters.places().items():
-        parameter = model.get_parameter(name)
+    facts = parameters.facts()
+    for name, parameter in model.named_parameters():
+        shape, fragment, start = facts[f"shape, fragment and place of parameter {name}"]
         found_N = parameters.flat(fragment)[start : start + parameter.numel()]
         assert torch.equal(found_N.view(shape), parameter.float())
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import distribute_module
 
 import diloco
 from diloco.engine.sharded import gathered, local
+from diloco.exchange.transport import Channel
 from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
@@ -419,13 +420,13 @@ def test_a_mesh_that_spans_replicas_is_refused():
 class Mute(diloco.ProcessGroupExchange):
     """Neither sends nor receives a fragment."""
 
-    def start(self, payloads, fragment, round, phase=0):
-        if fragment < 0:
-            return super().start(payloads, fragment, round, phase)
+    def start(self, payloads, tag):
+        if tag.channel is not Channel.PAYLOAD:
+            return super().start(payloads, tag)
 
         def wait() -> NoReturn:
             time.sleep(3)
-            raise diloco.ExchangeError(f"fragment {fragment}, round {round}: lost", (1 - self.replica,))
+            raise diloco.ExchangeError(f"{tag}: lost", (1 - self.replica,))
 
         return SimpleNamespace(wait=wait)
 

@@ -3,14 +3,14 @@ import weakref
 
 import pytest
 import torch
-from tests.engine.test_streaming import Case, inner_step
+from tests.engine.cases import Case, inner_step
 
 from diloco.engine.state import OuterState
 
 
 def state(*, offload: bool) -> OuterState:
     vectors = [torch.arange(3.0) + 10 * fragment for fragment in range(4)]
-    outer = OuterState(vectors, with_error=False, offload=offload)
+    outer = OuterState(vectors, slots=("velocity",), with_error=False, offload=offload)
     for velocity_N, vector_N in zip(outer.at_home("velocity"), vectors, strict=True):
         velocity_N.copy_(-vector_N)
     return outer

@@ -11,13 +11,19 @@ import torch.distributed as dist
 from tests.processes import run_replicas
 
 from diloco.errors import DisagreementError, ExchangeError
+from diloco.exchange import gloo
 from diloco.exchange.control import agree, share
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.process_group import ProcessGroupExchange, _tag
+from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.transport import Channel, Tag
 
 # (fragment, round, phase) of exchanges that are in flight together, and how long their payloads are.
 KEYS = list(product((0, 1, 40), (1, 90_000), (0, 1)))
 LENGTHS = dict(zip(KEYS, (1, 100_003, 7, 300_000, 513, 7) * 2, strict=True))
+
+
+def payload_tag(fragment: int, round: int, phase: int = 0) -> Tag:
+    return Tag(Channel.PAYLOAD, fragment, round, phase)
 
 
 def content(key: tuple[int, int, int], sender: int, receiver: int) -> torch.Tensor:
@@ -41,7 +47,7 @@ def exchange_out_of_order(num_connections: int):
     exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
     shuffle = random.Random(exchange.replica)
     starts, waits = (shuffle.sample(KEYS, len(KEYS)) for _ in range(2))
-    pending = {key: exchange.start(payloads(exchange, key), *key) for key in starts}
+    pending = {key: exchange.start(payloads(exchange, key), payload_tag(*key)) for key in starts}
     for key in waits:
         assert_delivered(exchange, key, pending[key].wait())
 
@@ -57,7 +63,9 @@ def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
     exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
     share(exchange, "all have connected")
     largest = _tcp_connections() - before
-    large, small = ([chunk.numel() for _, chunk in exchange._chunks(torch.zeros(n))] for n in (300_001, 65_537))
+    large, small = (
+        [chunk.numel() for _, chunk in gloo._chunks(torch.zeros(n), exchange._groups)] for n in (300_001, 65_537)
+    )
     exchange.close()
     exchange.close()
     deadline = time.monotonic() + 5
@@ -96,9 +104,17 @@ def test_replicas_that_ask_for_other_numbers_of_connections_are_told_so():
 
 
 def test_more_fragments_than_a_group_can_tell_apart_are_refused():
-    assert _tag(2045, 3, 1) != _tag(2045, 3, 0)
-    with pytest.raises(ValueError, match="fragment 2047 is one too many: take at most 2047"):
-        _tag(2047, 1, 0)
+    tags = [
+        Tag(channel, fragment, number, phase)
+        for channel in Channel
+        for fragment in (0, 1, 2047)
+        for number in (0, 1, 2**17 - 1)
+        for phase in (0, 1)
+    ]
+    assert len({gloo.tag_bits(tag) for tag in tags}) == len(tags)
+    assert all(0 <= gloo.tag_bits(tag) < 2**31 for tag in tags)
+    with pytest.raises(ValueError, match="fragment 2048 is one too many: cut at most 2048"):
+        gloo.tag_bits(payload_tag(2048, 1))
 
 
 def exchange_within(ranks: list[int]):
@@ -106,7 +122,9 @@ def exchange_within(ranks: list[int]):
     if dist.get_rank() in ranks:
         exchange = ProcessGroupExchange(group, timeout_seconds=20)
         assert (exchange.replica, exchange.num_replicas) == (ranks.index(dist.get_rank()), len(ranks))
-        assert_delivered(exchange, (1, 1, 0), exchange.start(payloads(exchange, (1, 1, 0)), 1, 1).wait())
+        assert_delivered(
+            exchange, (1, 1, 0), exchange.start(payloads(exchange, (1, 1, 0)), payload_tag(1, 1)).wait()
+        )
 
 
 def test_replicas_are_counted_within_their_group():
@@ -119,7 +137,7 @@ def start_before_a_late_peer(delay_seconds: float) -> float:
     if exchange.replica == 1:
         time.sleep(delay_seconds)
     begin = time.monotonic()
-    pending = exchange.start(payloads(exchange, (0, 90_000, 1)), 0, 90_000, 1)
+    pending = exchange.start(payloads(exchange, (0, 90_000, 1)), payload_tag(0, 90_000, 1))
     seconds = time.monotonic() - begin
     assert_delivered(exchange, (0, 90_000, 1), pending.wait())
     return seconds
@@ -132,7 +150,7 @@ def test_start_returns_at_once_while_a_peer_is_late():
 
 def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...], float] | None:
     exchange = ProcessGroupExchange(timeout_seconds=1.0)
-    exchange.start(payloads(exchange, (0, 1, 0)), 0, 1).wait()
+    exchange.start(payloads(exchange, (0, 1, 0)), payload_tag(0, 1)).wait()
     dist.barrier()
     if exchange.replica == absent:
         if ending == "silent":
@@ -142,7 +160,7 @@ def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...], float]
     time.sleep({"dies before": 0.5, "dies meanwhile": 0, "silent": 0}[ending])
     begin = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
-        exchange.start(payloads(exchange, (40, 90_000, 1)), 40, 90_000, 1).wait()
+        exchange.start(payloads(exchange, (40, 90_000, 1)), payload_tag(40, 90_000, 1)).wait()
     return str(caught.value), caught.value.missing, time.monotonic() - begin
 
 
@@ -167,7 +185,7 @@ def test_an_absent_replica_is_named_within_the_time_limit(absent, ending):
 def wait_again_in_vain() -> None:
     exchange = ProcessGroupExchange(timeout_seconds=0.5)
     if exchange.replica == 0:
-        pending = exchange.start(payloads(exchange, (0, 1, 0)), 0, 1)
+        pending = exchange.start(payloads(exchange, (0, 1, 0)), payload_tag(0, 1))
         for _ in range(2):
             with pytest.raises(ExchangeError, match="replica 1"):
                 pending.wait()
@@ -234,6 +252,6 @@ def test_a_process_group_must_exist():
 def test_a_replica_alone_exchanges_with_nobody():
     exchange = LoopbackExchange()
     assert (exchange.replica, exchange.num_replicas) == (0, 1)
-    assert exchange.start({}, 0, 1).wait() == {}
+    assert exchange.start({}, payload_tag(0, 1)).wait() == {}
     agree(exchange, {"sync_every": 30})
     assert share(exchange, 30) == [30]

@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.wire.cases import BLOCK_SPECS, implementation
 
-from diloco.kernels import native
 from diloco.errors import PayloadError
-from diloco.outer.nesterov import Nesterov, take_outer_step
+from diloco.kernels import native
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
 from diloco.wire import codec
 
 
@@ -67,10 +72,17 @@ def test_the_outer_step_has_the_bits_of_plain_torch(seed, divisor, lr, momentum,
     exponents = torch.randint(-30, 30, (4, 533), generator=generator)
     vectors = torch.randn(4, 533, generator=generator) * torch.exp2(exponents)
     copies = vectors.clone()
-    settings = {"divisor": divisor, "outer": Nesterov(lr=lr, momentum=momentum), "mixing": mixing}
-    take_outer_step(*vectors[:3], parameters=[vectors[3, :33], vectors[3, 33:]], **settings)
+    rule = Nesterov(lr=lr, momentum=momentum)
+
+    def take(outer, velocity, total, theta) -> None:
+        parameters = [theta[:33], theta[33:]]
+        vectors = {"outer": outer, "velocity": velocity}
+        fragment = FragmentState(vectors.__getitem__, rule.slots, parameters, Mixing(mixing))
+        rule.on_average(fragment, Average(total, divisor), Sync(0, 1, 1), Cohort.equal(1))
+
+    take(*vectors)
     with patch("diloco.outer.nesterov.native", return_value=None):
-        take_outer_step(*copies[:3], parameters=[copies[3, :33], copies[3, 33:]], **settings)
+        take(*copies)
     assert torch.equal(vectors.view(torch.int32), copies.view(torch.int32))
 
 

@@ -10,7 +10,7 @@ from tests.processes import run_replicas
 import diloco
 from diloco import measure
 from diloco.cli.main import main
-from diloco.exchange.transport import Exchange
+from diloco.exchange.transport import Transport
 from diloco.measure.measure import demo_gradient, load_gradient, measure_link, measure_wire
 from diloco.wire import CODECS, codec
 
@@ -95,7 +95,7 @@ class SlowLinks:
 @pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (3, 0.05), (5, 0.2)])
 def test_a_link_is_measured_in_bits_that_a_replica_sends(num_replicas, gbit_s, monkeypatch):
     monkeypatch.setattr(measure, "share", lambda exchange, value: [value] * exchange.num_replicas)
-    exchange = cast("Exchange", SlowLinks(num_replicas, gbit_s, 0.02))
+    exchange = cast("Transport", SlowLinks(num_replicas, gbit_s, 0.02))
     found, latency = measure_link(exchange, seconds=0.2)
     assert latency == pytest.approx(0.02, rel=0.2)
     assert found == pytest.approx(gbit_s, rel=0.2)

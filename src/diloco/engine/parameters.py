@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.sharded import joined, local, reshard, shard_group, sharded_like
+from diloco.engine.sharded import joined, local, num_shards, reshard, shard_group, shard_index, sharded_like
 from diloco.errors import UserError
 from diloco.fragments import Fragment, block_spans
 from diloco.kernels.memory import empty
+from diloco.outer.digest import parameters_hash
 
 
 class FragmentParameters:
@@ -34,10 +35,10 @@ class FragmentParameters:
         self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold a replica's shards; None if it is one process."""
         self.device = self.shards(0)[0].device
-        """Of all parameters."""
+        """Where all parameters lie."""
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
-        """Where the blocks of each fragment lie in its flat vector."""
+        """For each fragment, where its blocks lie in its flat vector."""
 
     def shards(self, fragment: int) -> list[Tensor]:
         """The parameters, or this process's shards of them, in their own memory."""
@@ -49,19 +50,19 @@ class FragmentParameters:
         return joined(shards, empty(sum(shard.numel() for shard in shards), torch.float32, self.device))
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
-        """Δ_{m,p} = Θ_p − θ_{m,p}, written to the vector that is given."""
+        """Write Δ_{m,p} = Θ_p − θ_{m,p} to `to_N`, and return it."""
         shards, parts, results = self.shards(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
         for shard, part, result in zip(shards, parts, results, strict=True):
             torch.sub(part, shard, out=result)
         return to_N
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
-        """Views of a fragment's flat vector, by parameter name, shaped and sharded as the parameters are."""
+        """Views of a fragment's flat vector (N), by parameter name, shaped and sharded as the parameters are."""
         parameters, parts = self._by_fragment[fragment].items(), self._parts(fragment, flat_N)
         return {name: sharded_like(part, like) for (name, like), part in zip(parameters, parts, strict=True)}
 
     def all_named(self, flat: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The same of the flat vectors of all fragments, in order."""
+        """Views of the flat vectors of all fragments, given in order, by parameter name."""
         return {
             name: view
             for fragment, flat_N in enumerate(flat)
@@ -69,7 +70,7 @@ class FragmentParameters:
         }
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
-        """What stands under the names of a fragment's parameters, likewise."""
+        """A fragment's flat FP32 vector (N), from tensors by parameter name."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
 
     def first_not_finite(self, fragment: int, flat_N: Tensor) -> str | None:
@@ -77,19 +78,24 @@ class FragmentParameters:
         parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
         return next((name for name, part in parts if not part.isfinite().all()), None)
 
-    def places(self) -> dict[str, tuple[list[int], int, int]]:
-        """Of each parameter its shape in this process, its fragment, and where it begins there."""
-        places: dict[str, tuple[list[int], int, int]] = {}
+    def facts(self) -> dict[str, object]:
+        """The facts on which all replicas must agree: shards, shapes, places, values."""
+        name_of_shard = (
+            "which shard of how many this process holds (a replica's mesh has no process of another replica)"
+        )
+        facts: dict[str, object] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
+        values: dict[str, Tensor] = {}
         for fragment, parameters in enumerate(self._by_fragment):
             start = 0
             for name, shard in zip(parameters, self.shards(fragment), strict=True):
-                places[name] = list(shard.shape), fragment, start
+                facts[f"shape, fragment and place of parameter {name}"] = [list(shard.shape), fragment, start]
                 start += shard.numel()
-        return places
+                values[name] = shard
+        return {**facts, "initial parameters (SHA-256)": parameters_hash(values)}
 
     @contextmanager
     def replaced_by(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """The parameters have others' values meanwhile, by name; their own are kept on the side, and put back."""
+        """Give the parameters other values, by name, and put their own back at the end."""
         shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
         own = [(shard, shard.clone()) for shard in shards]
         reshard(self._model)
@@ -104,7 +110,7 @@ class FragmentParameters:
             reshard(self._model)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:
-        """Refuse if the model has come by other parameters since the fragments were cut.
+        """Refuse a model whose parameters are no longer those of the fragments.
 
         Raises:
             UserError: naming the parameter.
@@ -125,7 +131,7 @@ class FragmentParameters:
                     )
 
     def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
-        """Views of a flat vector, one a parameter, shaped as what this process holds of it."""
+        """Views of a flat vector, one a parameter, in the shape of this process's shard."""
         shards = self.shards(fragment)
         parts = flat_N.split([shard.numel() for shard in shards])
         return [part_N.view(shard.shape) for part_N, shard in zip(parts, shards, strict=True)]

@@ -1,4 +1,4 @@
-"""What an engine is told: what of it contradicts itself, and what all replicas must be told alike."""
+"""The engine's settings: their validation, and which of them all replicas must share."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,14 @@ from torch import nn
 
 from diloco.engine.sharded import local
 from diloco.errors import UserError
+from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition
-from diloco.outer.nesterov import Nesterov
-from diloco.reduction.combine import Combine, combine_by
+from diloco.outer.mixing import MergeRule
+from diloco.outer.rule import OuterRule
+from diloco.reduction import Reduction, reduction_of
 from diloco.schedule import Schedule
-from diloco.wire import DARE, Codec
+from diloco.wire.payload import Codec
+from diloco.wire.sparse import DARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +24,23 @@ class Settings:
     """A partition of the parameters."""
     schedule: Schedule
     """When each fragment is sent and merged."""
-    outer: Nesterov
-    """The outer optimizer."""
-    mixing: float
-    """α, how much of its own parameters a replica keeps at a merge."""
+    outer: OuterRule
+    """The outer rule."""
+    mixing: MergeRule
+    """How Θ enters a replica's own parameters."""
     wire: Codec
-    """What the outer gradients are sent in."""
+    """The codec of the outer gradients."""
     combine: str
-    """gather, reduce_scatter or reduce_scatter:CODEC."""
+    """The reduction: gather, reduce_scatter or reduce_scatter:CODEC."""
     error_feedback: float | None
     """β; None is none."""
     seed: int
-    """What codecs that draw random numbers draw them from."""
+    """The seed of codecs that draw random numbers."""
 
     @property
-    def way(self) -> Combine:
-        """How the payloads are combined."""
-        return combine_by(self.combine, self.wire)
+    def reduction(self) -> Reduction:
+        """How payloads become an average."""
+        return reduction_of(self.combine, self.wire)
 
     def check(self, model: nn.Module, num_replicas: int) -> None:
         """Refuse, without any other replica, what can't be trained; the model may be on `meta`.
@@ -47,23 +50,36 @@ class Settings:
         """
         check_partition(model, self.fragments)
         self._check_schedule(num_replicas)
-        if not 0 <= self.mixing <= 1:
-            raise UserError(f"mixing must lie between 0 and 1, not {self.mixing}")
-        _ = self.way
+        _ = self.reduction
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
-            raise UserError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}")
+            raise UserError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}", "seed")
         _check_parameters(model)
 
+    def check_transport(self, transport: Transport) -> None:
+        """Refuse a transport that can't do what the settings need.
+
+        Raises:
+            UserError: naming both.
+        """
+        if transport.ordered and self.reduction.num_phases > 1:
+            raise UserError(
+                f"combine={self.combine} sends its averages when they are ready, and the exchange (nccl) matches "
+                "messages by their order: give ProcessGroupExchange a group that has gloo, or set combine=gather",
+                "combine",
+            )
+
     def facts(self, num_replicas: int) -> dict[str, object]:
-        """What all replicas must be told alike, in the order in which a difference explains the most."""
+        """What all replicas must share, in the order in which a difference explains the most."""
         return {
+            "num_replicas": num_replicas,
             **self._facts_of_schedule(num_replicas),
-            "outer learning rate": float(self.outer.lr),
-            "outer momentum": float(self.outer.momentum),
-            "mixing": float(self.mixing),
+            "outer rule": type(self.outer).__name__,
+            **self.outer.facts(),
+            "merge rule": type(self.mixing).__name__,
+            **self.mixing.facts(),
             "wire": self.wire.spec,
-            "combine": self.way.spec,
+            "combine": self.reduction.spec,
             "error feedback": self.error_feedback,
             "seed": self.seed,
         }
@@ -73,7 +89,7 @@ class Settings:
         schedule = self._facts_of_schedule(num_replicas)
         return {
             "wire": self.wire.spec,
-            "combine": self.way.spec,
+            "combine": self.reduction.spec,
             "num_replicas": num_replicas,
             "error_feedback": self.error_feedback,
             "seed": self.seed,
@@ -96,20 +112,26 @@ class Settings:
         if self.schedule.num_fragments != len(self.fragments):
             raise UserError(
                 f"schedule.num_fragments={self.schedule.num_fragments}, but there are {len(self.fragments)} "
-                "fragments: count all of them, the one outside the blocks included"
+                "fragments: count all of them, the one outside the blocks included",
+                "schedule.num_fragments",
             )
         overlaps = self.schedule.overlap_steps
         if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
-            raise UserError(f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas")
+            raise UserError(
+                f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas",
+                "overlap_steps",
+            )
 
     def _check_error_feedback(self) -> None:
         beta = self.error_feedback
         if beta is not None and not 0 < beta <= 1:
-            raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}")
+            raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}", "error_feedback")
         if beta is not None and isinstance(self.wire, DARE) and beta * (1 / self.wire.density - 1) >= 1:
             raise UserError(
                 f"error_feedback={beta} with wire={self.wire.spec} diverges: dare scales what it keeps up, "
-                "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout"
+                "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout",
+                "error_feedback",
+                "wire",
             )
 
 

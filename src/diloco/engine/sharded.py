@@ -1,7 +1,7 @@
 """A replica of several processes: its parameters are DTensors, of which each process holds a shard.
 
-The engine works on local shards, and shard i of a replica exchanges with shard i of the others. A replica of one
-process has plain tensors, which are what these functions return, and nobody to ask.
+The engine works on local shards, and shard i of a replica exchanges with shard i of the others. For a replica of
+one process these functions return its plain tensors, and talk to nobody.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All shards together; every process of the replica must call it."""
+    """The whole tensor, from all shards; every process of the replica must call it."""
     if not is_sharded(tensor):
         return tensor
     on_device = local(tensor).to(tensor.device_mesh.device_type)
@@ -34,7 +34,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(part: Tensor, like: Tensor) -> Tensor:
-    """A shard in any memory, and of any dtype, as a tensor that is sharded as another is."""
+    """A tensor that is sharded as `like` is, from this process's shard in any memory and of any dtype."""
     if not is_sharded(like):
         return part
     # Not by DTensor.from_local, which takes the part to the mesh's device.
@@ -50,7 +50,7 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor."""
+    """True for a DTensor."""
     return hasattr(tensor, "to_local")
 
 
@@ -97,12 +97,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def shard_index(group: dist.ProcessGroup | None) -> int:
-    """Which of a replica's processes this is."""
+    """The index of this process among its replica's."""
     return dist.get_rank(group) if group is not None else 0
 
 
 def num_shards(group: dist.ProcessGroup | None) -> int:
-    """How many processes a replica has."""
+    """The number of processes in a replica."""
     return dist.get_world_size(group) if group is not None else 1
 
 
@@ -116,15 +116,15 @@ def sum_over_shards(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, another: str) -> Iterator[None]:
-    """If what is done in here fails in one shard of a replica, it fails in all.
+    """Fail in all shards of a replica if the work in this context fails in one.
 
     Args:
         group: the processes that hold the shards.
-        device: theirs.
-        another: what messages call another shard.
+        device: where they compute.
+        another: the words for another shard in messages.
 
     Raises:
-        ExchangeError: where it went well, if it failed elsewhere, or another shard does not answer.
+        ExchangeError: where the work went well, if it failed elsewhere or another shard does not answer.
     """
 
     def num_failed(here: int) -> int:

@@ -1,45 +1,50 @@
-"""Where the outer state lives: beside the parameters, or in host memory, from which fragments visit the device."""
+"""The outer state in memory: beside the parameters, or in host memory, from which fragments visit the device.
+
+Shapes: N elements of one fragment that this process holds.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from diloco.kernels.memory import empty
 
-Kind = Literal["outer", "velocity", "error"]
-"""Θ, the outer momentum v, and the error e of error feedback."""
-KINDS: tuple[Kind, ...] = ("outer", "velocity", "error")
+OUTER, ERROR = "outer", "error"
+"""The kinds of vectors that are not slots of the outer rule: Θ, and the error e of error feedback."""
 
 
 class OuterState:
-    """Flat FP32 vectors of every fragment, by kind.
+    """Flat FP32 vectors of every fragment, by kind: Θ, the slots of the outer rule, the error.
 
     In host memory they are pinned, and copied to and from the device on a stream of its own while training goes
     on. One fragment visits the device at a time: the one in use, and after that the one that was announced.
 
     Args:
-        outer: Θ of each fragment, on the device where it is used; v and e start at zero.
-        with_error: whether there is an e.
+        outer: Θ of each fragment, on the device where it is used; the others start at zero.
+        slots: names of the outer rule's vectors.
+        with_error: whether there is an error.
         offload: keep them in host memory.
     """
 
-    def __init__(self, outer: Iterable[Tensor], *, with_error: bool, offload: bool) -> None:
+    def __init__(self, outer: Iterable[Tensor], *, slots: Sequence[str], with_error: bool, offload: bool) -> None:
         self._offload = offload
         self._device = torch.device("cpu")
         homes: list[Tensor] = []
         for outer_N in outer:  # one at a time: with `offload`, there may be no room for more
             self._device = outer_N.device
             homes.append(self._at_home(outer_N))
-        zeros = [self._at_home_like(home_N) for home_N in homes]
-        errors = [self._at_home_like(home_N) for home_N in homes if with_error]
-        self._home: dict[Kind, list[Tensor]] = {"outer": homes, "velocity": zeros, "error": errors}
+        self.kinds = (OUTER, *slots, ERROR)
+        """All kinds, those without vectors included."""
+        self._home: dict[str, list[Tensor]] = {OUTER: homes}
+        for kind in slots:
+            self._home[kind] = [self._at_home_like(home_N) for home_N in homes]
+        self._home[ERROR] = [self._at_home_like(home_N) for home_N in homes if with_error]
         self._stream = torch.cuda.Stream(self._device) if offload and self._device.type == "cuda" else None
-        self._visiting: dict[tuple[Kind, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._visiting: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
 
-    def use(self, kind: Kind, fragment: int) -> Tensor:
-        """The vector on the device, to be read or changed in place by what is queued there from now on."""
+    def use(self, kind: str, fragment: int) -> Tensor:
+        """The vector on the device, to be read or changed in place by work queued there from now on."""
         if not self._offload:
             return self._home[kind][fragment]
         self._send_home_all_but(fragment)
@@ -50,8 +55,8 @@ class OuterState:
             torch.cuda.current_stream(self._device).wait_event(arrived)
         return vector_N
 
-    def keep(self, kind: Kind, fragment: int) -> None:
-        """What `use` gave was changed: from now on this is the vector."""
+    def keep(self, kind: str, fragment: int) -> None:
+        """Take the vector that `use` gave, which was changed, back home."""
         if not self._offload:
             return
         vector_N, _ = self._visiting[kind, fragment]
@@ -62,16 +67,16 @@ class OuterState:
         with torch.cuda.stream(self._stream):
             self._home[kind][fragment].copy_(vector_N, non_blocking=True)
 
-    def expect(self, kinds: Sequence[Kind], fragment: int) -> None:
-        """This fragment will be used next: start to fetch it."""
+    def expect(self, kinds: Sequence[str], fragment: int) -> None:
+        """Start to fetch the fragment that is used next."""
         if not self._offload:
             return
         self._send_home_all_but(fragment)
         for kind in kinds:
-            if kind in self and (kind, fragment) not in self._visiting:
+            if self._home[kind] and (kind, fragment) not in self._visiting:
                 self._fetch(kind, fragment)
 
-    def at_home(self, kind: Kind) -> list[Tensor]:
+    def at_home(self, kind: str) -> list[Tensor]:
         """The vectors of all fragments where they live, with every change; they may be changed in place, too."""
         if self._stream is not None:
             self._stream.synchronize()
@@ -80,10 +85,12 @@ class OuterState:
 
     def num_elements(self, fragment: int) -> int:
         """N."""
-        return self._home["outer"][fragment].numel()
+        return self._home[OUTER][fragment].numel()
 
-    def __contains__(self, kind: Kind) -> bool:
-        return bool(self._home[kind])
+    @property
+    def num_fragments(self) -> int:
+        """P."""
+        return len(self._home[OUTER])
 
     def _at_home(self, vector_N: Tensor) -> Tensor:
         return self._at_home_like(vector_N).copy_(vector_N) if self._offload else vector_N
@@ -92,11 +99,10 @@ class OuterState:
         """Zeros where vectors live, pinned if they are copied to a GPU."""
         if self._offload and self._device.type == "cuda":
             return torch.zeros(like_N.numel(), dtype=torch.float32, pin_memory=True)
-        return empty(
-            like_N.numel(), torch.float32, torch.device("cpu") if self._offload else like_N.device
-        ).zero_()
+        device = torch.device("cpu") if self._offload else like_N.device
+        return empty(like_N.numel(), torch.float32, device).zero_()
 
-    def _fetch(self, kind: Kind, fragment: int) -> None:
+    def _fetch(self, kind: str, fragment: int) -> None:
         home_N = self._home[kind][fragment]
         if self._stream is None:
             self._visiting[kind, fragment] = home_N.clone(), None
@@ -109,6 +115,6 @@ class OuterState:
         self._visiting[kind, fragment] = vector_N, arrived
 
     def _send_home_all_but(self, fragment: int) -> None:
-        """The memory is free for others when the stream has done what it was asked to."""
+        """Forget the other visitors; their memory is free for others when the stream is done with it."""
         for visitor in [visitor for visitor in self._visiting if visitor[1] != fragment]:
             del self._visiting[visitor]

@@ -1,9 +1,12 @@
-"""One replica alone (M = 1): nothing to send, nobody to wait for."""
+"""The transport of one replica alone (M = 1): nothing to send, nobody to wait for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from diloco.exchange.transport import Tag
 
 
 @dataclass(frozen=True, eq=False)
@@ -12,14 +15,10 @@ class LoopbackExchange:
 
     replica: int = 0
     num_replicas: int = 1
+    ordered: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def start(
-        self,
-        payloads: Mapping[int, Tensor],
-        fragment: int,
-        round: int,
-        phase: int = 0,
-    ) -> "_Nothing":
+    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> "_Nothing":
         """Send nothing."""
         assert not payloads, "a replica alone has nobody to send to"
         return _Nothing()
@@ -27,5 +26,5 @@ class LoopbackExchange:
 
 class _Nothing:
     def wait(self) -> dict[int, Tensor]:
-        """Nobody else's payload."""
+        """The payloads of nobody."""
         return {}

@@ -1,13 +1,44 @@
-"""How the bytes of one fragment reach the other replicas: the contract of every transport.
+"""The contract of every transport: flat uint8 tensors to and from each other replica.
 
-Numbers live above this contract, sockets below it. A transport moves flat uint8 tensors and knows nothing of what
-they mean.
+Numbers live above this contract, sockets below it. A transport knows nothing of the meaning of its bytes.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+
+class Channel(IntEnum):
+    """The kinds of traffic between replicas; no two share a tag."""
+
+    CONTROL = 0
+    """Settings and other messages about the run."""
+    PAYLOAD = 1
+    """Outer gradients and their averages."""
+    PROBE = 2
+    """Measurements of the link."""
+
+
+class Tag(NamedTuple):
+    """The name of one exchange; every replica starts each tag once."""
+
+    channel: Channel
+    fragment: int = 0
+    """Index of the fragment, from 0."""
+    round: int = 0
+    """How often this fragment, or this channel, has been used, from 1."""
+    phase: int = 0
+    """The leg of an exchange that has several, 0 or 1."""
+    shard: int = 0
+    """The replica's process that sends, from 0."""
+
+    def __str__(self) -> str:
+        if self.channel is Channel.PAYLOAD:
+            return f"fragment {self.fragment}, round {self.round}"
+        return "comparing settings" if self.channel is Channel.CONTROL else "measuring the link"
 
 
 class Pending(Protocol):
@@ -17,13 +48,13 @@ class Pending(Protocol):
         """The other replicas' payloads, by replica, each as long as the one sent to it. Bounded in time.
 
         Raises:
-            ExchangeError: naming the fragment, the round and the replicas that are missing.
+            ExchangeError: naming the exchange and the replicas that are missing.
         """
         ...
 
 
-class Exchange(Protocol):
-    """A way from every replica to every other."""
+class Transport(Protocol):
+    """A way from every replica to every other, for a fixed set of replicas."""
 
     @property
     def replica(self) -> int:
@@ -35,18 +66,22 @@ class Exchange(Protocol):
         """M."""
         ...
 
-    def start(self, payloads: Mapping[int, Tensor], fragment: int, round: int, phase: int = 0) -> Pending:
-        """Start sending each other replica its payload, and receiving one from each; returns at once.
+    @property
+    def ordered(self) -> bool:
+        """True if messages are matched by their order, so that all must be started by one thread."""
+        ...
 
-        Every replica starts the same (fragment, round, phase), once, with payloads of the same lengths.
+    @property
+    def device(self) -> torch.device:
+        """The device whose memory payloads are sent from; others are copied to it."""
+        ...
+
+    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Pending:
+        """Start sending each other replica its payload, and receiving one from each; returns at once.
 
         Args:
             payloads: a flat uint8 tensor for each other replica; must not change until the exchange is over.
-            fragment: index of the fragment, from 0; −1 is for messages about the run itself.
-            round: how often the fragment has been sent, from 1.
-            phase: which leg of an exchange that has several.
+                Every replica starts the same tag with payloads of the same lengths.
+            tag: the name of the exchange.
         """
         ...
-
-
-ABOUT_THE_RUN = -1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diloco.errors import UserError
 from diloco.exchange.control import share
-from diloco.exchange.transport import Exchange
+from diloco.exchange.transport import Channel, Tag, Transport
 from diloco.kernels.memory import empty
 from diloco.wire import CODECS, Codec, codec
 
@@ -185,7 +185,7 @@ def measure_machines(config: "TrainConfig") -> Machines:
 
 
 def measure_link(
-    exchange: Exchange, *, seconds: float = 2.0, beside: Exchange | None = None
+    exchange: Transport, *, seconds: float = 2.0, beside: Transport | None = None
 ) -> tuple[float, float]:
     """Bandwidth, in Gbit/s, and latency, in seconds, as this replica sees them; each replica must call it.
 
@@ -202,7 +202,7 @@ def measure_link(
         share(together, None)  # all begin at once
         start = time.perf_counter()
         for _ in range(times):
-            exchange.start(others, _MEASURED, next(rounds)).wait()
+            exchange.start(others, Tag(Channel.PROBE, round=next(rounds))).wait()
         return (time.perf_counter() - start) / times
 
     latency, num_bytes = exchange_seconds(8, 20), 1 << 16
@@ -212,9 +212,6 @@ def measure_link(
         if num_bytes >= 1 << 26 or max(share(together, taken)) >= seconds:
             return 8e-9 * num_bytes * (exchange.num_replicas - 1) / max(taken - latency, 1e-9), latency
         num_bytes *= 4
-
-
-_MEASURED = 0  # the fragment whose number the measuring borrows
 
 
 def _step_seconds(config: "TrainConfig", world: "World") -> float:

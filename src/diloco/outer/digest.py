@@ -1,4 +1,4 @@
-"""The digest that proves replicas equal."""
+"""The digest that proves the outer parameters equal on all replicas."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -7,7 +7,12 @@ from torch import Tensor
 
 
 def parameters_hash(parameters: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = Tensor.detach) -> str:
-    """SHA-256 of the parameters' FP32 bits, in the order of their names; of what `gather` makes of each."""
+    """SHA-256 over the FP32 bits of parameters, in the order of their names.
+
+    Args:
+        parameters: by name; floats of any dtype and device.
+        gather: makes the whole of a parameter that is sharded.
+    """
     digest = hashlib.sha256()
     for name in sorted(parameters):
         digest.update(gather(parameters[name]).detach().float().cpu().contiguous().numpy().data)

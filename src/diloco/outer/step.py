@@ -1,4 +1,4 @@
-"""One outer step as the engine reports it: norms and cosines of the outer gradients.
+"""One outer step as a replica took it: times, norms and cosines of the outer gradients.
 
 Shapes: N elements of one fragment.
 """

@@ -13,6 +13,7 @@ from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.models.decoder import Decoder
+from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
 from diloco.training.checkpoints import Checkpoints
@@ -170,7 +171,7 @@ def _engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
         fragments=fragments,
         schedule=schedule,
         outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
-        mixing=diloco.mixing,
+        mixing=Mixing(diloco.mixing),
         wire=codec(diloco.wire),
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,

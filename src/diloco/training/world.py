@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.errors import DisagreementError, UserError
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange
-from diloco.exchange.transport import Exchange
+from diloco.exchange.transport import Transport
 from diloco.training.config import TrainConfig
 
 
@@ -21,9 +21,9 @@ from diloco.training.config import TrainConfig
 class World:
     """Where this process stands among the others: its rank is replica · num_shards + shard."""
 
-    exchange: Exchange
+    exchange: Transport
     """The way to the same shard of the other replicas."""
-    everyone: Exchange
+    everyone: Transport
     """The way to all processes, in the order of their ranks; the same thing where a replica is one process."""
     mesh: DeviceMesh | None
     """Replicas × shards, where a replica is several processes; None where it is one."""
@@ -131,7 +131,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         assert isinstance(mine, dist.ProcessGroup), "every process is a member of one"
         return mine
 
-    def exchange(group: dist.ProcessGroup, num_connections: int = 1) -> Exchange:
+    def exchange(group: dist.ProcessGroup, num_connections: int = 1) -> Transport:
         if group.size() == 1:
             return LoopbackExchange()
         seconds = config.timeout_seconds

@@ -4,8 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.outer.mixing import merge
-from diloco.outer.nesterov import Nesterov, divide, take_outer_step
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
 
 f32 = np.float32
 SEEDS = st.integers(0, 2**32 - 1)
@@ -65,27 +69,14 @@ def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_r
     parameters = [part.to(dtype) for part in (theta[:1].view(()), theta[1:31].view(5, 6).T, theta[31:])]
     expected = [*outer.step(Theta, v, delta)]
     merged = [
-        merge(parameter.float().reshape(-1), part, alpha).to(dtype)
+        Mixing(alpha).merge(parameter.float().reshape(-1), part).to(dtype)
         for parameter, part in zip(parameters, expected[0].split([1, 30, 9]), strict=True)
     ]
-    settings = {"divisor": num_replicas, "outer": outer, "parameters": parameters, "mixing": alpha}
-    take_outer_step(Theta, v, total, **settings)
-    assert all(map(torch.equal, (Theta, v), expected)) and torch.equal(divide(total, num_replicas), delta)
+    fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__, outer.slots, parameters, Mixing(alpha))
+    average = Average(total, num_replicas)
+    outer.on_average(fragment, average, Sync(0, 1, 1), Cohort.equal(num_replicas))
+    assert all(map(torch.equal, (Theta, v), expected)) and torch.equal(average.divided(), delta)
     assert all(torch.equal(now.reshape(-1), then) for now, then in zip(parameters, merged, strict=True))
-
-
-@given(SEEDS, st.floats(0.0, 1.0))
-def test_the_merge_is_the_equation_in_float32(seed, alpha):
-    theta, Theta = vectors(seed, 2)
-    expected = f32(alpha) * theta + f32(1 - alpha) * Theta
-    assert same_bits(merge(torch.tensor(theta), torch.tensor(Theta), alpha), expected)
-
-
-@given(SEEDS)
-def test_a_merge_can_keep_all_or_nothing(seed):
-    theta, Theta = map(torch.tensor, vectors(seed, 2))
-    assert torch.equal(merge(theta, Theta, 1.0), theta)
-    assert torch.equal(merge(theta, Theta, 0.0), Theta)
 
 
 @given(SEEDS)
@@ -93,7 +84,7 @@ def test_nothing_is_changed_in_place(seed):
     before = vectors(seed, 3)
     after = [torch.tensor(vector) for vector in before]
     Nesterov().step(*after)
-    merge(after[0], after[1], 0.5)
+    Mixing(0.5).merge(after[0], after[1])
     assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
 
 

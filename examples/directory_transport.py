@@ -1,0 +1,88 @@
+"""A transport of one's own: payloads as files in a directory that all replicas see. Try it: run the file."""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import diloco
+from diloco.exchange.transport import Tag
+from diloco.files import write_atomically
+
+
+class DirectoryTransport:
+    """Each payload is a file, written whole under the name of its tag, sender and receiver."""
+
+    ordered = False  # messages are matched by their names
+    device = torch.device("cpu")
+
+    def __init__(
+        self, directory: Path, *, replica: int, num_replicas: int, timeout_seconds: float = 60.0
+    ) -> None:
+        self._directory, self._timeout_seconds = directory, timeout_seconds
+        self.replica, self.num_replicas = replica, num_replicas
+
+    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> "_Arriving":
+        for receiver, payload in payloads.items():
+            write_atomically(self._path(tag, self.replica, receiver), [payload.cpu().numpy().data])
+        paths = {sender: self._path(tag, sender, self.replica) for sender in payloads}
+        return _Arriving(paths, tag, time.monotonic() + self._timeout_seconds)
+
+    def _path(self, tag: Tag, sender: int, receiver: int) -> Path:
+        name = f"{tag.channel:d}-{tag.fragment}-{tag.round}-{tag.phase}-{tag.shard}"
+        return self._directory / f"{name}-from-{sender}-to-{receiver}"
+
+
+class _Arriving:
+    def __init__(self, paths: dict[int, Path], tag: Tag, deadline: float) -> None:
+        self._paths, self._tag, self._deadline = paths, tag, deadline
+
+    def wait(self) -> dict[int, Tensor]:
+        while missing := tuple(sender for sender, path in self._paths.items() if not path.exists()):
+            if time.monotonic() > self._deadline:
+                raise diloco.ExchangeError(f"{self._tag}: no payload from replica {missing}", missing)
+            time.sleep(0.001)
+        return {
+            sender: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            for sender, path in self._paths.items()
+        }
+
+
+def train(directory: Path, replica: int, num_replicas: int) -> None:
+    torch.manual_seed(0)  # the same initial parameters on all replicas
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=2),
+        exchange=DirectoryTransport(directory, replica=replica, num_replicas=num_replicas),
+    )
+    target, data = torch.randn(8, 1), torch.Generator().manual_seed(replica)
+    for _ in range(20):
+        inputs = torch.randn(16, 8, generator=data)
+        (model(inputs) - inputs @ target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    engine.finish()
+    print(f"replica {replica}: outer hash {engine.outer_hash()[:16]}")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        spawn = multiprocessing.get_context("spawn")
+        replicas = [spawn.Process(target=train, args=(Path(name), replica, 2)) for replica in range(2)]
+        for process in replicas:
+            process.start()
+        for process in replicas:
+            process.join()
+            assert process.exitcode == 0, "a replica failed"
+
+
+if __name__ == "__main__":
+    main()

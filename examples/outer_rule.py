@@ -1,0 +1,69 @@
+"""An outer rule of one's own: Adam on the averaged outer gradients (FedAdam, arXiv 2003.00295), one replica."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import diloco
+from diloco.outer.rule import JSON, FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterAdam:
+    """m ← β₁ m + (1 − β₁) Δ; s ← β₂ s + (1 − β₂) Δ²; Θ ← Θ − η m / (√s + ε)."""
+
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    epsilon: float = 1e-3
+
+    slots = ("first_moment", "second_moment")  # FP32 vectors that the engine keeps, saves and loads
+    shared = True  # Θ has the same bits on every replica
+
+    def facts(self) -> Mapping[str, JSON]:
+        return {"outer Adam": [self.lr, self.beta1, self.beta2, self.epsilon]}
+
+    def on_send(self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync) -> None:
+        pass
+
+    def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
+        delta_N = average.divided()
+        first_N, second_N = fragment.use("first_moment"), fragment.use("second_moment")
+        first_N.lerp_(delta_N, 1 - self.beta1)
+        second_N.lerp_(delta_N.square(), 1 - self.beta2)
+        fragment.use("outer").sub_(self.lr * first_N / (second_N.sqrt() + self.epsilon))
+        fragment.merge()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=1),
+        outer=OuterAdam(lr=0.1),
+        exchange=diloco.LoopbackExchange(),
+    )
+    inputs, target = torch.randn(64, 8), torch.randn(8, 1)
+    for step in range(100):
+        loss = (model(inputs) - inputs @ target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+        if step % 20 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    engine.finish()
+    with engine.outer_in_place(), torch.no_grad():
+        print(f"outer parameters: loss {(model(inputs) - inputs @ target).square().mean().item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The rounds of the fragments: encode and send, wait for the others, take the outer step and merge.
+
+Shapes: N elements of one fragment that this process holds.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diloco.engine import observe
+from diloco.engine.lanes import Handle, ThreadLane
+from diloco.engine.parameters import FragmentParameters
+from diloco.engine.settings import Settings
+from diloco.engine.sharded import all_shards_or_none, shard_index, sum_over_shards
+from diloco.engine.state import ERROR, OUTER, OuterState
+from diloco.errors import ExchangeError, NonFiniteError, PayloadError, UserError
+from diloco.exchange.transport import Channel, Tag, Transport
+from diloco.kernels.memory import empty
+from diloco.outer.rule import FragmentState
+from diloco.outer.step import OuterStep
+from diloco.reduction import Reduction
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.feedback import encode_with_feedback
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
+from diloco.wire.payload import Key
+
+
+@dataclass
+class Round:
+    """One round of one fragment, from its send until no replica needs its payloads any more."""
+
+    sync: Sync
+    reduction: Reduction
+    payloads: tuple[Tensor, ...]
+    """What this replica sent."""
+    exchanged: Handle[dict[int, Tensor]]
+    """The last phase's payload of every member, this replica's own included."""
+    received: bool = False
+
+
+@dataclass
+class Rounds:
+    """The rounds in flight, and what they change."""
+
+    settings: Settings
+    transport: Transport
+    parameters: FragmentParameters
+    """θ."""
+    state: OuterState
+    """Θ, the slots of the outer rule, and the error."""
+    cohort: Cohort
+    """The replicas of every round."""
+    in_flight: list[Round] = field(default_factory=list)
+    """In the order in which they were sent."""
+    num_steps: int = 0
+    """Inner steps taken."""
+    bytes_sent: int = 0
+    """Payload bytes of all shards, each destination counted."""
+    bytes_received: int = 0
+    """Payload bytes of all shards from the other replicas that were merged."""
+    blocked_seconds: float = 0.0
+    """How long training has waited for payloads."""
+
+    def __post_init__(self) -> None:
+        """Make the memory in which sums are made, and count the bytes of each fragment."""
+        sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
+        self._reduction = self.settings.reduction
+        self._shard_group = self.parameters.shard_group
+        self._shard = shard_index(self._shard_group)
+        self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
+        num_bytes = [self._reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
+        over_shards = sum_over_shards(torch.tensor(num_bytes, device=self.parameters.device), self._shard_group)
+        self._fragment_bytes: list[int] = over_shards.tolist()
+
+    def key(self, sync: Sync) -> Key:
+        """The key of this replica's payloads of a round."""
+        return Key(self.settings.seed, sync.fragment, sync.round, self.transport.replica, shard=self._shard)
+
+    def send(self, syncs: Sequence[Sync]) -> None:
+        """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
+        with self._all_shards_or_none():
+            try:
+                self.parameters.check_still_the_models(sync.fragment for sync in syncs)
+            except UserError as error:
+                raise UserError(f"step {self.num_steps}: {error}") from None
+            encoded = [self._encode(sync) for sync in syncs]
+        for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
+            if error_N is not None:
+                self.state.use(ERROR, sync.fragment).copy_(error_N)
+                self.state.keep(ERROR, sync.fragment)
+            self.start(sync, self._reduction, payloads)
+            self.bytes_sent += self._fragment_bytes[sync.fragment]
+            self._on_send(sync, payloads)
+
+    def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
+        """Start to bring every member what it needs of a round."""
+        num_elements = self.state.num_elements(sync.fragment)
+        exchanged = _exchange(self.transport, reduction, payloads, num_elements, self.key(sync), self.cohort)
+        self.in_flight.append(Round(sync, reduction, payloads, exchanged))
+
+    def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
+        """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
+
+        Args:
+            syncs: the rounds to merge, in order.
+            forget: the step up to which no replica needs what was sent any more, not even after a resume.
+        """
+        due = [flight for sync in syncs for flight in self.in_flight if flight.sync == sync]
+        assert len(due) == len(syncs), "what is due was sent"
+        # Merged here before a resume, and sent again for the sake of a slower replica.
+        again = [
+            flight
+            for flight in self.in_flight
+            if flight.sync.step <= forget and not flight.received and flight.sync not in syncs
+        ]
+        self.in_flight = [flight for flight in self.in_flight if flight.sync.step > forget]
+        if not due and not again:
+            return ()  # most steps: the shards have nothing to tell each other
+        with self._all_shards_or_none():
+            for flight in again:
+                self._receive(flight)
+            received = [self._receive(flight) for flight in due]
+            averages = [
+                self._average(flight, payloads, first=not i)
+                for i, (flight, (payloads, _)) in enumerate(zip(due, received, strict=True))
+            ]
+        return tuple(
+            self._outer_step(flight, average, payloads, blocked_seconds)
+            for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True)
+        )
+
+    def sent(self) -> dict[str, Tensor]:
+        """The decoded outer gradients of the rounds in flight, by parameter name."""
+        named: dict[str, Tensor] = {}
+        for flight in self.in_flight:
+            p, key = flight.sync.fragment, self.key(flight.sync)
+            sent_N = flight.reduction.decode(flight.payloads, self.state.num_elements(p), key)
+            named |= self.parameters.named(p, sent_N)
+        return named
+
+    def expect_next(self) -> None:
+        """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
+        schedule = self.settings.schedule
+        for step in range(self.num_steps + 1, self.num_steps + schedule.sync_every + 1):
+            due = schedule.due(step, self.transport.replica)
+            if due.send or due.merge:
+                kinds = (ERROR,) if due.send else self.settings.outer.slots
+                self.state.expect((OUTER, *kinds), (due.send or due.merge)[0].fragment)
+                return
+
+    def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The payloads of a fragment, and the error that they leave."""
+        p, key, beta = sync.fragment, self.key(sync), self.settings.error_feedback
+        outer_N = self.state.use(OUTER, p)
+        delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
+        try:
+            if beta is None:
+                return self._reduction.encode(delta_N, key, self.cohort), None
+            error_N = self.state.use(ERROR, p)
+            return encode_with_feedback(self._reduction, delta_N, error_N, beta, key, self.cohort)
+        except NonFiniteError:
+            name = self.parameters.first_not_finite(p, delta_N)
+            raise observe.non_finite(self.num_steps, self.transport.replica, p, name) from None
+
+    def _on_send(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
+        num_elements = self.state.num_elements(sync.fragment)
+        own = partial(self._reduction.decode, payloads, num_elements, self.key(sync))
+        with self._fragment(sync.fragment) as fragment:
+            self.settings.outer.on_send(fragment, own, sync)
+
+    @contextmanager
+    def _fragment(self, p: int) -> Iterator[FragmentState]:
+        """A fragment's state for the outer rule; the vectors that the rule used are kept."""
+        used: set[str] = set()
+
+        def use(kind: str) -> Tensor:
+            used.add(kind)
+            return self.state.use(kind, p)
+
+        rule, mixing = self.settings.outer, self.settings.mixing
+        yield FragmentState(use, rule.slots, self.parameters.shards(p), mixing)
+        for kind in used:
+            self.state.keep(kind, p)
+
+    def _all_shards_or_none(self) -> AbstractContextManager[None]:
+        another = f"step {self.num_steps}: another shard of replica {self.transport.replica}"
+        return all_shards_or_none(self._shard_group, self.parameters.device, another)
+
+    def _receive(self, flight: Round) -> tuple[dict[int, Tensor], float]:
+        """The payloads of all members, and the seconds that training waited for them."""
+        start = time.perf_counter()
+        with self._naming(flight.sync):
+            payloads = flight.exchanged.wait()
+        blocked_seconds = time.perf_counter() - start
+        flight.received = True
+        self.blocked_seconds += blocked_seconds
+        return payloads, blocked_seconds
+
+    def _average(self, flight: Round, payloads: dict[int, Tensor], *, first: bool) -> Average:
+        """The average of the outer gradients; of the first round that is due, in the memory kept for that."""
+        to_N = self._scratch[: self.state.num_elements(flight.sync.fragment)]
+        if not first:
+            to_N = torch.empty_like(to_N)
+        with self._naming(flight.sync):
+            return flight.reduction.average(payloads, to_N, self.key(flight.sync), self.cohort)
+
+    @contextmanager
+    def _naming(self, sync: Sync) -> Iterator[None]:
+        """Say in which step and round an exchange failed."""
+        try:
+            yield
+        except ExchangeError as error:
+            raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
+        except PayloadError as error:
+            where = f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}"
+            raise PayloadError(f"{where}: {error}") from error
+
+    def _outer_step(
+        self, flight: Round, average: Average, payloads: dict[int, Tensor], blocked_seconds: float
+    ) -> OuterStep:
+        sync, p = flight.sync, flight.sync.fragment
+        self.bytes_received += self._fragment_bytes[p]
+        with self._fragment(p) as fragment:
+            self.settings.outer.on_average(fragment, average, sync, self.cohort)
+        return observe.outer_step(
+            flight.reduction,
+            payloads,
+            sync,
+            self.key(sync),
+            self.cohort,
+            like_N=average.total_N,
+            blocked_seconds=blocked_seconds,
+            spans=self.parameters.spans[p],
+            shard_group=self._shard_group,
+        )
+
+
+def _exchange(
+    transport: Transport,
+    reduction: Reduction,
+    payloads: Sequence[Tensor],
+    num_elements: int,
+    key: Key,
+    cohort: Cohort,
+) -> Handle[dict[int, Tensor]]:
+    """Start the first phase; a second phase follows in a thread as soon as the first is over."""
+    tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard)
+    first = _Phase(transport, reduction.addressed(payloads, cohort), tag)
+    if reduction.num_phases == 1:
+        return first
+
+    def relay() -> dict[int, Tensor]:
+        average = reduction.relay(first.wait(), num_elements, key, cohort)
+        return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
+
+    return ThreadLane(str(tag)).run(relay)
+
+
+class _Phase:
+    """One phase of an exchange, with this replica's own payload beside the others'."""
+
+    def __init__(self, transport: Transport, payloads: Mapping[int, Tensor], tag: Tag) -> None:
+        others = {member: payload for member, payload in payloads.items() if member != transport.replica}
+        self._own = {transport.replica: payloads[transport.replica]}
+        self._pending = transport.start(others, tag)
+
+    def wait(self) -> dict[int, Tensor]:
+        return {**self._pending.wait(), **self._own}

@@ -1,0 +1,76 @@
+"""Messages over gloo: every receive is posted before any send.
+
+A receiver's notice that it is ready would otherwise queue behind the payload that it announces. gloo moves the
+bytes on threads of its own, and between two replicas one message after the other, in the order in which they were
+started.
+"""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.errors import UserError
+from diloco.exchange.messages import Messages
+from diloco.exchange.transport import Tag
+
+# A tag has 31 bits: channel, fragment, round, phase. No two rounds in flight share their last 17 bits.
+_FRAGMENT_BITS, _ROUND_BITS = 11, 17
+
+# From this size on, a chunk of a payload is worth a connection of its own.
+_CHUNK_BYTES = 1 << 16
+
+
+def post(messages: Messages, groups: list[dist.ProcessGroup]) -> None:
+    """Post every receive, then every send; a large payload is cut into a chunk for each group."""
+    tag = tag_bits(messages.tag)
+    for replica, buffer in messages.incoming.items():
+        with messages.blaming(replica):
+            for group, chunk in _chunks(buffer, groups):
+                _add(messages, replica, dist.irecv(chunk, group=group, group_src=replica, tag=tag))
+    for replica, payload in messages.outgoing.items():
+        with messages.blaming(replica):
+            for group, chunk in _chunks(payload, groups):
+                _add(messages, replica, dist.isend(chunk, group=group, group_dst=replica, tag=tag))
+
+
+def group_like(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    """A group of the same replicas with connections of its own; every replica must call it."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=timeout_seconds),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this process is a member"
+    return made
+
+
+def tag_bits(tag: Tag) -> int:
+    """A tag as the whole number by which gloo matches messages; shards have groups of their own.
+
+    Raises:
+        UserError: if there are more fragments than a tag can tell apart.
+    """
+    if tag.fragment >= 1 << _FRAGMENT_BITS:
+        raise UserError(f"fragment {tag.fragment} is one too many: cut at most {1 << _FRAGMENT_BITS} fragments")
+    assert tag.phase in (0, 1), "a tag has one bit for the phase"
+    place = tag.channel << _FRAGMENT_BITS | tag.fragment
+    return (place << _ROUND_BITS | tag.round % (1 << _ROUND_BITS)) << 1 | tag.phase
+
+
+def _chunks(payload: Tensor, groups: list[dist.ProcessGroup]) -> Iterator[tuple[dist.ProcessGroup, Tensor]]:
+    """The part of a payload that travels in each group; a small payload travels in the first alone."""
+    num_chunks = min(len(groups), max(1, payload.numel() // _CHUNK_BYTES))
+    return zip(groups, payload.tensor_split(num_chunks), strict=False)
+
+
+def _add(messages: Messages, replica: int, work: dist.Work | None) -> None:
+    assert work is not None, "this process is a member of the group"
+    messages.add(replica, partial(_wait, work))
+
+
+def _wait(work: dist.Work, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))

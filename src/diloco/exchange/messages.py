@@ -1,0 +1,70 @@
+"""Point-to-point messages of torch.distributed in flight, and the errors that they met."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ExchangeError
+from diloco.exchange.transport import Tag
+
+
+class Messages:
+    """The messages of one exchange.
+
+    Args:
+        payloads: what is sent, by replica; a message of the same length is received from each.
+        device: where the messages lie.
+        tag: the exchange that errors name.
+        timeout_seconds: how long `wait` waits at the most.
+    """
+
+    def __init__(
+        self, payloads: Mapping[int, Tensor], device: torch.device, tag: Tag, timeout_seconds: float
+    ) -> None:
+        self.tag = tag
+        self._timeout_seconds = timeout_seconds
+        self._waits: list[tuple[int, Callable[[float], None]]] = []
+        self._missing: dict[int, str] = {}
+        # Kept alive: the transport reads from them until all is sent.
+        self.outgoing = {replica: payload.to(device) for replica, payload in sorted(payloads.items())}
+        """The messages sent, by replica."""
+        self.incoming = {replica: torch.empty_like(payload) for replica, payload in self.outgoing.items()}
+        """Memory for the messages received, by replica."""
+
+    def add(self, replica: int, wait: Callable[[float], None]) -> None:
+        """Add a message from or to a replica; `wait(seconds)` returns when it is over, or raises."""
+        self._waits.append((replica, wait))
+
+    @contextmanager
+    def blaming(self, replica: int) -> Iterator[None]:
+        """Note an error as this replica's, and go on with the others."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self._missing.setdefault(replica, _reason(error))
+
+    def wait(self) -> dict[int, Tensor]:
+        """The messages received, once every message has come in and gone out.
+
+        Raises:
+            ExchangeError: naming the exchange and the replicas that are missing.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while self._waits:
+            replica, wait = self._waits.pop(0)
+            with self.blaming(replica):
+                # After one timeout the others have a moment left, to learn who else is missing.
+                wait(max(deadline - time.monotonic(), 0.01))
+        if self._missing:
+            names = ", ".join(f"replica {replica} ({why})" for replica, why in sorted(self._missing.items()))
+            raise ExchangeError(f"{self.tag}: no payload from or to {names}", tuple(sorted(self._missing)))
+        return self.incoming
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of a transport's message, without the place in its source."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (first.split("] ", 1)[-1] if first.startswith("[") else first).split(". ")[0]

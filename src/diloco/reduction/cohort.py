@@ -1,0 +1,58 @@
+"""The replicas of one outer step, and their weights."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from diloco.errors import ExchangeError
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who is in one outer step, and with what weight; decided once, and the same on every replica.
+
+    The average is Σ_m w_m Δ_m / Σ_m w_m, added up in the order of the members.
+
+    >>> Cohort.equal(2)
+    Cohort(members=(0, 1), weights=(1.0, 1.0))
+    >>> Cohort.weighted({7: 1000.0, 2: 4000.0})
+    Cohort(members=(2, 7), weights=(1.0, 0.25))
+    """
+
+    members: tuple[int, ...]
+    """Replicas, ascending."""
+    weights: tuple[float, ...]
+    """One a member, above 0, the largest 1: equal weights are all 1, and give the bits of a plain average."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no cohort; it is never made of a user's numbers."""
+        assert self.members and len(self.members) == len(self.weights), "a weight for each member"
+        assert list(self.members) == sorted(set(self.members)), "each member once, ascending"
+        assert min(self.weights) > 0 and max(self.weights) == 1, "weights lie above 0, and the largest is 1"
+
+    @classmethod
+    def equal(cls, num_replicas: int) -> "Cohort":
+        """All of M replicas, with the same weight."""
+        return cls(tuple(range(num_replicas)), (1.0,) * num_replicas)
+
+    @classmethod
+    def weighted(cls, amounts: Mapping[int, float]) -> "Cohort":
+        """Some replicas, each with a weight in proportion to its amount, such as the tokens that it read."""
+        most = max(amounts.values())
+        members = sorted(amounts)
+        return cls(tuple(members), tuple(amounts[member] / most for member in members))
+
+    @property
+    def total_weight(self) -> float:
+        """Σ_m w_m; M where all weights are equal."""
+        return float(sum(self.weights))
+
+    def check_complete(self, received: Collection[int]) -> None:
+        """Refuse to average anything but one payload of each member.
+
+        Raises:
+            ExchangeError: naming the members whose payload is missing.
+        """
+        missing = tuple(member for member in self.members if member not in received)
+        if missing:
+            raise ExchangeError(f"no payload of replica {', '.join(map(str, missing))}", missing)
+        assert len(received) == len(self.members), "nobody else's payload is averaged"

@@ -1,0 +1,34 @@
+"""Error feedback: what a codec loses of one outer gradient is sent with the next (arXiv 1901.09847).
+
+Shapes: N elements of one fragment.
+"""
+
+from torch import Tensor
+
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Reduction
+from diloco.wire.payload import Key
+
+
+def encode_with_feedback(
+    reduction: Reduction, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """e ← β e + Δ; send C(e); e ← e − C(e).
+
+    Args:
+        reduction: how payloads are averaged; its codec is C.
+        delta_N: Δ, flat FP32.
+        error_N: e, flat FP32; zero at the start.
+        beta: β.
+        key: whose outer gradient it is.
+        cohort: the members that share the fragment.
+
+    Returns:
+        The payloads, and the new e; nothing is changed in place.
+
+    Raises:
+        NonFiniteError: if β e + Δ is not finite.
+    """
+    error_N = beta * error_N + delta_N
+    payloads = reduction.encode(error_N, key, cohort)
+    return payloads, error_N.sub_(reduction.decode(payloads, error_N.numel(), key))

@@ -1,0 +1,117 @@
+"""The contract of a reduction: from one payload or several of each member to one average.
+
+A reduction is pure: it says what is sent to whom, and the engine's rounds send it. The bits of the average are the
+same on every replica.
+
+Shapes: N elements of one fragment.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from diloco.errors import PayloadError
+from diloco.reduction.cohort import Cohort
+from diloco.wire.payload import Codec, Key
+
+
+class Average(NamedTuple):
+    """Δ_p = total / weight, left undivided, so that the outer step divides in the pass that reads it."""
+
+    total_N: Tensor
+    """Flat FP32 (N)."""
+    weight: float
+    """The divisor: Σ_m w_m, or 1 if the total is an average already."""
+
+    def divided(self) -> Tensor:
+        """Δ_p, flat FP32 (N), with the same bits on every device."""
+        # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+        return self.total_N / torch.full((), self.weight, dtype=torch.float32, device=self.total_N.device)
+
+
+class Reduction(Protocol):
+    """The way from payloads to an average."""
+
+    @property
+    def spec(self) -> str:
+        """Its name and its second codec's, as `reduction_of` reads it."""
+        ...
+
+    @property
+    def num_phases(self) -> int:
+        """1 if each member sends all others its payloads, 2 if it relays something after that."""
+        ...
+
+    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort) -> tuple[Tensor, ...]:
+        """The payloads of a replica's outer gradient: one for all, or one for each member.
+
+        Raises:
+            NonFiniteError: if the outer gradient is not finite.
+        """
+        ...
+
+    def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
+        """The flat FP32 vector (N) that these payloads, all of one replica, stand for."""
+        ...
+
+    def addressed(self, payloads: Sequence[Tensor], cohort: Cohort) -> dict[int, Tensor]:
+        """The payload for each member, the sender included."""
+        ...
+
+    def relay(self, received: Mapping[int, Tensor], num_elements: int, key: Key, cohort: Cohort) -> Tensor:
+        """In two phases: the payload that goes to every member, made of those received in the first.
+
+        Raises:
+            PayloadError: for a payload that is damaged.
+        """
+        ...
+
+    def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
+        """The average of the last phase's payloads, one a member; its total is written to `to_N`.
+
+        Raises:
+            ExchangeError: if a member's payload is missing.
+            PayloadError: for a payload that is damaged.
+        """
+        ...
+
+    def each(
+        self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
+    ) -> Iterator[Tensor]:
+        """Each member's decoded outer gradient, in the order of the members; nothing where none has all."""
+        ...
+
+    def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
+        """Payload bytes that a replica sends, and receives, for N elements; each destination counted."""
+        ...
+
+
+def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
+    """Σ_m w_m · decode(payload of m): FP32, in the order of the members, one pass over memory for each.
+
+    Raises:
+        ExchangeError: if a member's payload is missing.
+        PayloadError: for a payload that is damaged.
+    """
+    cohort.check_complete(received)
+    for index, (member, weight) in enumerate(zip(cohort.members, cohort.weights, strict=True)):
+        payload, key_of_member = received[member].to(to_N.device), key._replace(replica=member)
+        with naming(member):
+            if weight == 1:
+                wire.decode_into(to_N, payload, key_of_member, add=index > 0)
+                continue
+            part_N = wire.decode(payload, to_N.numel(), key_of_member).mul_(weight)
+            to_N.copy_(part_N) if index == 0 else to_N.add_(part_N)
+    return Average(to_N, cohort.total_weight)
+
+
+@contextmanager
+def naming(member: int) -> Iterator[None]:
+    """Say whose payload is damaged."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"replica {member}: {error}") from None

@@ -1,0 +1,316 @@
+"""Legend: see tests/engine/cases.py."""
+
+import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests import reference
+from tests.engine.cases import SIZES, Case, exchange, inner_step, outer_of, theta_of, train
+from tests.processes import run_replicas
+from torch import nn
+
+import diloco
+from diloco.engine.rounds import _exchange
+from diloco.errors import PayloadError
+from diloco.exchange.transport import Channel
+from diloco.reduction import reduction_of
+from diloco.reduction.cohort import Cohort
+from diloco.wire import Key, codec
+from diloco.wire.floats import FP32
+
+
+class Losing:
+    """Replica 1 sends what replica 0 sends, but not fragment 0."""
+
+    replica, num_replicas, ordered, device = 0, 2, False, torch.device("cpu")
+
+    def __init__(self, *, loses: bool) -> None:
+        self.loses = loses
+
+    def start(self, payloads, tag):
+        def wait() -> dict:
+            if self.loses and tag.channel is Channel.PAYLOAD and tag.fragment == 0:
+                raise diloco.ExchangeError("fragment 0 lost", (1,))
+            return dict(payloads)
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_a_payload_that_only_a_slower_replica_needs_is_waited_for_before_anything_is_merged():
+    case = Case(P=2, H=4, tau=(0, 2))
+    model = case.model()
+    engine = case.engine(model, exchange=Losing(loses=False))
+    state = [engine.state_dict() for _ in zip(range(5), train(engine, model, 9))][-1]  # noqa: B905
+    assert state["in_flight"] == [[0, 1, 4]]  # merged at once, and sent again after a resume
+    losing = Losing(loses=False)
+    resumed = case.engine(model, exchange=losing)
+    resumed.load_state_dict(state)
+    losing.loses = True
+    inner_step(model, 0, 6)
+    theta, Theta = theta_of(model), outer_of(resumed)
+    with pytest.raises(diloco.ExchangeError, match="step 6: fragment 0 lost"):
+        resumed.step()
+    assert theta_of(model).tobytes() == theta.tobytes() and outer_of(resumed).tobytes() == Theta.tobytes()
+
+
+def count_bytes(case: Case) -> tuple[int, int, int]:
+    model = case.model()
+    engine = case.engine(model)
+    for _ in train(engine, model, case.T):
+        pass
+    return engine.bytes_sent, engine.bytes_received, engine.num_steps
+
+
+def test_bytes_are_those_of_every_payload_to_every_destination():
+    case, M = Case(P=3, H=5, T=23, tau=(0, 3, 4), wire="e3m0"), 3
+    num_bytes = sum(
+        codec("e3m0").payload_bytes(SIZES[p] + 1)
+        * (M - 1)
+        * len(reference.send_steps(case.H, case.P, case.offsets, case.first_sync, p, case.T))
+        for p in range(case.P)
+    )
+    assert run_replicas(count_bytes, M, case) == [(num_bytes, num_bytes, case.T)] * M
+    assert count_bytes(replace(case, tau=4)) == (0, 0, case.T)
+
+
+def test_bytes_of_reduce_scatter_are_those_of_shares_and_averages():
+    case, M = Case(P=3, H=5, T=23, tau=(0, 3, 4), wire="e3m0", combine="reduce_scatter:bf16"), 3
+    shares = [-(-(SIZES[p] + 1) // M) for p in range(case.P)]
+    num_bytes = sum(
+        (codec("e3m0").payload_bytes(shares[p]) + codec("bf16").payload_bytes(shares[p]))
+        * (M - 1)
+        * len(reference.send_steps(case.H, case.P, case.offsets, case.first_sync, p, case.T))
+        for p in range(case.P)
+    )
+    assert run_replicas(count_bytes, M, case) == [(num_bytes, num_bytes, case.T)] * M
+
+
+@dataclass(frozen=True)
+class RecordingFP32(FP32):
+    """FP32 that keeps the keys it is given."""
+
+    keys: ClassVar[dict[str, list[Key]]] = {"encode": [], "decode": []}
+
+    def encode(self, delta_N, key=None):
+        self.keys["encode"].append(key)
+        return super().encode(delta_N, key)
+
+    def decode_into(self, to_N, payload, key=None, *, add=False):
+        self.keys["decode"].append(key)
+        return super().decode_into(to_N, payload, key, add=add)
+
+
+def record_keys(case: Case, seed: int) -> dict[str, list[Key]]:
+    model = case.model()
+    for keys in RecordingFP32.keys.values():
+        keys.clear()
+    for _ in train(case.engine(model, wire=RecordingFP32(), seed=seed), model, case.T):
+        pass
+    return {way: sorted(set(keys)) for way, keys in RecordingFP32.keys.items()}
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_a_codec_is_told_whose_outer_gradient_it_is(combine):
+    case, M = Case(P=2, H=3, T=7, tau=1, combine=combine), 2
+    rounds = [(0, 1), (0, 2), (1, 1), (1, 2)]
+    parts = [0] if combine == "gather" else [0, 1]
+    for m, keys in enumerate(run_replicas(record_keys, M, case, 2**40)):
+        own = [Key(2**40, p, r, m, part) for p, r in rounds for part in parts]
+        everybody = [Key(2**40, p, r, other, part) for p, r in rounds for other in range(M) for part in parts]
+        if combine == "gather":
+            assert keys == {"encode": own, "decode": everybody}
+        else:  # a replica decodes everybody's part of its own share, and of each share the average, replica M's
+            own += [Key(2**40, p, r, M, m) for p, r in rounds]
+            decoded = [key for key in everybody if key.part == m]
+            decoded += [Key(2**40, p, r, M, part) for p, r in rounds for part in parts]
+            assert keys == {"encode": sorted(own), "decode": sorted(decoded)}
+
+
+def train_with_mask(case: Case) -> np.ndarray:
+    model = case.model()
+    *_, last = train(case.engine(model), model, case.T)
+    return last.Theta
+
+
+@pytest.mark.parametrize(("combine", "num_kept"), [("gather", 31), ("reduce_scatter", 2 * 16)])
+def test_a_mask_keeps_the_same_places_on_all_replicas_and_others_in_the_next_round(combine, num_kept):
+    case = Case(P=1, layers_per_fragment=3, H=2, T=2, tau=0, wire="feddropout:density=0.1", combine=combine)
+    start = theta_of(case.model())
+    once = run_replicas(train_with_mask, 2, case)
+    twice = run_replicas(train_with_mask, 2, replace(case, T=4))
+    assert np.array_equal(*once) and np.array_equal(*twice)
+    assert (once[0] != start).sum() == num_kept
+    assert 1.5 * num_kept < (twice[0] != start).sum() <= 2 * num_kept
+
+
+def diverge(case: Case, step: int) -> tuple[str, int, bool]:
+    """Fragment 1 of replica 1 is not finite after a step: the error, bytes sent, and whether θ and Θ were kept."""
+    model = case.model()
+    engine = case.engine(model, exchange=exchange(timeout_seconds=1.0))
+    for t in range(1, step):
+        inner_step(model, engine.exchange.replica, t)
+        engine.step()
+    bytes_sent, Theta = engine.bytes_sent, outer_of(engine)
+    if engine.exchange.replica == 1:
+        nn.init.constant_(model.blocks[1].bias, float("nan"))
+    theta = theta_of(model)
+    with pytest.raises((diloco.NonFiniteError, diloco.ExchangeError)) as caught:
+        engine.step()
+    kept = theta_of(model).tobytes() == theta.tobytes() and outer_of(engine).tobytes() == Theta.tobytes()
+    return f"{caught.type.__name__}: {caught.value}", engine.bytes_sent - bytes_sent, kept
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_not_sent():
+    (waiting, *_, waiting_kept), (diverged, bytes_sent, diverged_kept) = run_replicas(diverge, 2, Case(tau=0), 6)
+    assert waiting_kept and diverged_kept
+    assert diverged.startswith(
+        "NonFiniteError: step 6: the outer gradient of blocks.1.bias (replica 1, fragment 1)"
+    )
+    assert bytes_sent == 0
+    assert waiting.startswith("ExchangeError: step 6: fragment 1, round 1: no payload") and "replica 1" in waiting
+
+
+def test_nothing_is_sent_when_another_fragment_of_the_step_is_not_finite():
+    _, (diverged, bytes_sent, _) = run_replicas(diverge, 2, Case(tau=0, offsets=(0, 0)), 4)
+    assert "fragment 1" in diverged and bytes_sent == 0
+
+
+class WithNaNInFragment1(diloco.ProcessGroupExchange):
+    def start(self, payloads, tag):
+        payloads = {replica: payload.clone() for replica, payload in payloads.items()}
+        if tag.fragment == 1:
+            for payload in payloads.values():
+                payload[-4:].copy_(torch.tensor([float("nan")]).view(torch.uint8))
+        return super().start(payloads, tag)
+
+
+class WithoutFragment1(diloco.ProcessGroupExchange):
+    def start(self, payloads, tag):
+        return super().start({} if tag.fragment == 1 else payloads, tag)
+
+
+def fail_at_the_first_sync(case: Case, other: type[diloco.ProcessGroupExchange], expected: type[Exception]) -> str:
+    model = case.model()
+    kind = other if dist.get_rank() == 1 else diloco.ProcessGroupExchange
+    engine = case.engine(model, exchange=kind(timeout_seconds=2.0))
+    for t in range(1, case.H):
+        inner_step(model, dist.get_rank(), t)
+        engine.step()
+    theta, Theta = theta_of(model), outer_of(engine)
+    if dist.get_rank() == 1:
+        engine.step()
+        return ""
+    with pytest.raises(expected) as caught:
+        engine.step()
+    assert theta_of(model).tobytes() == theta.tobytes() and outer_of(engine).tobytes() == Theta.tobytes()
+    for go_on in (engine.step, engine.finish, engine.state_dict):
+        with pytest.raises(ValueError, match="step 4 failed: build a new engine and load the last state"):
+            go_on()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected", "message"),
+    [
+        (WithoutFragment1, diloco.ExchangeError, "no payload from or to replica 1"),
+        (WithNaNInFragment1, PayloadError, "replica 1: a payload in fp32 holds NaN"),
+    ],
+)
+def test_a_failed_step_leaves_all_parameters_as_they_were_and_ends_the_engine(other, expected, message):
+    """Fragment 0 arrives and fragment 1, of the same step, does not, or is damaged."""
+    told, _ = run_replicas(fail_at_the_first_sync, 2, Case(tau=0, offsets=(0, 0)), other, expected)
+    assert told.startswith(f"step 4: fragment 1, round 1: {message}")
+
+
+def damaged_payloads(combine: str, replica: int, byte: int) -> str:
+    model = torch.nn.Linear(300, 1)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    exchange = diloco.ProcessGroupExchange(timeout_seconds=5)
+    start = exchange.start
+
+    def start_damaged(payloads, tag):
+        if dist.get_rank() == replica and tag.channel is Channel.PAYLOAD:
+            payloads = {m: payload.clone() for m, payload in payloads.items()}
+            for payload in payloads.values():
+                payload[byte] ^= 255
+        return start(payloads, tag)
+
+    exchange.start = start_damaged
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=1, num_fragments=1),
+        combine=combine,
+        exchange=exchange,
+    )
+    before = [p.clone() for p in model.parameters()]
+    try:
+        engine.step()
+    except (PayloadError, diloco.ExchangeError) as error:
+        assert all(map(torch.equal, before, model.parameters()))
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+REFUSED = "PayloadError: step 1: fragment 0, round 1: replica 1: a payload of"
+
+
+def test_a_payload_with_a_wrong_header_is_refused_by_name_before_anything_is_merged():
+    first, second = run_replicas(damaged_payloads, 2, "gather", 1, 0)
+    assert first.startswith(f"{REFUSED} 301 elements in e3m0")
+    assert second == "no error"
+
+
+def test_a_share_with_a_wrong_header_is_refused_by_name_where_it_is_averaged():
+    first, _ = run_replicas(damaged_payloads, 2, "reduce_scatter", 1, 5)
+    assert first.startswith(f"{REFUSED} 151 elements in e3m0")
+
+
+def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
+    exchange, reduction = (
+        diloco.ProcessGroupExchange(timeout_seconds=20),
+        reduction_of("reduce_scatter", codec("fp32")),
+    )
+    cohort = Cohort.equal(2)
+    key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
+    pending = _exchange(exchange, reduction, reduction.encode(delta, key, cohort), 5, key, cohort)
+    if exchange.replica == 0:
+        time.sleep(seconds)  # a training loop that is busy with other things
+        dist.barrier()
+        pending.wait()
+        return True
+    start = time.monotonic()
+    received = pending.wait()
+    in_time = time.monotonic() - start < seconds / 2
+    dist.barrier()
+    average = reduction.average(received, torch.empty(5), key, cohort)
+    return in_time and torch.equal(average.divided(), torch.full((5,), 0.5))
+
+
+def test_the_second_phase_starts_by_itself():
+    assert run_replicas(reduce_while_the_first_replica_does_nothing, 2, 6.0) == [True, True]
+
+
+def reduce_without_the_last_replica() -> str:
+    exchange, reduction = (
+        diloco.ProcessGroupExchange(timeout_seconds=2),
+        reduction_of("reduce_scatter", codec("fp32")),
+    )
+    cohort = Cohort.equal(3)
+    key = Key(0, 3, 2, exchange.replica)
+    if exchange.replica == 2:
+        time.sleep(5)
+        return ""
+    pending = _exchange(exchange, reduction, reduction.encode(torch.ones(5), key, cohort), 5, key, cohort)
+    with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
+        pending.wait()
+    return str(caught.value.missing)
+
+
+def test_a_replica_that_is_missing_in_either_phase_is_named():
+    assert all("2" in missing for missing in run_replicas(reduce_without_the_last_replica, 3)[:2])

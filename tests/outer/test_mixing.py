@@ -1,0 +1,28 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.outer.test_nesterov import SEEDS, f32, same_bits, vectors
+
+from diloco.errors import UserError
+from diloco.outer.mixing import Mixing
+
+
+@given(SEEDS, st.floats(0.0, 1.0))
+def test_the_merge_is_the_equation_in_float32(seed, alpha):
+    theta, Theta = vectors(seed, 2)
+    expected = f32(alpha) * theta + f32(1 - alpha) * Theta
+    assert same_bits(Mixing(alpha).merge(torch.tensor(theta), torch.tensor(Theta)), expected)
+
+
+@given(SEEDS)
+def test_a_merge_can_keep_all_or_nothing(seed):
+    theta, Theta = map(torch.tensor, vectors(seed, 2))
+    assert torch.equal(Mixing(1.0).merge(theta, Theta), theta)
+    assert torch.equal(Mixing(0.0).merge(theta, Theta), Theta)
+
+
+@pytest.mark.parametrize("alpha", [1.5, -0.1, float("nan")])
+def test_a_part_that_is_none_is_refused(alpha):
+    with pytest.raises(UserError, match=f"mixing must lie between 0 and 1, not {alpha}"):
+        Mixing(alpha)
