@@ -20,9 +20,7 @@ class DirectoryTransport:
     ordered = False  # messages are matched by their names
     device = torch.device("cpu")
 
-    def __init__(
-        self, directory: Path, *, replica: int, num_replicas: int, timeout_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, directory: Path, *, replica: int, num_replicas: int, timeout_seconds: float = 60.0) -> None:
         self._directory, self._timeout_seconds = directory, timeout_seconds
         self.replica, self.num_replicas = replica, num_replicas
 
