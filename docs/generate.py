@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.exceptions import PluginError
 
 log = logging.getLogger("mkdocs.hooks.generate")  # a warning here fails a strict build
 
@@ -107,7 +108,7 @@ def help_of(verb: str) -> str:
         [sys.executable, "-m", "diloco", *verb.split(), "--help"], capture_output=True, text=True, env=environment
     )
     if process.returncode:
-        log.warning("diloco %s --help failed: %s", verb, process.stderr)
+        raise PluginError(f"diloco {verb} --help failed: {process.stderr}")
     lines = []
     for line in process.stdout.rstrip().splitlines():
         title = re.fullmatch(r"╭─ (.*?) ─*╮", line)
@@ -158,7 +159,7 @@ def type_text(hint: Any) -> str:
         return " or ".join(map(type_text, arguments))
     if origin is tuple:
         return f"several {type_text(arguments[0])}"
-    return f"`{getattr(hint, '__name__', hint)}`"
+    return "`None`" if hint is types.NoneType else f"`{getattr(hint, '__name__', hint)}`"
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
