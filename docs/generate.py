@@ -40,6 +40,13 @@ ROOMS = {
 """The headings of the API page, in their order; a room that is not here follows under its own name."""
 
 
+TRAITS = {
+    "own_to_a_replica": "*Replicas may differ in it.*",
+    "may_change_on_resume": "*A resume may change it.*",
+}
+"""The traits that a field declares in its metadata, as sentences."""
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
     makers = {"api": api, "commands": commands, "config": config_fields}
@@ -120,23 +127,25 @@ def help_of(verb: str) -> str:
 
 
 def config_fields() -> str:
-    """A table of fields for TrainConfig, and one for each config inside it."""
-    from diloco.training.config import TrainConfig
+    """A table of fields for a run's config, and one for each config inside it."""
+    from diloco.training.recipes import laptop
 
-    return "\n\n".join(config_tables(TrainConfig, ""))
+    return "\n\n".join(config_tables(laptop(), ""))
 
 
-def config_tables(cls: type, path: str) -> list[str]:
-    """The table of a config, then those of the configs inside it."""
+def config_tables(config: Any, path: str) -> list[str]:
+    """The table of a config's class, then those of the configs inside it."""
+    cls = type(config)
     documented, hints = field_docstrings(cls), typing.get_type_hints(cls)
     rows, inner = [], []
     for field in dataclasses.fields(cls):
-        name = f"{path}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            inner += config_tables(hints[field.name], f"{name}.")
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            inner += config_tables(value, f"{name}.")
         elif field.name in documented:
-            kind = type_text(hints[field.name])
-            rows.append(f"| `{name}` | {kind} | {default_of(field)} | {documented[field.name]} |")
+            traits = " ".join(sentence for trait, sentence in TRAITS.items() if field.metadata.get(trait))
+            sentences = f"{documented[field.name]} {traits}".strip()
+            rows.append(f"| `{name}` | {type_text(hints[field.name])} | {default_of(field)} | {sentences} |")
     title = f"## {path.rstrip('.') or 'The run'}"
     table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
     return [f"{title}\n\n{inspect.getdoc(cls).partition(chr(10))[0]}\n\n{table}", *inner]
