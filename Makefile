@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test format docs docs-serve clean
+.PHONY: env train test format clean
 
 env: .venv/installed
 
@@ -28,6 +28,8 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: docs docs-serve
+# The pages, in site/; a broken link, or a command with an unknown flag, fails.
 docs docs-serve: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
 

@@ -31,12 +31,14 @@ def replicas_agree(output: str, *, num_processes: int) -> bool:
     return len(hashes) == num_processes and len(set(hashes)) == 1
 
 
+@pytest.mark.slow
 def test_own_loop_learns_and_its_replicas_agree(tmp_path):
     output = torchrun(tmp_path, 2, str(EXAMPLES / "own_loop.py"))
     assert len(losses(output)) == 4 and losses(output)[-1] < 1, "chance is log 32 = 3.47"
     assert replicas_agree(output, num_processes=2)
 
 
+@pytest.mark.slow
 def test_sharded_replicas_go_on_unsharded(tmp_path):
     pytest.importorskip("transformers")
     example = str(EXAMPLES / "sharded_replicas.py")
@@ -56,6 +58,7 @@ def test_an_extension_of_ones_own_learns(example, capsys):
     assert last < first / 10
 
 
+@pytest.mark.slow
 def test_replicas_agree_through_a_directory(tmp_path):
     command = [sys.executable, str(EXAMPLES / "directory_transport.py")]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
