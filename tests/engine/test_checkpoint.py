@@ -150,7 +150,7 @@ def test_a_replica_does_not_take_up_the_state_of_another(beta, num_steps):
     """In flight at step 12; at step 17 nothing is, but the error is the replica's own."""
     first, second = run_replicas(load_another_replicas_state, 2, beta, num_steps)
     assert first[0] == "DisagreementError" and "why the state can't be loaded: replica 0 has null" in first[1]
-    assert second[0] == "ValueError" and "saved with replica=0, and this engine has 1" in second[1]
+    assert second[0] == "UserError" and "saved with replica=0, and this engine has 1" in second[1]
 
 
 def test_a_state_of_nothing_but_what_is_shared_is_any_replicas():

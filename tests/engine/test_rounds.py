@@ -1,6 +1,7 @@
 """Legend: see tests/engine/cases.py."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -203,7 +204,8 @@ def fail_at_the_first_sync(case: Case, other: type[diloco.ProcessGroupExchange],
         engine.step()
     theta, Theta = theta_of(model), outer_of(engine)
     if dist.get_rank() == 1:
-        engine.step()
+        with suppress(diloco.ExchangeError):  # who drops a message has none to average, either
+            engine.step()
         return ""
     with pytest.raises(expected) as caught:
         engine.step()

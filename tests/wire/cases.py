@@ -1,4 +1,4 @@
-"""What the tests of codecs draw from, and the two implementations of those with a scale a block."""
+"""The codecs and vectors that the tests share, and the two implementations of the codecs with a scale a block."""
 
 from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch

@@ -1,18 +1,24 @@
-"""Compiles a codec's reference, as for a GPU, and compares the bits: python -m tests.wire.compiled SPEC."""
+"""Compiles the codecs' references, in a process that checks no types, since that can't be traced.
+
+python -m tests.wire.compiled bits: with inductor, as for a GPU; the bits must be the reference's.
+python -m tests.wire.compiled graphs: all block codecs, without inductor; counts the graphs.
+"""
 
 import sys
 
 import torch
 
 from diloco.wire import codec
-from diloco.wire.blocks import COMPILE_OPTIONS
+from diloco.wire.compiled import COMPILE_OPTIONS, compile_alone
+from diloco.wire.formats import FORMATS, Blocks
 
 
-def main(spec: str) -> None:
+def compare_bits(spec: str) -> None:
     torch.set_num_threads(1)
     wire = codec(spec)
-    options = {"dynamic": True, "fullgraph": True, "options": COMPILE_OPTIONS}
-    pack, unpack = (torch.compile(f, **options) for f in (wire.pack_reference, wire.unpack_reference))
+    pack, unpack = (
+        compile_alone(wire, method, options=COMPILE_OPTIONS) for method in ("pack_reference", "unpack_reference")
+    )
     for length in (700, 1024):
         generator = torch.Generator().manual_seed(length)
         delta = torch.randint(0, 0x7F800000, (length,), generator=generator, dtype=torch.int32).view(torch.float32)
@@ -29,5 +35,37 @@ def main(spec: str) -> None:
         assert torch.equal(mine.view(torch.int32), total.view(torch.int32))
 
 
+def count_graphs() -> None:
+    """Each codec with its options has one graph for all lengths; together they are more than dynamo's limit."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(spec)
+        return graph.forward
+
+    specs = [f"{name}:block={block}" for name in FORMATS if issubclass(FORMATS[name], Blocks) for block in (8, 32)]
+    assert len(specs) > torch._dynamo.config.recompile_limit
+    for spec in specs:
+        wire = codec(spec)
+        pack, unpack = (
+            compile_alone(wire, method, backend=backend) for method in ("pack_reference", "unpack_reference")
+        )
+        for length in (33, 1024, 4097):
+            delta = torch.linspace(-1, 1, length)
+            payload = wire.encode(delta)
+            end = 16 + wire.scales_bytes(length)
+            scales, codes = torch.empty_like(payload[16:end]), torch.empty_like(payload[end:])
+            pack(delta, scales, codes, None)
+            assert torch.equal(torch.cat([payload[:16], scales, codes]), payload)
+            decoded = torch.empty(length)
+            unpack(scales, codes, decoded, False)
+            assert torch.equal(decoded, wire.decode(payload, length))
+    assert graphs == [spec for spec in specs for _ in ("pack", "unpack")], graphs
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "graphs":
+        count_graphs()
+    else:
+        for spec in ("e3m0", "int4:stochastic=true"):
+            compare_bits(spec)

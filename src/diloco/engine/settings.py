@@ -12,8 +12,8 @@ from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.reduction import Reduction, reduction_of
 from diloco.schedule import Schedule
+from diloco.wire.formats import DARE
 from diloco.wire.payload import Codec
-from diloco.wire.sparse import DARE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Passes over CPU memory in C, and memory in huge pages."""
+"""C functions that pass over CPU memory once where PyTorch passes several times, and memory in huge pages."""

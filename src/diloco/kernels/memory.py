@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new vector, on a CPU in huge pages where Linux has them: NumPy asks for them, torch does not.
+    """A new vector; on a CPU in huge pages where Linux has them: NumPy asks for them, torch does not.
 
-    A vector that is filled for the first time costs a page fault every 4 kB otherwise, which takes longer than the
-    filling; and one that is read costs an address translation.
+    Otherwise the first write costs a page fault every 4 kB, which takes longer than the write, and a read costs an
+    address translation.
     """
     if device.type != "cpu" or not num_elements:  # NumPy gives an empty vector a stride that torch can't view
         return torch.empty(num_elements, dtype=dtype, device=device)

@@ -1,5 +1,5 @@
-// The passes over memory for which plain torch takes several: the codecs with a scale a block, and the outer step.
-// Every operation is rounded on its own, as in the reference (to be compiled with -ffp-contract=off).
+// One pass over memory where plain torch takes several: the codecs with one scale a block, and the outer step.
+// Every operation is rounded on its own, as in the reference: compile with -ffp-contract=off.
 
 #include <math.h>
 #include <stdint.h>
@@ -14,8 +14,8 @@ INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least 
 // 2^(byte − 127)
 INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
 
-// A format offers NAME_scale, from the bits of a block's largest magnitude, NAME_code and NAME_value, and NAME_bad
-// for a code that is never written.
+// A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_code, NAME_value, and NAME_bad
+// (true for a code that is never written).
 
 typedef struct { float inverse, step; uint8_t byte; } Scale;
 
@@ -27,7 +27,7 @@ INLINE Scale e8m0(int32_t byte) {
 INLINE Scale e3m0_scale(uint32_t top) {
     return e8m0(top < 0x800000 ? top >= 0x600000 : (int32_t)((top + 0x400000) >> 23));
 }
-// Sign, exponent and the highest bit of the mantissa decide: half as wide as the float, twice as many at once.
+// Sign, exponent and the mantissa's highest bit decide the code: in 16 bits, twice as many fit a vector register.
 INLINE uint16_t e3m0_head(float x, Scale s) { return (uint16_t)(bits_of(x * s.inverse) >> 22); }
 INLINE uint16_t e3m0_code(uint16_t head) {
     uint16_t half_octaves = head & 0x1FF, above = half_octaves > 239 ? half_octaves - 239 : 0;
@@ -42,7 +42,7 @@ INLINE float e3m0_value(uint8_t c) {
 }
 INLINE int e3m0_bad(uint8_t c) { return 0; }
 
-// Floats of `bits` bits, `m` of them mantissa, as IEEE has them but for the largest exponent.
+// A float of `bits` bits, `m` of them mantissa, laid out as in IEEE 754; its largest exponent holds numbers too.
 INLINE uint8_t float_code(float unit, int bits, int m, int bias, uint32_t most) {
     uint32_t b = bits_of(unit), magnitude = b & 0x7FFFFFFF, first_normal = (uint32_t)(128 - bias) << 23;
     uint32_t even = magnitude >> (23 - m) & 1;
@@ -58,7 +58,7 @@ INLINE float float_value(uint8_t c, int bits, int m, int bias) {
     return float_of(sign | (magnitude >> m ? normal : bits_of(subnormal)));
 }
 
-// EXPONENT is the largest value's, MOST its code.
+// EXPONENT is the exponent of the largest value, MOST its code.
 #define FLOAT(NAME, BITS, M, BIAS, EXPONENT, MOST) \
     INLINE Scale NAME##_scale(uint32_t top) { return e8m0((int32_t)(top >> 23) - EXPONENT); } \
     INLINE uint8_t NAME##_code(float x, Scale s) { return float_code(x * s.inverse, BITS, M, BIAS, MOST); } \
@@ -68,7 +68,7 @@ FLOAT(e4m3, 8, 3, 7, 8, 0x7E)
 FLOAT(e5m2, 8, 2, 15, 15, 0x7B)
 FLOAT(e2m1, 4, 1, 1, 2, 7)
 
-// MOST_STEP is the largest under which the largest value is finite.
+// MOST_STEP is the largest step under which the largest value is finite.
 #define INTEGER(NAME, BITS, MOST_STEP) \
     INLINE Scale NAME##_scale(uint32_t top) { \
         float step = float_of(top) / (float)((1 << (BITS - 1)) - 1); \
@@ -85,13 +85,13 @@ INTEGER(int8, 8, 0x1.020406p+121f)
 INTEGER(int4, 4, 0x1.249248p+125f)
 INTEGER(int2, 2, 0x1.fffffep+127f)
 
-// The next blocks are fetched while this one is computed; the hardware alone would not keep up.
+// Elements to fetch ahead while a block is computed; the hardware alone would not keep up.
 #define AHEAD 512
 INLINE void prefetch(const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const char *)((uintptr_t)x + 4 * (uintptr_t)i));
 }
 
-// Codes of a run, one a byte, in the cache between rounding and packing. Words hold the codes of one packed byte.
+// The codes of a run, one a byte, in the cache between rounding and packing. A word holds one packed byte's codes.
 #define RUN 256
 typedef union { uint8_t code[RUN]; uint16_t pair[RUN / 2]; uint32_t four[RUN / 4]; } Codes;
 
@@ -140,7 +140,7 @@ INLINE uint32_t largest(const float *x, int64_t n) {
     return top;
 }
 
-// NAME_pack returns 1 if an element is not finite, NAME_unpack for a scale or a code that is never written; else 0.
+// NAME_pack returns 1 if an element is not finite; NAME_unpack, if a scale or code is never written; otherwise 0.
 #define CODEC(NAME, BITS, SCALE_BYTES) \
     INLINE void NAME##_pack_run(const float *x, int64_t n, Scale s, uint8_t *packed) { \
         Codes codes; \

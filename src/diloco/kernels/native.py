@@ -1,31 +1,23 @@
-"""Passes over CPU memory for which plain torch takes several, compiled from native.c when they are first needed.
+"""The functions of native.c, on torch's tensors.
 
-Each gives the bits of the plain torch beside which it is used, and takes its place where there is a C compiler.
+Each gives the bits of the plain torch code beside which it is used, and replaces it where there is a C compiler.
 """
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_PROCESSOR_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+from diloco.kernels.compile import compiled_library
 
-# With fewer elements a thread is done before the next one has started.
+# With fewer elements a thread ends before the next one has started.
 _ELEMENTS_A_THREAD = 1 << 20
 
 
@@ -35,30 +27,39 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
+    def has(self, name: str) -> bool:
+        """True if native.c has the function, such as `e3m0_pack` or `outer_step`."""
+        return hasattr(self._library, name)
+
     def pack(self, name: str, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor) -> bool:
-        """Write the scales and codes of a codec with a scale a block; False if an element is not finite."""
+        """Write the scales and codes of the block codec `name`; False if an element is not finite."""
         pack = self._function(f"{name}_pack", c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-        at = _addresses(block, scales, codes, delta_N)
+        addresses = _addresses(block, scales, codes, delta_N)
 
         def call(start: int, length: int) -> bool:
-            scales_at, codes_at, delta_at = at(start)
+            scales_at, codes_at, delta_at = addresses(start)
             return pack(delta_at, length, block, scales_at, codes_at) == 0
 
         return _on_threads(call, delta_N.numel(), block)
 
     def unpack(self, name: str, block: int, scales: Tensor, codes: Tensor, to_N: Tensor, *, add: bool) -> bool:
-        """Write the values, or add them; False if a scale or a code is never written by `pack`."""
+        """Write the values, or add them; False if `pack` never writes one of the scales or codes."""
         unpack = self._function(f"{name}_unpack", c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
-        at = _addresses(block, scales, codes, to_N)
+        addresses = _addresses(block, scales, codes, to_N)
 
         def call(start: int, length: int) -> bool:
-            scales_at, codes_at, to_at = at(start)
+            scales_at, codes_at, to_at = addresses(start)
             return unpack(scales_at, codes_at, length, block, to_at, add) == 0
 
         return _on_threads(call, to_N.numel(), block)
 
     def outer_step(self, vectors: Sequence[Tensor], scalars: Sequence[float]) -> None:
-        """Of Θ, v, Σ Δ and θ all but Σ Δ in place; scalars are M, η, μ, α, 1 − α: see `diloco.outer.nesterov`."""
+        """Update Θ, v and θ in place from Σ Δ, in `diloco.outer.nesterov`'s rule.
+
+        Args:
+            vectors: Θ, v, Σ Δ, θ, FP32 of N elements each.
+            scalars: M, η, μ, α, 1 − α.
+        """
         step = self._function("outer_step", *[c_void_p] * 4, c_int64, *[c_float] * 5)
 
         def call(start: int, length: int) -> bool:
@@ -76,7 +77,7 @@ class Native:
 def _addresses(
     block: int, scales: Tensor, codes: Tensor, vector_N: Tensor
 ) -> Callable[[int], tuple[int, int, int]]:
-    """Where scales, codes and elements of the block that starts at an element are."""
+    """The addresses of scales, codes and elements of a block, as a function of the block's first element."""
     num_elements = vector_N.numel()
     num_blocks = max(1, -(-num_elements // block))
     scale_bytes, codes_a_byte = scales.numel() // num_blocks, -(-num_elements // max(1, codes.numel()))
@@ -88,7 +89,7 @@ def _addresses(
 
 
 def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) -> bool:
-    """Call it on (start, length) of ranges that begin at multiples of `unit`; whether all calls were true."""
+    """Call a function on (start, length) of ranges that begin at multiples of `unit`; True if all calls are."""
     num_threads = min(torch.get_num_threads(), num_elements // _ELEMENTS_A_THREAD)
     if num_threads < 2:
         return call(0, num_elements)
@@ -100,64 +101,15 @@ def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) 
 
 @functools.cache
 def native() -> Native | None:
-    """The compiled functions; None, and one warning, where they can't be had."""
+    """The compiled functions; None, with one warning, where native.c can't be compiled or loaded."""
     try:
         if sys.byteorder != "little":
             raise OSError("the processor is big-endian")
-        return Native(ctypes.CDLL(str(_compiled())))
+        return Native(ctypes.CDLL(str(compiled_library())))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"diloco goes on with slower code of the same results, since native.c was not compiled: {error}",
+            f"native.c could not be compiled: using slower PyTorch code with identical results ({error})",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-
-
-def _compiled() -> Path:
-    """The library of this source, compiler and processor, from the user's cache or made now.
-
-    Raises:
-        OSError: saying why there is none.
-    """
-    compiler = shlex.split(os.environ.get("CC", "")) or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
-    if not compiler:
-        raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
-    source = Path(__file__).with_suffix(".c")
-    identity = repr((source.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
-    name = f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
-    if (cache / name).exists():
-        return cache / name
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / name
-        _compile(compiler, source, library)
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            partial = cache / f"{name}.{os.getpid()}"
-            shutil.copy(library, partial)
-            return partial.replace(cache / name)
-        except OSError:  # a home that can't be written to: for this process alone, then
-            return Path(shutil.copy(library, tempfile.mkdtemp(prefix="diloco-")))
-
-
-def _compile(compiler: list[str], source: Path, output: Path) -> None:
-    complaint = ""
-    for processor_flags in _PROCESSOR_FLAGS:
-        command = [*compiler, *_FLAGS, *processor_flags, str(source), "-o", str(output), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode == 0:
-            return
-        complaint = " ".join(done.stderr.split())[-300:]
-    raise OSError(f"{shlex.join(compiler)} failed: {complaint}")
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return repr(
-        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    )

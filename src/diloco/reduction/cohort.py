@@ -1,9 +1,7 @@
 """The replicas of one outer step, and their weights."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from diloco.errors import ExchangeError
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,3 @@ class Cohort:
     def total_weight(self) -> float:
         """Σ_m w_m; M where all weights are equal."""
         return float(sum(self.weights))
-
-    def check_complete(self, received: Collection[int]) -> None:
-        """Refuse to average anything but one payload of each member.
-
-        Raises:
-            ExchangeError: naming the members whose payload is missing.
-        """
-        missing = tuple(member for member in self.members if member not in received)
-        if missing:
-            raise ExchangeError(f"no payload of replica {', '.join(map(str, missing))}", missing)
-        assert len(received) == len(self.members), "nobody else's payload is averaged"

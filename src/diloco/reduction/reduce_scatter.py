@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.errors import UserError
 from diloco.kernels.memory import empty
 from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average, naming, weighted_sum
+from diloco.reduction.reduction import Average, check_complete, naming, weighted_sum
 from diloco.wire.payload import Codec, Key
 
 
@@ -64,7 +64,7 @@ class ReduceScatter:
     def relay(self, received: Mapping[int, Tensor], num_elements: int, key: Key, cohort: Cohort) -> Tensor:
         """The payload of the average of this replica's share, from every member's payload of it."""
         size = _share(num_elements, len(cohort.members))
-        cohort.check_complete(received)
+        check_complete(received, key, cohort)
         for member, payload in sorted(received.items()):
             with naming(member):
                 self.wire.check(payload, size)
@@ -75,7 +75,7 @@ class ReduceScatter:
 
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
         """The averages of the shares, joined."""
-        cohort.check_complete(received)
+        check_complete(received, key, cohort)
         payloads = [(member, received[member].to(to_N.device)) for member in cohort.members]
         self._join(self.second, payloads, len(payloads), to_N, _of_all(key, cohort))
         return Average(to_N, 1.0)

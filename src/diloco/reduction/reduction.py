@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError
+from diloco.errors import ExchangeError, PayloadError
 from diloco.reduction.cohort import Cohort
 from diloco.wire.payload import Codec, Key
 
@@ -96,7 +96,7 @@ def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key:
         ExchangeError: if a member's payload is missing.
         PayloadError: for a payload that is damaged.
     """
-    cohort.check_complete(received)
+    check_complete(received, key, cohort)
     for index, (member, weight) in enumerate(zip(cohort.members, cohort.weights, strict=True)):
         payload, key_of_member = received[member].to(to_N.device), key._replace(replica=member)
         with naming(member):
@@ -106,6 +106,19 @@ def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key:
             part_N = wire.decode(payload, to_N.numel(), key_of_member).mul_(weight)
             to_N.copy_(part_N) if index == 0 else to_N.add_(part_N)
     return Average(to_N, cohort.total_weight)
+
+
+def check_complete(received: Mapping[int, Tensor], key: Key, cohort: Cohort) -> None:
+    """Refuse to average anything but one payload of each member.
+
+    Raises:
+        ExchangeError: naming the members whose payload is missing.
+    """
+    missing = tuple(member for member in cohort.members if member not in received)
+    if missing:
+        names = ", ".join(f"replica {member}" for member in missing)
+        raise ExchangeError(f"fragment {key.fragment}, round {key.round}: no payload of {names}", missing)
+    assert len(received) == len(cohort.members), "nobody else's payload is averaged"
 
 
 @contextmanager

@@ -1,59 +1,36 @@
-"""What the codecs with one scale a block have in common: the layout, the packing of codes, E8M0 scales.
+"""What the codecs with one scale a block share: the layout of the body and the packing of codes.
 
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
 
-import functools
-import importlib.util
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.errors import PayloadError, UserError
+from diloco.errors import PayloadError
 from diloco.kernels.native import Native, native
-from diloco.wire.payload import Codec, Key, non_finite, refuse_non_finite
+from diloco.wire.compiled import compiled
+from diloco.wire.formats import FORMATS, Blocks
+from diloco.wire.payload import Codec, Key, codec_class, non_finite, refuse_non_finite
 from diloco.wire.random import random_bits
 
 
 @dataclass(frozen=True)
-class BlockCodec(Codec):
-    """A scale for every K elements, and a code of a few bits for each.
+class BlockCodec(Blocks, Codec):
+    """A scale for every K elements, and a code of a few bits for each element.
 
-    The body is the scales of all blocks, then the codes, 8 / bits of them a byte, from the low bits up; what is
-    left of the last byte is 0. Blocks run through the flat vector; the last may be shorter.
+    A subclass offers `quantize`, `factors` and `values`; the body follows from them. Where native.c has functions
+    for a registered codec, exactly that class uses them on a CPU; its subclasses use the torch reference.
     """
-
-    block: int = 256
-    """K, elements that share a scale."""
-    stochastic: bool = False
-    """Round up or down at random, so that a decoded value is right on average, rather than to the nearest."""
-
-    bits: ClassVar[int]
-    """Bits of a code."""
-    scale_bytes: ClassVar[int]
-    """Bytes of a scale."""
-
-    def __post_init__(self) -> None:
-        """Refuse a block that ends within a byte."""
-        codes_a_byte = 8 // self.bits
-        if not 2 <= self.block <= 1 << 16 or self.block % codes_a_byte:
-            multiple = f", a multiple of {codes_a_byte}" if codes_a_byte > 1 else ""
-            raise UserError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
-
-    def body_bytes(self, num_elements: int) -> int:
-        """Scales, then codes, each rounded up to whole bytes."""
-        return self._scales_end(num_elements) + -(-num_elements * self.bits // 8)
 
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """Scales from the largest magnitudes, then codes under them."""
         scales, codes = self._split(body, delta_N.numel())
-        fast = None if self.stochastic else _native(delta_N)
+        fast = None if self.stochastic else self._native("pack", delta_N)
         if fast is not None:
             if not fast.pack(self.name, self.block, delta_N, scales, codes):
                 raise non_finite()
@@ -61,16 +38,16 @@ class BlockCodec(Codec):
         random_N = None
         if self.stochastic:
             random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
-        refuse_non_finite(_on_device(self.pack_reference, delta_N)(delta_N, scales, codes, random_N))
+        refuse_non_finite(self._reference("pack_reference", delta_N)(delta_N, scales, codes, random_N))
 
     def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
         """Each code's value times its block's scale."""
         scales, codes = self._split(body, to_N.numel())
-        fast = _native(body, to_N)
+        fast = self._native("unpack", body, to_N)
         if fast is not None:
             is_sound = fast.unpack(self.name, self.block, scales, codes, to_N, add=add)
         else:
-            is_sound = bool(_on_device(self.unpack_reference, to_N)(scales, codes, to_N, add))
+            is_sound = bool(self._reference("unpack_reference", to_N)(scales, codes, to_N, add))
         if not is_sound:
             raise PayloadError(
                 f"a payload in {self.format} holds a scale or a code that is never written: it was damaged"
@@ -83,7 +60,7 @@ class BlockCodec(Codec):
         codes: UInt8[Tensor, "code_bytes"],
         random_N: Tensor | None,
     ) -> Float32[Tensor, "B"]:
-        """What `pack` does, in plain torch; returns the largest magnitudes, NaN where there is one."""
+        """`pack` in plain torch; returns the blocks' largest magnitudes, NaN where a block holds one."""
         delta_BxK = _rows(delta_N, self.block)
         largest_B = delta_BxK.abs().amax(dim=1)
         random_BxK = None if random_N is None else _rows(random_N, self.block)
@@ -99,7 +76,7 @@ class BlockCodec(Codec):
         to_N: Float32[Tensor, "N"],
         add: bool,
     ) -> Tensor:
-        """What `unpack` does, in plain torch; returns whether scales and codes are such as `pack` writes."""
+        """`unpack` in plain torch; returns True if `pack` can have written these scales and codes."""
         num_elements = to_N.numel()
         factor_B = self.factors(scales)
         unit_N = self.values(codes.device)[split(codes, num_elements, self.bits).int()]
@@ -109,11 +86,23 @@ class BlockCodec(Codec):
 
     def _split(self, body: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
-        end = self._scales_end(num_elements)
+        end = self.scales_bytes(num_elements)
         return body[:end], body[end:]
 
-    def _scales_end(self, num_elements: int) -> int:
-        return -(-num_elements // self.block) * self.scale_bytes
+    def _native(self, function: str, *tensors: Tensor) -> Native | None:
+        """The C functions, if they have this very codec's maths and can reach these tensors."""
+        on_cpu = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        if not on_cpu or self.name not in FORMATS or type(self) is not codec_class(self.name):
+            return None
+        fast = native()
+        return fast if fast is not None and fast.has(f"{self.name}_{function}") else None
+
+    def _reference(self, method: str, vector_N: Tensor) -> Callable[..., Tensor]:
+        """A reference method, compiled where the vector lies on a GPU and has more than one block."""
+        # torch.compile makes other graphs for the lengths 0 and 1, of the scales and codes too.
+        if vector_N.is_cuda and vector_N.numel() > self.block:
+            return compiled(self, method)
+        return getattr(self, method)
 
     @abstractmethod
     def quantize(
@@ -122,15 +111,15 @@ class BlockCodec(Codec):
         largest_B: Float32[Tensor, "B"],
         random_BxK: Tensor | None,
     ) -> tuple[Tensor, UInt8[Tensor, "B K"]]:
-        """Scales, in their own dtype, and codes; 32 random bits an element decide where rounding is stochastic."""
+        """Scales, in their own dtype, and codes; stochastic rounding takes 32 random bits for each element."""
 
     @abstractmethod
     def factors(self, scales: UInt8[Tensor, "bytes"]) -> Float32[Tensor, "B"]:
-        """What each block's values are multiplied by; negative or not finite for a scale that is never written."""
+        """The factor of each block's values; negative or not finite for a scale that is never written."""
 
     @abstractmethod
     def values(self, device: torch.device) -> Float32[Tensor, "codes"]:
-        """The value of each of the 2^bits codes under scale 1."""
+        """The value of each of the 2^bits codes under scale 1; not finite for a code that is never written."""
 
 
 def _rows(vector_N: Tensor, block: int) -> Tensor:
@@ -157,39 +146,5 @@ def split(packed: UInt8[Tensor, "bytes"], num_elements: int, bits: int) -> UInt8
 
 
 def power_of_two(byte_B: Int32[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
-    """2^(byte − 127), put together bit by bit: exact on every device, where exp2 need not be."""
+    """2^(byte − 127), from its bits: exact on every device, where exp2 need not be."""
     return torch.where(byte_B == 0, 0x400000, byte_B << 23).view(torch.float32)
-
-
-def _native(*tensors: Tensor) -> Native | None:
-    """The compiled passes, if these tensors are where they can reach them."""
-    on_cpu = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-    return native() if on_cpu else None
-
-
-def _on_device(reference: Callable[..., Tensor], vector_N: Tensor) -> Callable[..., Tensor]:
-    """The reference, on a GPU compiled into a few kernels by Triton."""
-    return _compiled(reference) if vector_N.is_cuda else reference
-
-
-@functools.cache
-def _compiled(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    import torch._inductor.config as inductor_config  # a second, that only a GPU is worth
-
-    if importlib.util.find_spec("triton") is None or not hasattr(inductor_config, "eager_numerics"):
-        warnings.warn(
-            "diloco goes on with slower code of the same results, since Triton, or a torch that can make it round "
-            "as torch itself does, is not installed",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return reference
-    return torch.compile(reference, dynamic=True, fullgraph=True, options=COMPILE_OPTIONS)
-
-
-COMPILE_OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,  # no fused multiply-add
-    "eager_numerics.division_rounding": True,
-    "eager_numerics.disable_ftz": True,
-}
-"""What makes inductor round as eager torch does."""

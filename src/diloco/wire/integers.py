@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
+from diloco.wire import formats
 from diloco.wire.blocks import BlockCodec
 
 
@@ -21,17 +22,15 @@ class _Integer(BlockCodec):
     two's complement.
     """
 
-    scale_bytes = 4
-
     def quantize(
         self,
         delta_BxK: Float32[Tensor, "B K"],
         largest_B: Float32[Tensor, "B"],
         random_BxK: Tensor | None,
     ) -> tuple[Float32[Tensor, "B"], UInt8[Tensor, "B K"]]:
-        """Scales, and codes."""
+        """Scales and codes."""
         most = 2 ** (self.bits - 1) - 1
-        # Not by a Python number: CUDA would multiply by its reciprocal, which rounds differently.
+        # A tensor as divisor: CUDA would multiply by a Python number's reciprocal, which rounds differently.
         scale_B = (largest_B / torch.full_like(largest_B, most)).clamp(max=self._most_scale())
         num_steps_BxK = delta_BxK / torch.where(scale_B > 0, scale_B, 1)[:, None]
         if random_BxK is None:
@@ -51,21 +50,18 @@ class _Integer(BlockCodec):
         return {8: float.fromhex("0x1.020406p+121"), 4: float.fromhex("0x1.249248p+125")}.get(self.bits, math.inf)
 
     def values(self, device: torch.device) -> Float32[Tensor, "codes"]:
-        """Two's complement; the lowest is never written."""
+        """Two's complement; the lowest value is never written."""
         half = 2 ** (self.bits - 1)
         return torch.arange(-half, half, dtype=torch.float32, device=device).roll(half)
 
 
 @dataclass(frozen=True)
-class INT8(_Integer):
+class INT8(formats.INT8, _Integer):
     """−127 … 127."""
-
-    name = "int8"
-    bits = 8
 
 
 @dataclass(frozen=True)
-class INT4(_Integer):
+class INT4(formats.INT4, _Integer):
     """−7 … 7.
 
     >>> wire = INT4()
@@ -73,13 +69,7 @@ class INT4(_Integer):
     tensor([ 7., -2.,  1.])
     """
 
-    name = "int4"
-    bits = 4
-
 
 @dataclass(frozen=True)
-class INT2(_Integer):
+class INT2(formats.INT2, _Integer):
     """−1, 0, 1."""
-
-    name = "int2"
-    bits = 2

@@ -1,26 +1,28 @@
-"""What every codec has in common: the key it draws from, the header of a payload, and what is refused.
+"""What all codecs share: the key of random numbers, the header of a payload, its checks, and the look-up by name.
 
 Shapes: N elements of one outer gradient.
 """
 
+import functools
 import struct
 import zlib
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from abc import abstractmethod
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diloco.errors import NonFiniteError, PayloadError, UserError
 from diloco.kernels.memory import empty
+from diloco.wire.formats import FORMATS, HEADER_BYTES, Format, parse
 
 MAGIC = b"DLC1"
-HEADER_BYTES = 16
 
 
 class Key(NamedTuple):
-    """Whose outer gradient it is: what a codec that draws random numbers draws them from."""
+    """The outer gradient that a payload is made from: a codec draws its random numbers from this key."""
 
     seed: int = 0
     """The same on all replicas, below 2^64."""
@@ -29,29 +31,27 @@ class Key(NamedTuple):
     round: int = 0
     """How often the fragment has been sent, below 2^32."""
     replica: int = 0
-    """Whose it is, below 2^16 − 1; masks ignore it, so that all replicas keep the same places."""
+    """The replica that encodes, below 2^16 − 1; masks ignore it, so that all replicas keep the same places."""
     part: int = 0
-    """Which share of the fragment, below 2^16, when it is cut."""
+    """Index of the share of the fragment, below 2^16, where it is cut into shares."""
     shard: int = 0
-    """Which of the replica's processes has it, below 2^16."""
+    """Index of the replica's process that holds the shard, below 2^16."""
 
 
 @dataclass(frozen=True)
-class Codec(ABC):
-    """A wire format. A payload is a header of 16 bytes and a body; docs/wire-format.md has every byte.
+class Codec(Format):
+    """A wire format with its maths. A payload is a header of 16 bytes and a body.
 
     A subclass is a frozen dataclass whose fields are its options. It offers a `name` and the body: `pack`,
     `unpack` and `body_bytes`.
     """
-
-    name: ClassVar[str]
 
     def encode(self, delta_N: Tensor, key: Key = Key()) -> Tensor:  # noqa: B008
         """The payload of a flat FP32 vector: uint8, `payload_bytes(N)` long, on the same device.
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
-            UserError: if it is no flat FP32 vector.
+            UserError: if it is not a flat FP32 vector.
         """
         _check_vector(delta_N)
         payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
@@ -60,18 +60,19 @@ class Codec(ABC):
         return payload
 
     def decode(self, payload: Tensor, num_elements: int, key: Key = Key()) -> Tensor:  # noqa: B008
-        """The flat FP32 vector of N elements that a payload stands for; `key` is the one it was made with.
+        """The flat FP32 vector of N elements that a payload stands for; `key` is the encoder's.
 
         Raises:
-            PayloadError: if it is not a payload of this codec and of so many elements.
+            PayloadError: if it is not a payload of this codec and of N elements.
         """
         return self.decode_into(empty(num_elements, torch.float32, payload.device), payload, key)
 
     def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
-        """Write what a payload stands for into a contiguous FP32 vector, or add it, and return that.
+        """Write a payload's values into a contiguous FP32 vector, or add them to it; return the vector.
 
         Raises:
-            PayloadError: as `decode`; if the damage shows only in its body, the vector is of no use any more.
+            PayloadError: as `decode`; if only the body shows the damage, the vector's content is undefined.
+            UserError: if the vector is not a contiguous flat FP32 vector.
         """
         _check_vector(to_N)
         if not to_N.is_contiguous():
@@ -81,51 +82,29 @@ class Codec(ABC):
         return to_N
 
     def check(self, payload: Tensor, num_elements: int) -> None:
-        """Refuse what can't be a payload of N elements, from its type, length and header.
+        """Refuse by type, length and header what can't be a payload of N elements.
 
         Raises:
-            PayloadError: saying what was expected, and what came.
+            PayloadError: with the expected and the actual payload.
         """
         expected = self.payload_bytes(num_elements)
         is_bytes = payload.dtype == torch.uint8 and payload.dim() == 1
         header = payload[:HEADER_BYTES].cpu().numpy().tobytes() if is_bytes else b""
-        found = None
+        if header == self._header(num_elements) and payload.numel() == expected:
+            return
         if header[:4] == MAGIC and len(header) == HEADER_BYTES and header != self._header(num_elements):
             elements = int.from_bytes(header[8:], "little")
             by = "another codec" if header[4:8] != self._header(0)[4:8] else "this codec"
-            found = f"{payload.numel()} bytes made by {by} for {elements} elements"
-        elif header != self._header(num_elements) or payload.numel() != expected:
-            found = f"{tuple(payload.shape)} of {payload.dtype}: it was cut short, extended, or damaged"
-        if found is not None:
-            raise PayloadError(
-                f"a payload of {num_elements} elements in {self.format} is {expected} bytes, not {found}"
-            )
-
-    def payload_bytes(self, num_elements: int) -> int:
-        """Length of the payload of `num_elements`, header included; it does not depend on their values."""
-        return HEADER_BYTES + self.body_bytes(num_elements)
-
-    @property
-    def spec(self) -> str:
-        """The name with every option, as `diloco.wire.codec` reads it."""
-        return self._spec([field.name for field in fields(self)])
-
-    @property
-    def format(self) -> str:
-        """The name with the options that a decoder must know: the header holds its CRC-32."""
-        return self._spec([field.name for field in fields(self) if field.name != "stochastic"])
-
-    def _spec(self, options: list[str]) -> str:
-        values = ",".join(f"{option}={_text(getattr(self, option))}" for option in options)
-        return f"{self.name}:{values}" if values else self.name
+            actual = f"{payload.numel()} bytes made by {by} for {elements} elements"
+        else:
+            actual = f"{tuple(payload.shape)} of {payload.dtype}: it was cut short, extended, or damaged"
+        raise PayloadError(
+            f"a payload of {num_elements} elements in {self.format} is {expected} bytes, not {actual}"
+        )
 
     def _header(self, num_elements: int) -> bytearray:
         """4 bytes of magic, the CRC-32 of `format` (little-endian), N in 8 bytes (little-endian)."""
         return bytearray(struct.pack("<4sIQ", MAGIC, zlib.crc32(self.format.encode()), num_elements))
-
-    @abstractmethod
-    def body_bytes(self, num_elements: int) -> int:
-        """Length of the body of `num_elements`."""
 
     @abstractmethod
     def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> None:
@@ -137,11 +116,31 @@ class Codec(ABC):
 
     @abstractmethod
     def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> None:
-        """Write what a body stands for into an FP32 vector, or add it.
+        """Write a body's values into an FP32 vector, or add them to it.
 
         Raises:
-            PayloadError: if the body holds what `pack` never writes, and it shows.
+            PayloadError: if the body holds a value that `pack` never writes, as far as that can be seen.
         """
+
+
+def codec(spec: str) -> Codec:
+    """The codec of a name with options, such as `e3m0` or `topk:density=0.01,values=e3m0`.
+
+    Raises:
+        UserError: naming the codecs, or the options of the codec, that exist.
+
+    >>> codec("e3m0:block=128")
+    E3M0(block=128, stochastic=False)
+    """
+    chosen = parse(spec)
+    return codec_class(chosen.name)(**asdict(chosen))
+
+
+@functools.cache
+def codec_class(name: str) -> type[Codec]:
+    """The class that encodes and decodes a registered format."""
+    module, _, kind = FORMATS[name].codec.partition(".")
+    return getattr(import_module(f"diloco.wire.{module}"), kind)
 
 
 def _check_vector(vector_N: Tensor) -> None:
@@ -162,14 +161,10 @@ def refuse_non_finite(values: Tensor) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether none of the values is NaN or infinite; one pass over memory."""
+    """Whether no value is NaN or infinite; one pass over memory."""
     return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def non_finite() -> NonFiniteError:
-    """What `pack` raises."""
+    """The error that `pack` raises."""
     return NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

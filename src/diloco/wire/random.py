@@ -20,9 +20,9 @@ def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bo
     under the key (seed mod 2^32, seed div 2^32).
 
     Args:
-        key: what the numbers depend on.
+        key: the outer gradient's key.
         num_elements: N, at most 2^34.
-        device: where to make them.
+        device: the device of the result.
         common: ignore the replica (the counter's last word is then shard·2^16).
     """
     assert num_elements <= 1 << 34, "a counter's first word has 32 bits"
@@ -37,7 +37,7 @@ def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bo
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Ten rounds on four words of 32 bits each, held in int64, where a product of 64 bits wraps as it should."""
+    """Ten rounds on four 32-bit words in int64: products wrap at 64 bits, as the algorithm asks."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -6,7 +6,6 @@ DARE is arXiv 2311.03099: drop and rescale.
 Shapes: N elements, of which k = ⌈density·N⌉ are kept.
 """
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -14,112 +13,74 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from diloco.errors import PayloadError, UserError
+from diloco.errors import PayloadError
+from diloco.wire import formats
 from diloco.wire.blocks import join, split
-from diloco.wire.floats import BF16, E2M1, E3M0, E4M3, E5M2, FP16, FP32
-from diloco.wire.integers import INT2, INT4, INT8
-from diloco.wire.payload import Codec, Key, refuse_non_finite
+from diloco.wire.payload import Codec, Key, codec_class, refuse_non_finite
 from diloco.wire.random import random_bits
-
-DENSE: dict[str, type[Codec]] = {
-    kind.name: kind for kind in (FP32, BF16, FP16, E4M3, E5M2, E2M1, E3M0, INT8, INT4, INT2)
-}
 
 
 @dataclass(frozen=True)
-class _Sparse(Codec):
-    """k of N elements; the others are zero. The body is what tells the places, then the values as in another's."""
-
-    density: float = 0.05
-    """How much is kept, above 0 and at most 1."""
-    values: str = "fp32"
-    """The codec of what is kept, by name, with its default options."""
-
-    def __post_init__(self) -> None:
-        """Refuse what keeps nothing, or can't be sent."""
-        if not 0 < self.density <= 1:
-            raise UserError(f"{self.name}: density must be above 0 and at most 1, not {self.density}")
-        if self.values not in DENSE:
-            raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(DENSE)}")
-        object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are one format
-
-    def num_kept(self, num_elements: int) -> int:
-        """K, in double precision."""
-        return min(num_elements, math.ceil(self.density * num_elements))
-
-    def body_bytes(self, num_elements: int) -> int:
-        """The places, if they are sent, and the values' body."""
-        kept = self.num_kept(num_elements)
-        return self.places_bytes(num_elements) + DENSE[self.values]().body_bytes(kept)
+class _Sparse(formats.Sparse, Codec):
+    """k of N elements; the others are zero."""
 
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
-        """The places, then what is kept."""
+        """Write the places, then the kept values."""
         refuse_non_finite(delta_N)
         place_k = self.choose(delta_N, key)
         end = self.places_bytes(delta_N.numel())
         self.pack_places(place_k, delta_N.numel(), body[:end])
         largest = torch.finfo(torch.float32).max
         kept_k = (delta_N[place_k] * self.gain(delta_N.numel())).clamp(-largest, largest)
-        DENSE[self.values]().pack(kept_k, body[end:], key)
+        codec_class(self.values)().pack(kept_k, body[end:], key)
 
     def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
-        """Zeros, and what was kept in its places."""
+        """Write zeros, and the kept values in their places."""
         end = self.places_bytes(to_N.numel())
         place_k = self.unpack_places(body[:end], to_N.numel(), key)
         kept_k = torch.empty(self.num_kept(to_N.numel()), dtype=torch.float32, device=to_N.device)
-        # A copy starts at an address that any format can be read from.
-        DENSE[self.values]().unpack(body[end:].clone(), kept_k, key, add=False)
+        # A copy is aligned for every format.
+        codec_class(self.values)().unpack(body[end:].clone(), kept_k, key, add=False)
         if add:
             to_N[place_k] += kept_k  # no place occurs twice
         else:
             to_N.zero_()[place_k] = kept_k
 
     def gain(self, num_elements: int) -> float:
-        """What the kept elements are multiplied by."""
+        """The factor of the kept elements."""
         return 1.0
 
     @abstractmethod
     def choose(self, delta_N: Float32[Tensor, "N"], key: Key) -> Int64[Tensor, "k"]:
-        """Places to keep, ascending."""
-
-    @abstractmethod
-    def places_bytes(self, num_elements: int) -> int:
-        """Bytes that tell the places."""
+        """The places to keep, ascending."""
 
     @abstractmethod
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, body: UInt8[Tensor, "bytes"]) -> None:
-        """Write the places into that many bytes."""
+        """Write the places into `places_bytes(N)` bytes."""
 
     @abstractmethod
     def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
-        """The places again."""
+        """Read the places, or draw them again."""
 
 
 @dataclass(frozen=True)
-class TopK(_Sparse):
+class TopK(formats.TopK, _Sparse):
     """The largest magnitudes; of equal ones, the first. Places are sent in the code of Elias and Fano.
 
     Of each place, ascending, the low l = ⌊log2(N/k)⌋ bits are sent as they are, k·l bits together. The rest, place
     div 2^l, is sent as a bit vector of k + ⌊(N − 1)/2^l⌋ bits: for the j-th place (from 0), bit j + place div 2^l
-    is set. Both are rounded up to bytes; bits fill a byte from the low end. That is 2 + log2(N/k) bits a place at
-    the most, and as many for any places.
+    is set. Both are rounded up to bytes; bits fill a byte from the low end. That is at most 2 + log2(N/k) bits a
+    place, and does not depend on the places.
     """
 
-    name = "topk"
-
     def choose(self, delta_N: Float32[Tensor, "N"], key: Key) -> Int64[Tensor, "k"]:
-        """By magnitude."""
+        """Choose by magnitude."""
         magnitude_N = (delta_N.view(torch.int32) & 0x7FFFFFFF).long()
         return _first_k(~magnitude_N, self.num_kept(delta_N.numel()))
 
-    def places_bytes(self, num_elements: int) -> int:
-        """Low bits, then the bit vector."""
-        low_bytes, high_bits, _ = self._layout(num_elements)
-        return low_bytes + -(-high_bits // 8)
-
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, body: UInt8[Tensor, "bytes"]) -> None:
-        """Elias and Fano."""
-        low_bytes, high_bits, num_low = self._layout(num_elements)
+        """Write the low bits, then the bit vector."""
+        low_bytes, high_bits, num_low = self.places_layout(num_elements)
         shifts = torch.arange(num_low, device=body.device)
         low_bits = (place_k[:, None] >> shifts & 1).to(torch.uint8).view(-1)
         body[:low_bytes] = join(low_bits, 1)
@@ -128,8 +89,8 @@ class TopK(_Sparse):
         body[low_bytes:] = join(vector, 1)
 
     def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
-        """Elias and Fano."""
-        low_bytes, high_bits, num_low = self._layout(num_elements)
+        """Read the low bits and the bit vector."""
+        low_bytes, high_bits, num_low = self.places_layout(num_elements)
         kept = self.num_kept(num_elements)
         shifts = torch.arange(num_low, device=body.device)
         low_bits = split(body[:low_bytes], kept * num_low, 1).view(kept, num_low).long()
@@ -141,37 +102,23 @@ class TopK(_Sparse):
                 return place_k
         raise PayloadError("a payload of topk names places that can't be: it was damaged")
 
-    def _layout(self, num_elements: int) -> tuple[int, int, int]:
-        """Bytes of low bits, bits of the bit vector, low bits a place."""
-        kept = self.num_kept(num_elements)
-        if not kept:
-            return 0, 0, 0
-        num_low = (num_elements // kept).bit_length() - 1
-        return -(-kept * num_low // 8), kept + (num_elements - 1 >> num_low), num_low
-
 
 @dataclass(frozen=True)
-class FedDropout(_Sparse):
-    """A random subset, another one in each round, the same on all replicas; its places are not sent.
+class FedDropout(formats.FedDropout, _Sparse):
+    """A random subset, new in each round, the same on all replicas; its places are not sent.
 
-    Kept are the k elements with the smallest random numbers of 31 bits; of equal ones, the first.
+    It keeps the k elements with the smallest random numbers of 31 bits; of equal ones, the first.
     """
 
-    name = "feddropout"
-
     def choose(self, delta_N: Float32[Tensor, "N"], key: Key) -> Int64[Tensor, "k"]:
-        """By the key alone."""
+        """Choose by the key alone."""
         return self._mask(delta_N.numel(), key, delta_N.device)
 
-    def places_bytes(self, num_elements: int) -> int:
-        """None."""
-        return 0
-
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, body: UInt8[Tensor, "bytes"]) -> None:
-        """Nothing is sent."""
+        """Write nothing."""
 
     def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
-        """Drawn again."""
+        """Draw the places again."""
         return self._mask(num_elements, key, body.device)
 
     def _mask(self, num_elements: int, key: Key, device: torch.device) -> Int64[Tensor, "k"]:
@@ -180,10 +127,8 @@ class FedDropout(_Sparse):
 
 
 @dataclass(frozen=True)
-class DARE(FedDropout):
-    """FedDropout, with what is kept multiplied by N/k (in FP32), so that a decoded value is right on average."""
-
-    name = "dare"
+class DARE(formats.DARE, FedDropout):
+    """FedDropout with the kept values multiplied by N/k (in FP32), so that a decoded value is right on average."""
 
     def gain(self, num_elements: int) -> float:
         """N/k."""
@@ -191,7 +136,7 @@ class DARE(FedDropout):
 
 
 def _first_k(order_N: Int64[Tensor, "N"], kept: int) -> Int64[Tensor, "k"]:
-    """Places of the k smallest numbers of 32 bits, ties to the first, ascending."""
-    # With the place in the low bits no two are equal, and every device gives the same answer.
+    """Places of the k smallest 32-bit numbers, ties to the first, ascending."""
+    # With the place in the low bits no two numbers are equal, so that every device gives the same answer.
     place_N = torch.arange(order_N.numel(), device=order_N.device)
     return torch.topk(order_N << 32 | place_N, kept, largest=False).values.bitwise_and(0xFFFFFFFF).sort().values

@@ -1,0 +1,271 @@
+"""The wire formats without torch: their names, their options, and the lengths of their payloads.
+
+`FORMATS` is the one registry. The classes in floats.py, integers.py and sparse.py add the maths.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from diloco.errors import UserError
+
+HEADER_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A wire format; its fields are its options. docs/wire-format.md explains every byte of a payload."""
+
+    name: ClassVar[str]
+    codec: ClassVar[str]
+    """The file in diloco.wire and the class in it that encode and decode this format, such as `floats.E3M0`."""
+
+    @abstractmethod
+    def body_bytes(self, num_elements: int) -> int:
+        """Length of the body of `num_elements`."""
+
+    def payload_bytes(self, num_elements: int) -> int:
+        """Length of the payload of `num_elements`, header included; it does not depend on their values."""
+        return HEADER_BYTES + self.body_bytes(num_elements)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of the body for each element of a very long vector.
+
+        >>> parse("e3m0").bits_per_value, parse("int4:block=64").bits_per_value
+        (4.03125, 4.5)
+        """
+        num_elements = 1 << 100  # so many that rounding up to whole blocks and bytes does not show
+        return 8 * self.body_bytes(num_elements) / num_elements
+
+    @property
+    def spec(self) -> str:
+        """The name with every option, as `parse` reads it."""
+        return self._text([field.name for field in fields(self)])
+
+    @property
+    def format(self) -> str:
+        """The name with the options that a decoder must know: the header holds its CRC-32."""
+        return self._text([field.name for field in fields(self) if field.name != "stochastic"])
+
+    def _text(self, options: list[str]) -> str:
+        values = [(option, getattr(self, option)) for option in options]
+        texts = [f"{option}={str(v).lower() if isinstance(v, bool) else v}" for option, v in values]
+        return f"{self.name}:{','.join(texts)}" if texts else self.name
+
+
+@dataclass(frozen=True)
+class Unscaled(Format):
+    """Each element in a floating-point format of its own."""
+
+    element_bytes: ClassVar[int]
+    """Bytes of an element."""
+
+    def body_bytes(self, num_elements: int) -> int:
+        """N times the bytes of an element."""
+        return self.element_bytes * num_elements
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """A scale for every K elements, and a code of a few bits for each element.
+
+    The body is the scales of all blocks, then the codes, 8 / bits of them a byte, from the low bits up; the unused
+    bits of the last byte are 0. Blocks run through the flat vector; the last may be shorter.
+    """
+
+    block: int = 256
+    """K, elements that share a scale."""
+    stochastic: bool = False
+    """Round up or down at random, so that a decoded value is right on average, rather than to the nearest."""
+
+    bits: ClassVar[int]
+    """Bits of a code."""
+    scale_bytes: ClassVar[int]
+    """Bytes of a scale."""
+
+    def __post_init__(self) -> None:
+        """Refuse a block that ends within a byte."""
+        codes_a_byte = 8 // self.bits
+        if not 2 <= self.block <= 1 << 16 or self.block % codes_a_byte:
+            multiple = f", a multiple of {codes_a_byte}" if codes_a_byte > 1 else ""
+            raise UserError(f"{self.name}: block must be from 2 to 65536 elements{multiple}, not {self.block}")
+
+    def body_bytes(self, num_elements: int) -> int:
+        """Scales, then codes, each rounded up to whole bytes."""
+        return self.scales_bytes(num_elements) + -(-num_elements * self.bits // 8)
+
+    def scales_bytes(self, num_elements: int) -> int:
+        """Length of the scales of all blocks."""
+        return -(-num_elements // self.block) * self.scale_bytes
+
+
+@dataclass(frozen=True)
+class Sparse(Format):
+    """k = ⌈density·N⌉ of N elements; the others are zero. The body is their places, then their values."""
+
+    density: float = 0.05
+    """The share of the elements that is kept, above 0 and at most 1."""
+    values: str = "fp32"
+    """The name of the dense format of the kept elements; its options are the defaults."""
+
+    def __post_init__(self) -> None:
+        """Refuse a density that keeps nothing, and values that aren't dense."""
+        if not 0 < self.density <= 1:
+            raise UserError(f"{self.name}: density must be above 0 and at most 1, not {self.density}")
+        dense = [name for name, kind in FORMATS.items() if not issubclass(kind, Sparse)]
+        if self.values not in dense:
+            raise UserError(f"{self.name}: values={self.values} must be one of {', '.join(dense)}")
+        object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are one format
+
+    def num_kept(self, num_elements: int) -> int:
+        """k, computed in double precision."""
+        return min(num_elements, math.ceil(self.density * num_elements))
+
+    def body_bytes(self, num_elements: int) -> int:
+        """The places, if they are sent, and the body of the values."""
+        return self.places_bytes(num_elements) + FORMATS[self.values]().body_bytes(self.num_kept(num_elements))
+
+    def places_bytes(self, num_elements: int) -> int:
+        """Length of the places; 0 where the receiver draws them from the key."""
+        return 0
+
+
+class FP32(Unscaled):
+    """Four bytes an element, unchanged."""
+
+    name, codec, element_bytes = "fp32", "floats.FP32", 4
+
+
+class BF16(Unscaled):
+    """Two bytes an element: FP32's range, 8 bits of precision."""
+
+    name, codec, element_bytes = "bf16", "floats.BF16", 2
+
+
+class FP16(Unscaled):
+    """Two bytes an element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
+
+    name, codec, element_bytes = "fp16", "floats.FP16", 2
+
+
+class E4M3(Blocks):
+    """Sign, 4 exponent and 3 mantissa bits, up to ±448 (the variant without infinities)."""
+
+    name, codec, bits, scale_bytes = "e4m3", "floats.E4M3", 8, 1
+
+
+class E5M2(Blocks):
+    """Sign, 5 exponent and 2 mantissa bits, up to ±57344."""
+
+    name, codec, bits, scale_bytes = "e5m2", "floats.E5M2", 8, 1
+
+
+@dataclass(frozen=True)
+class E2M1(Blocks):
+    """Sign, 2 exponent and 1 mantissa bits, one scale for every 32: MXFP4."""
+
+    name, codec, bits, scale_bytes = "e2m1", "floats.E2M1", 4, 1
+    block: int = 32
+
+
+class E3M0(Blocks):
+    """Sign and 3 exponent bits."""
+
+    name, codec, bits, scale_bytes = "e3m0", "floats.E3M0", 4, 1
+
+
+class INT8(Blocks):
+    """−127 … 127."""
+
+    name, codec, bits, scale_bytes = "int8", "integers.INT8", 8, 4
+
+
+class INT4(Blocks):
+    """−7 … 7."""
+
+    name, codec, bits, scale_bytes = "int4", "integers.INT4", 4, 4
+
+
+class INT2(Blocks):
+    """−1, 0, 1."""
+
+    name, codec, bits, scale_bytes = "int2", "integers.INT2", 2, 4
+
+
+class TopK(Sparse):
+    """The largest magnitudes, and their places in the code of Elias and Fano."""
+
+    name, codec = "topk", "sparse.TopK"
+
+    def places_bytes(self, num_elements: int) -> int:
+        """Low bits, then the bit vector."""
+        low_bytes, high_bits, _ = self.places_layout(num_elements)
+        return low_bytes + -(-high_bits // 8)
+
+    def places_layout(self, num_elements: int) -> tuple[int, int, int]:
+        """Bytes of all low bits, bits of the bit vector, low bits of one place."""
+        kept = self.num_kept(num_elements)
+        if not kept:
+            return 0, 0, 0
+        num_low = (num_elements // kept).bit_length() - 1
+        return -(-kept * num_low // 8), kept + (num_elements - 1 >> num_low), num_low
+
+
+class FedDropout(Sparse):
+    """A random subset, the same on all replicas."""
+
+    name, codec = "feddropout", "sparse.FedDropout"
+
+
+class DARE(Sparse):
+    """A random subset, the same on all replicas, rescaled."""
+
+    name, codec = "dare", "sparse.DARE"
+
+
+FORMATS: dict[str, type[Format]] = {
+    kind.name: kind
+    for kind in (FP32, BF16, FP16, E4M3, E5M2, E2M1, E3M0, INT8, INT4, INT2, TopK, FedDropout, DARE)
+}
+"""Every format by its name."""
+
+
+def parse(spec: str) -> Format:
+    """The format of a name with options, such as `e3m0` or `topk:density=0.01,values=e3m0`.
+
+    Raises:
+        UserError: naming the formats, or the options of the format, that exist.
+
+    >>> parse("e3m0:block=128").payload_bytes(1_000_000)
+    507829
+    """
+    name, _, options = spec.partition(":")
+    if name not in FORMATS:
+        raise UserError(f"{spec!r} is not a wire format: choose one of {', '.join(FORMATS)}")
+    kind = FORMATS[name]
+    readers = {field.name: _READERS[field.type] for field in fields(kind)}
+    chosen: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, _, text = option.partition("=")
+        if key not in readers or key in chosen:
+            expected = ", ".join(f"{known}={wanted}" for known, (wanted, _) in readers.items()) or "none"
+            raise UserError(
+                f"{spec!r}: {option!r} is not an option of {name}, or given twice (it has: {expected})"
+            )
+        wanted, read = readers[key]
+        try:
+            chosen[key] = read(text)
+        except (KeyError, ValueError):
+            raise UserError(f"{spec!r}: {key} must be {wanted}, not {text!r}") from None
+    return kind(**chosen)
+
+
+_READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    int: ("INTEGER", int),
+    float: ("NUMBER", float),
+    str: ("CODEC", str),
+    bool: ("true|false", {"true": True, "false": False}.__getitem__),
+}
