@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import diloco
-from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
+from diloco.models.decoder import Decoder
+from diloco.models.decoder_config import DecoderConfig
 
 NUM_REPLICAS = 2
 NUM_STEPS, SYNC_EVERY, OVERLAP_STEPS = 24, 8, 2  # four fragments: τ = H/P
@@ -87,7 +88,7 @@ def peak_bytes(arguments: argparse.Namespace, *, with_engine: bool) -> int:
         engine.attach(optimizer)
     window = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(0))
     for _ in range(NUM_STEPS):
-        next_token_loss(model(window[:, :-1]), window[:, 1:])[1].backward()
+        model.loss(model(window[:, :-1]), window[:, 1:])[1].backward()
         optimizer.step()
         optimizer.zero_grad()
     if engine is not None:

@@ -12,7 +12,8 @@ import time
 import torch
 
 import diloco
-from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
+from diloco.models.decoder import Decoder
+from diloco.models.decoder_config import DecoderConfig
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(window[:, :-1])
-        next_token_loss(logits, window[:, 1:], 1e-4)[1].backward()
+        model.loss(logits, window[:, 1:], 1e-4)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -45,7 +45,6 @@ from links_points import (
 )
 from network.laboratory import Laboratory
 
-from diloco.models.ladder import num_matrix_params
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import laptop
@@ -252,7 +251,7 @@ def measure(
             yield row | link | _means(ask(replicas, question)), None
             continue
         if name == "all_reduce":
-            reduced_seconds = 32e-9 * num_matrix_params(config.model) / link["link_gbit_s"]
+            reduced_seconds = 32e-9 * config.model.num_matrix_params / link["link_gbit_s"]
             question = {"measure": name, "wire": option, "num_rounds": max(2, round(4 / reduced_seconds))}
             yield row | link | _means(ask(replicas, question)), None
             continue

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.models.ladder import num_matrix_params
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel, Run
+from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Replica
-from diloco.simulator.volume import bits_per_param
 from diloco.training.config import TrainConfig
+from diloco.wire.formats import parse
 
 NUM_REPLICAS = 2
 ENGINE = ("diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4")
@@ -46,7 +45,7 @@ def num_steps(method: str, config: TrainConfig, link_gbit_s: float, seconds: flo
     period = config.diloco.sync_every
     if not method.startswith("data_parallel"):
         return period, 2 * period
-    reduced_seconds = 32e-9 * num_matrix_params(config.model) / link_gbit_s  # an all-reduce, about
+    reduced_seconds = 32e-9 * config.model.num_matrix_params / link_gbit_s  # an all-reduce, about
     most = round(seconds / reduced_seconds)
     return (period, 2 * period) if most >= 3 * period else (2, max(4, min(2 * period, most)))
 
@@ -122,7 +121,7 @@ def predicted(
             for sync in model.schedule.sent(step):
                 seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
                 taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce) + own_seconds
-    run = Run(model, [gbit_s])
+    run = model.start([gbit_s])
     run.advance(taken_SxM[:warm])
     begun = run.ready_BxM.mean()
     run.advance(taken_SxM[warm:])
@@ -142,7 +141,7 @@ def _slowed(alone_SxM: np.ndarray, all_reduce: Mapping) -> float:
 
 def _reduced_gbit_s(all_reduce: Mapping, seconds: float, config: TrainConfig) -> float:
     wire = all_reduce["method"].partition(":")[2]
-    return 1e-9 * bits_per_param(wire) * num_matrix_params(config.model) / seconds
+    return 1e-9 * parse(wire).bits_per_value * config.model.num_matrix_params / seconds
 
 
 def predicted_data_parallel(
@@ -174,7 +173,7 @@ def _model(
     return PhysicalModel(
         settings=MethodSettings(sync_every=config.diloco.sync_every, first_sync="early", **settings),
         size=ModelSize(
-            num_params=num_matrix_params(config.model),
+            num_params=config.model.num_matrix_params,
             num_layers=config.model.num_layers,
             width=config.model.width,
             vocab_size=config.model.vocab_size,

@@ -27,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.data.shards import open_split
 from diloco.exchange.control import share
-from diloco.measure.measure import measure_link
+from diloco.measure.link import measure_link
 from diloco.outer.digest import parameters_hash
 from diloco.training.config import DilocoConfig, TrainConfig
-from diloco.training.loop import gradients, inner_step, learning_rate, open_batches
+from diloco.training.loop import open_batches
 from diloco.training.state import TrainState, initial_state
+from diloco.training.step import gradients, inner_step, learning_rate
 from diloco.training.summary import evaluate
 from diloco.training.traits import from_json
 from diloco.training.world import World, join

@@ -84,8 +84,7 @@ def resume() -> None:
     saved = {"in_flight": []}
     dcp.load({"engine": saved}, **of_replica)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    of_engine = engine.state_dict() | {"sent": engine.sent_like(saved["in_flight"])}
-    state = {"model": of_model, "optimizer": of_optimizer, "engine": of_engine}
+    state = {"model": of_model, "optimizer": of_optimizer, "engine": engine.state_like(saved)}
     dcp.load(state, **of_replica)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     engine.load_state_dict(state["engine"])

@@ -20,7 +20,8 @@ CHECKED = [
     "diloco.wire.floats",
     "diloco.wire.integers",
     "diloco.wire.sparse",
-    "diloco.models",
+    "diloco.models.decoder",
+    "diloco.models.language_model",
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 

@@ -1,69 +1,28 @@
 """Train one language model on computers joined by slow links: Streaming DiLoCo for PyTorch.
 
-The names below are loaded when they are first used, so that importing `diloco`, or its schedule, costs nothing.
+The public names and their modules stand in `__init__.pyi`, which type checkers read as well. A name is loaded from
+its module when it is first used, so that importing `diloco`, or its schedule, costs nothing.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from diloco.version import __version__
-
-if TYPE_CHECKING:
-    from diloco.engine.streaming import StreamingDiLoCo
-    from diloco.errors import DisagreementError, ExchangeError, NonFiniteError, PayloadError
-    from diloco.exchange.loopback import LoopbackExchange
-    from diloco.exchange.process_group import ProcessGroupExchange
-    from diloco.fragments import Fragment, sequential, strided, whole
-    from diloco.outer.nesterov import Nesterov
-    from diloco.outer.step import OuterStep
-    from diloco.schedule import Schedule
-    from diloco.wire import Codec, codec
-
-__all__ = [
-    "Codec",
-    "DisagreementError",
-    "ExchangeError",
-    "Fragment",
-    "LoopbackExchange",
-    "Nesterov",
-    "NonFiniteError",
-    "OuterStep",
-    "PayloadError",
-    "ProcessGroupExchange",
-    "Schedule",
-    "StreamingDiLoCo",
-    "__version__",
-    "codec",
-    "sequential",
-    "strided",
-    "whole",
-]
+from pathlib import Path
 
 _MODULES = {
-    "Codec": "wire",
-    "PayloadError": "errors",
-    "codec": "wire",
-    "DisagreementError": "errors",
-    "ExchangeError": "errors",
-    "Fragment": "fragments",
-    "LoopbackExchange": "exchange.loopback",
-    "Nesterov": "outer.nesterov",
-    "NonFiniteError": "errors",
-    "OuterStep": "outer.step",
-    "ProcessGroupExchange": "exchange.process_group",
-    "Schedule": "schedule",
-    "StreamingDiLoCo": "engine.streaming",
-    "sequential": "fragments",
-    "strided": "fragments",
-    "whole": "fragments",
+    name.name: statement.module
+    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(statement, ast.ImportFrom) and statement.module
+    for name in statement.names
 }
 
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll] - type checkers read the stub
 
-def __getattr__(name: str) -> Any:
+
+def __getattr__(name: str) -> object:
     """Load a public name from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'diloco' has no attribute {name!r}")
-    return getattr(import_module(f"diloco.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,27 @@
-"""Every error that diloco raises on purpose; any other exception is a bug, and shows its traceback."""
+"""The errors that diloco raises on purpose; any other exception but OSError is a bug, and shows its traceback."""
 
 import re
 from collections.abc import Callable
-from typing import ClassVar
 
 
 class DilocoError(Exception):
     """Something that can be expected to go wrong; its message is one sentence that says what to do."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
     """Exit code of a command that ends with this error."""
+    fields: tuple[str, ...] = ()
+    """The dotted names of the settings in the message, the one at fault first."""
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """The message with each of `fields` written as `spell` writes it: a command line's flags.
+
+        A field is rewritten where it stands alone: not inside a longer name or a path, nor as a setting's value.
+        """
+        if not self.fields:
+            return str(self)
+        names = "|".join(map(re.escape, sorted(self.fields, key=len, reverse=True)))
+        alone = rf"(?<![\w./=-])(?:{names})(?![\w./-]*\w)"
+        return re.sub(alone, lambda match: spell(match[0]), str(self))
 
 
 class UserError(DilocoError, ValueError):
@@ -31,34 +43,26 @@ class UserError(DilocoError, ValueError):
     def __init__(self, message: str, *fields: str) -> None:
         super().__init__(message, *fields)
         self.fields = fields
-        """The settings in the message, the one at fault first; none where no setting is at fault."""
 
     def __str__(self) -> str:
         return self.args[0]
 
     @property
     def field(self) -> str | None:
-        """The setting at fault."""
+        """The setting at fault; None where none is."""
         return self.fields[0] if self.fields else None
-
-    def spelled(self, spell: Callable[[str], str]) -> str:
-        """The message with each of `fields` written as `spell` writes it: a command line's flags."""
-        if not self.fields:
-            return str(self)
-        names = "|".join(map(re.escape, sorted(self.fields, key=len, reverse=True)))
-        return re.sub(rf"(?<![\w.-])(?:{names})(?![\w.]*\w)", lambda match: spell(match[0]), str(self))
 
 
 class NonFiniteError(UserError):
-    """An outer gradient holds NaN or an infinity; nothing of it was sent."""
+    """An outer gradient holds NaN or infinity; it was not sent."""
 
 
 class TrainingError(UserError):
-    """Training can't go on with these settings: the loss is not finite, or memory does not suffice."""
+    """Training can't go on with these settings: the loss is not finite, or memory ran out."""
 
 
 class DisagreementError(UserError):
-    """The replicas differ in something that they must agree on."""
+    """The replicas differ in a setting or a value that they must share."""
 
 
 class CheckpointError(UserError):
@@ -70,14 +74,14 @@ class CheckpointWriteError(DilocoError, OSError):
 
 
 class PayloadError(DilocoError, ValueError):
-    """A payload is not what the codec makes: cut short, too long, of another codec, or damaged."""
+    """A payload is too short, too long, from another codec, or damaged."""
 
 
 class ExchangeError(DilocoError, RuntimeError):
-    """Some replicas' payloads did not arrive; on gloo, the process group is of no use after that.
+    """Payloads of some replicas did not arrive; a gloo process group can't be used afterwards.
 
     Args:
-        message: fragment, round, and who is missing.
+        message: fragment, round, and the missing replicas.
         missing: the replicas whose payload is missing.
     """
 
@@ -94,10 +98,21 @@ class ReplicaFailedError(DilocoError):
     """A replica ended before the run did.
 
     Args:
-        message: what the replica said, or how it ended.
+        message: the replica's own message, or how it ended.
         exit_code: the replica's own, or 1.
+        fields: the settings in the message.
     """
 
-    def __init__(self, message: str, *, exit_code: int) -> None:
+    def __init__(self, message: str, *, exit_code: int, fields: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue]
+        self.exit_code = exit_code
+        self.fields = fields
+
+
+def exit_code_of(error: BaseException) -> int | None:
+    """The exit code of a command that ends with an error; None for a bug, which shows its traceback."""
+    if isinstance(error, DilocoError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return DilocoError.exit_code if isinstance(error, OSError) else None

@@ -1,23 +1,24 @@
-"""The methods of the papers by name: one meaning for trainer, simulator, planner and benchmarks; without torch."""
+"""The methods of the papers by name, with one meaning for trainer, simulator, planner and benchmarks; no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
-"""data_parallel exchanges gradients at every step; the others, outer gradients, lead to the paper's best."""
+"""data_parallel reduces gradients at every step; the others lead from DiLoCo to Streaming DiLoCo, in order."""
 METHODS: tuple[Method, ...] = get_args(Method)
+"""All names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The settings that a method's name stands for; each may still be set by itself."""
+    """The default settings of a method; each may still be set by itself."""
 
     fragments: Literal["strided", "whole"]
-    """How blocks form fragments."""
+    """How blocks form fragments: strided, or all parameters in one."""
     overlap_steps: int
     """τ: inner steps between sending a fragment and merging it."""
     mixing: float
-    """α: how much of its own parameters a replica keeps at a merge."""
+    """α: the weight of a replica's own parameters at a merge."""
     wire: str
     """The codec of the outer gradients."""
 
@@ -28,4 +29,4 @@ PRESETS: dict[Method, Preset] = {
     "streaming_overlapped": Preset(fragments="strided", overlap_steps=1, mixing=0.5, wire="fp32"),
     "streaming_overlapped_fp4": Preset(fragments="strided", overlap_steps=1, mixing=0.5, wire="e3m0"),
 }
-"""By method; data_parallel has no outer step, and so no preset."""
+"""Presets by method; data_parallel has no outer step, and so no preset."""

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from benchmarks.links_points import PEER, UNLIMITED_MBIT_S, _as_the_slowest, num_steps, points, with_predictions
 
-from diloco.models.ladder import num_matrix_params
 from diloco.training.recipes import laptop
 
 RECIPE = laptop()
 CONFIG = replace(RECIPE, model=replace(RECIPE.model, vocab_size=257))
 STEP_SECONDS = 0.1
 ALONE = np.full((60, 2), STEP_SECONDS)
-NUM_PARAMS = num_matrix_params(CONFIG.model)
+NUM_PARAMS = CONFIG.model.num_matrix_params
 BLOCKS = 3 * 12 * CONFIG.model.width**2
 """Parameters of a fragment of three blocks; the third fragment is what is left."""
 

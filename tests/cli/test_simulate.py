@@ -117,7 +117,7 @@ def test_a_timeline_is_drawn(preset, capsys, tmp_path):
 
 
 def test_every_figure_is_drawn(capsys, tmp_path):
-    from diloco.report.html.curves import FIGURES
+    from diloco.report.figures.simulator import FIGURES
 
     told(capsys, "simulate", "curves", "--output", str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{end}" for n in FIGURES for end in ("svg", "png")}

@@ -180,7 +180,7 @@ def test_room_for_what_was_in_flight_is_fp32_whatever_the_default():
     engine = Case().engine(Case().model())
     torch.set_default_dtype(torch.bfloat16)
     try:
-        room = engine.sent_like([(0, 1, 4)])
+        room = engine.state_like({"in_flight": [(0, 1, 4)]})["sent"]
     finally:
         torch.set_default_dtype(torch.float32)
     assert {tensor.dtype for tensor in room.values()} == {torch.float32}

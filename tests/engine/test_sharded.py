@@ -21,7 +21,8 @@ from torch.distributed.tensor import distribute_module
 import diloco
 from diloco.engine.sharded import gathered, local
 from diloco.exchange.transport import Channel
-from diloco.models.decoder import Decoder, DecoderConfig, next_token_loss
+from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 
@@ -194,8 +195,7 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
         saved = {"in_flight": []}
         dcp.load({"engine": saved}, **of_replica)
         assert saved["in_flight"] == [[0, 2, 20], [1, 2, 23]]
-        sent = engine.sent_like(saved["in_flight"])
-        state = whole_state(model, optimizer, engine.state_dict() | {"sent": sent})
+        state = whole_state(model, optimizer, engine.state_like(saved))
         dcp.load(state, **of_replica)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         engine.load_state_dict(state["engine"])

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from diloco.data.tokenizers import ByteTokenizer, hugging_face_json, load_tokenizer, train_bpe
 from diloco.evaluation.likelihoods import Likelihood
 from diloco.models.decoder import Decoder, DecoderConfig
-from diloco.models.hugging_face import persimmon_config, persimmon_state
+from diloco.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("default")  # of the harness's and its own libraries
@@ -49,7 +48,7 @@ def test_texts_stay_as_they_are(tmp_path):
     assert score(model, path)["acc"] in (0, 0.5, 1)
 
 
-class Scripted(nn.Module):
+class Scripted(LanguageModel):
     """Its logits are a function of all tokens up to a position; the cache is those tokens."""
 
     class Read:
@@ -164,9 +163,9 @@ def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
     tokenizer = ByteTokenizer() if kind == "bytes" else load_tokenizer(DOLMA)
     config = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=tokenizer.vocab_size)
     ours = Decoder(config, seed=0)
-    values = persimmon_config(config, context=512, bos_id=tokenizer.bos_id)
+    values, state = config.to_hugging_face(ours.state_dict(), context=512, bos_id=tokenizer.bos_id)
     theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()
-    theirs.load_state_dict(persimmon_state(config, ours.state_dict()), strict=False)
+    theirs.load_state_dict(state, strict=False)
     theirs.tie_weights()
     text, bos = hugging_face_json(tokenizer)
     (tmp_path / "tokenizer.json").write_text(text)

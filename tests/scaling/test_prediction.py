@@ -204,13 +204,13 @@ def test_the_published_laws_are_the_default(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--num-replicas", "0", "--fit", "joint"], "for Data-Parallel, M = 0, pass --fit independent"),
+        (["--num-replicas", "0", "--fit", "joint"], "for Data-Parallel, M = 0, set "),
         (["--num-replicas", "3", "--fit", "independent"], "there are those for M = 0, 1, 2, 4, 8"),
-        (["--num-replicas", "-1"], "num_replicas must be at least 1, or 0 for Data-Parallel, not -1"),
-        (["--overtraining", "0"], "overtraining=0 must be above 0"),
-        (["--num-params", "0.001"], "num_params=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
+        (["--num-replicas", "-1"], "must be at least 1, or 0 for Data-Parallel, not -1"),
+        (["--overtraining", "0"], "=0 must be above 0"),
+        (["--num-params", "0.001"], "=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
         (["--num-params", "1e308"], "must be from 1 to 1e15"),
-        (["--sync-every", "30"], "--sync-every 30 chooses among the runs of --data"),
+        (["--sync-every", "30"], "--sync-every=30 chooses among the runs of --data"),
         (["--data", "nowhere.csv"], "nowhere.csv can't be read as a table"),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
         ),
         (
             "params,replicas,eval_loss,sync_every\n1e6,0,2,\n1e6,1,2,30\n2e6,1,2,100\n",
-            "runs with sync_every = 30, 100: a law holds for one",
+            r"runs of several periods \(30, 100\): set sync_every to one",
         ),
         ("params,replicas,eval_loss\n1e6,1,2,95\n2e6,1,2,\n", "line 2: more cells than columns .a decimal comma"),
         ("params,replicas,eval_loss\n1e6,1,2\n1000100,1,1.9\n", r"runs of one size only \(1e\+06\)"),
@@ -306,10 +306,10 @@ def test_what_data_parallel_has_of_the_outer_step_is_nothing_and_failed_runs_are
     path.write_text(path.read_text() + "\n4e6,2,,30,0.6,the loss was nan\n")
     assert read_table(path) == points
     path.write_text(path.read_text() + "1e6,2,2.3,100,0.6,\n")
-    with pytest.raises(ValueError, match=r"sync_every = 30, 100: .* choose it by --sync-every"):
+    with pytest.raises(ValueError, match=r"several periods \(30, 100\): set sync_every to one of them"):
         read_table(path)
     assert read_table(path, sync_every=30) == points
-    with pytest.raises(ValueError, match="no run with sync_every = 10, but 30, 100"):
+    with pytest.raises(ValueError, match="no run with sync_every=10, but 30, 100"):
         read_table(path, sync_every=10)
 
 
@@ -330,7 +330,7 @@ def test_data_parallel_alone_has_laws_too(tmp_path, capsys):
     assert len(printed) == 2 and "Data-Parallel" in printed[1] and "needs 5 sizes, and there are 3" in printed[1]
     with pytest.raises(SystemExit, match="2"):
         main(["scaling", "predict", "--data", str(path), "--num-params", "3e6"])
-    assert "M = 0 (0 is Data-Parallel): ask for one of these" in capsys.readouterr().err
+    assert "M = 0 (0 is Data-Parallel): set " in capsys.readouterr().err
 
 
 def test_laws_cross_where_they_are_equal():

@@ -1,4 +1,4 @@
-"""Two simulations that share no code with the package: events in a queue, and nodes one after the other."""
+"""Independent simulations: of the physical model by events in a queue, of the paper's node by node."""
 
 import heapq
 from collections import defaultdict
@@ -75,9 +75,9 @@ class Events:
         steps = range(1, self.num_steps + 1) if last else [replica.step - replica.overlap]
         due = {((s, p), self.num_phases - 1) for s in steps if s >= 1 for p in self.syncs_at(s)}
         replica.blocked_on = due - replica.has
-        self.go_on(m)
+        self.proceed(m)
 
-    def go_on(self, m: int) -> None:
+    def proceed(self, m: int) -> None:
         replica = self.replicas[m]
         if not replica.blocked_on:
             replica.ended = self.now
@@ -127,7 +127,7 @@ class Events:
             self.offer(j, sync, phase + 1)
         if (sync, phase) in replica.blocked_on:
             replica.blocked_on.remove((sync, phase))
-            self.go_on(j)
+            self.proceed(j)
 
 
 class OneLane(Events):

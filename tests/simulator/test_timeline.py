@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 
+from diloco.errors import UserError
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.paper import PaperModel
@@ -41,14 +42,14 @@ def test_a_lane_does_one_thing_at_a_time_and_all_steps_are_computed(kind, gbit_s
 
 
 @pytest.mark.parametrize("gbit_s", [5.0, 60.0])
-def test_it_ends_when_the_run_does(gbit_s):
+def test_the_last_interval_ends_with_the_run(gbit_s):
     ends = {kind: max(bar.end_seconds for bar in draw(gbit_s)) for kind, draw in TIMELINES.items()}
     assert ends["paper"] == pytest.approx(12 * 0.1 / PAPER.compute_utilization([gbit_s], num_steps=12)[0])
     whole = 12 * 0.115 / PHYSICAL.compute_utilization([gbit_s], num_steps=12)[0]
-    assert ends["physical"] == pytest.approx(whole, abs=0.011)  # the last payload's latency is no bar
+    assert ends["physical"] == pytest.approx(whole, abs=0.011)  # the last payload's latency is not drawn
 
 
-def test_a_fragment_waits_for_no_layer_but_its_own():
+def test_each_layer_and_each_fragment_has_intervals_of_its_own():
     bars = TIMELINES["paper"](5.0)
     reductions = {bar.layers: bar.end_seconds for bar in bars if bar.kind == "exchange"}
     assert set(reductions) == {(layer,) for layer in range(6)}
@@ -56,9 +57,9 @@ def test_a_fragment_waits_for_no_layer_but_its_own():
     assert sent[:3] == [(0, 2, 4), (1, 3, 5), (6,)]
 
 
-def test_data_parallel_has_none_in_the_physical_model():
+def test_data_parallel_has_no_timeline_in_the_physical_model():
     model = PhysicalModel(
         settings=MethodSettings(method="data_parallel"), size=PHYSICAL.size, replicas=PHYSICAL.replicas
     )
-    with pytest.raises(ValueError, match="--preset paper"):
+    with pytest.raises(UserError, match="has a timeline with preset=paper only"):
         physical_timeline(model, gbit_s=1, num_steps=2)

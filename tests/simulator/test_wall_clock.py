@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.errors import UserError
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, Network
 
 RUN = IdealizedRun(
@@ -38,7 +39,7 @@ def test_several_replicas_reduce_gradients_within_their_site():
     assert run.seconds == pytest.approx(run.compute_seconds + run.inside_seconds + run.between_seconds)
 
 
-def test_overlap_hides_what_it_can():
+def test_overlap_hides_the_exchange_for_the_duration_of_its_steps():
     run = replace(RUN, num_replicas=4, sync_every=50)
     step = (run.compute_seconds + run.inside_seconds) / STEPS
     some = replace(run, overlap_steps=2)
@@ -64,13 +65,13 @@ def test_the_archetypes_are_the_papers():
         ({"overlap_steps": 1}, "overlap_steps=1, but num_replicas=0 is Data-Parallel"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
         replace(RUN, **changes)
 
 
 def test_a_network_without_bandwidth_is_refused():
-    with pytest.raises(ValueError, match="gbit_s must be above 0"):
+    with pytest.raises(UserError, match="gbit_s must be above 0"):
         Network(0, 0)
-    with pytest.raises(ValueError, match="latency_seconds must be at least 0"):
+    with pytest.raises(UserError, match="latency_seconds must be at least 0"):
         Network(1, -1)

@@ -1,4 +1,4 @@
-"""Runs of the command line, for the tests of what it leaves."""
+"""Runs of the command line, and what they leave."""
 
 import json
 import os
@@ -39,14 +39,6 @@ def call(command: list[str], folder: Path, **environment: str) -> subprocess.Com
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def trained(folder: Path, name: str, *flags: str) -> Path:
-    """A run that went well."""
-    process = run(folder, "--name", name, *flags)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert not process.stderr, process.stderr
-    return folder / "runs" / name
 
 
 def summary(run: Path) -> dict:

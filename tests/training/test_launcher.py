@@ -1,4 +1,9 @@
+import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -27,8 +32,58 @@ def test_a_shard_that_ends_without_a_word_is_named():
     assert str(error) == "replica 2, shard 1, ended with exit code 1"
 
 
-def test_a_replica_that_says_why_is_quoted(tmp_path):
-    (tmp_path / "error.json").write_text('{"message": "the disk is full", "timestamp": "1"}')
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    error = _explain(ChildFailedError("entrypoint", {0: failure}), num_shards=1)
-    assert (str(error), error.exit_code) == ("the disk is full", 2)
+_LAUNCH = """
+import sys
+from dataclasses import replace
+from diloco.errors import ReplicaFailedError
+from diloco.training.launcher import launch
+from diloco.training.prepare import refuse_what_means_nothing
+from diloco.training.recipes import recipe
+from tests.training.test_launcher import touch_and_sleep
+
+if __name__ == "__main__":
+    if sys.argv[1] == "sleep":
+        launch(touch_and_sleep, 2, 1, sys.argv[2])
+    try:
+        launch(refuse_what_means_nothing, 2, 1, replace(recipe("tiny"), num_replicas=1, num_connections=2))
+    except ReplicaFailedError as error:
+        print(error, error.exit_code, error.fields)
+"""
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_error_of_a_replica_arrives_whole():
+    command = [sys.executable, "-c", _LAUNCH, "fail"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.stdout == (
+        "num_connections=2 means nothing to one replica: leave it out 2 ('num_connections',)\n"
+    )
+    assert not process.stderr
+
+
+def touch_and_sleep(folder: str) -> None:
+    """The entrypoint of a replica that waits to be ended."""
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(100)
+
+
+def test_replicas_end_with_their_launcher(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep", str(tmp_path)], cwd=ROOT) as process:
+        deadline = time.monotonic() + 90
+        while len(abandoned := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    while any(is_alive(replica) for replica in abandoned):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,35 +1,264 @@
-"""What the loop makes of errors that are not its own."""
+"""Whole runs: of the command line, on real processes and real files."""
 
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.training.runs import (
+    BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
+    TIMEOUT_SECONDS,
+    call,
+    command,
+    lines,
+    run,
+    summary,
+)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from diloco.errors import TrainingError
-from diloco.training.config import resolve
-from diloco.training.loop import _lack_of_memory_explained
-from diloco.training.recipes import tiny
-from diloco.training.world import alone
-
-
-def too_much() -> None:
-    torch.empty(1 << 62, dtype=torch.uint8)
-
-
-def too_much_for_a_gpu() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 39.00 GiB.\nAnd more.")
-
-
-@pytest.mark.parametrize("allocate", [too_much, too_much_for_a_gpu])
-def test_a_lack_of_memory_names_the_settings_that_take_it(allocate):
-    config = resolve(replace(tiny(), num_replicas=1, name="r"), vocab_size=257, prepared=Path())
-    expected = r"not enough memory on its cpu: .*--micro-batch \(now 8\).*--resume runs/r \(.*allocate.*\)$"
-    with pytest.raises(TrainingError, match=expected), _lack_of_memory_explained(config, alone(config)):
-        allocate()
+from diloco.training.loop import train
+from diloco.training.prepare import prepare_run
+from diloco.training.recipes import recipe
+from diloco.training.runs import read_config
 
 
-def test_other_errors_pass():
-    config = resolve(replace(tiny(), num_replicas=1), vocab_size=257, prepared=Path())
-    with pytest.raises(RuntimeError, match=r"^shapes"), _lack_of_memory_explained(config, alone(config)):
-        raise RuntimeError("shapes differ")
+def test_a_run_leaves_its_files(streaming):
+    assert {path.name for path in streaming.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "data.json",
+        "metrics-0.jsonl",
+        "metrics-1.jsonl",
+        "outer.safetensors",
+        "summary.json",
+        "tensorboard",
+    }
+    assert read_config(streaming).diloco.overlap_steps == (2, 7)
+
+
+def test_the_model_learns(streaming):
+    losses = [line["loss"] for line in lines(streaming, 0)]
+    assert losses[0] > 5 and losses[-1] < 3
+    assert 0 < summary(streaming)["eval_loss"] < losses[20]
+
+
+def test_the_books_of_bytes_agree(streaming):
+    config, total = read_config(streaming), summary(streaming)
+    model = config.model.build(seed=0)
+    num_params = sum(p.numel() for p in model.parameters())
+    by_fragment = {0: 0, 1: 0, 2: 0}
+    for name, parameter in model.named_parameters():
+        block = name.split(".")[1] if name.startswith("blocks") else None
+        by_fragment[2 if block is None else int(block) % 2] += parameter.numel()
+    payload = {p: 16 + -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
+    sends = {p: len([t for t in range(10, 121) if (t - p * 10 // 3) % 10 == 0]) for p in payload}
+    expected = sum(payload[p] * sends[p] for p in payload)
+    assert total["bytes_sent_per_replica"] == expected
+    for replica in (0, 1):
+        for name in ("bytes_sent", "bytes_received"):
+            assert sum(line[name] for line in lines(streaming, replica)) == expected
+    assert total["data_parallel_bytes_per_replica"] == num_params * 4 * 120
+    assert total["num_params"] == num_params
+
+
+def test_each_outer_step_is_written_down(streaming):
+    for replica, overlap in ((0, 2), (1, 7)):
+        for line in lines(streaming, replica):
+            for outer_step in line.get("outer_steps", []):
+                # After the last step what is in flight is merged at once.
+                assert outer_step["sent_step"] == line["step"] - overlap or line["step"] == 120
+                assert outer_step["outer_gradient_norm"] > 0
+                assert -1 <= outer_step["cosine"] <= 1
+                blocks = {0: {"blocks.0", "blocks.2"}, 1: {"blocks.1", "blocks.3"}, 2: set()}
+                assert set(outer_step["layer_cosine"]) == blocks[outer_step["fragment"]]
+    norms = [
+        {
+            (o["fragment"], o["round"]): o["outer_gradient_norm"]
+            for line in lines(streaming, m)
+            for o in line.get("outer_steps", [])
+        }
+        for m in (0, 1)
+    ]
+    assert norms[0] == norms[1] and len(norms[0]) == 34
+
+
+def test_replicas_read_different_text_and_share_the_evaluation(streaming):
+    mine, theirs = lines(streaming, 0), lines(streaming, 1)
+    assert mine[0]["loss"] != theirs[0]["loss"], "of the same parameters"
+    evaluated = [line["step"] for line in mine if "eval_loss" in line]
+    assert evaluated == [line["step"] for line in theirs if "eval_loss" in line] == [60, 120]
+
+
+def test_the_time_adds_up(streaming):
+    total = summary(streaming)
+    blocked, seconds = (
+        sum(line[name] for line in lines(streaming, 0)) for name in ("blocked_seconds", "step_seconds")
+    )
+    assert total["wall_seconds"] == pytest.approx(seconds)
+    assert total["compute_utilization"] == pytest.approx(1 - blocked / seconds)
+    assert blocked > 0
+
+
+def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
+    killed = folder / "runs" / "killed"
+    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
+    with subprocess.Popen(
+        command("--name", killed.name, *flags),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        victim = wait_for_step(process, killed, step=45)
+        os.kill(victim, signal.SIGKILL)
+        message = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    expected = rf"diloco: replica \d was killed by SIGKILL .*; go on with: .* --resume runs/{killed.name}\n"
+    assert re.fullmatch(expected, message)
+    assert len(lines(killed, 0)) < len(lines(streaming, 0))
+
+    again = run(folder, "--resume", str(killed))
+    assert again.returncode == 0, again.stderr
+    for replica in (0, 1):
+        assert_equal(final_state(streaming, replica), final_state(killed, replica))
+        whole, resumed = ([line["loss"] for line in lines(path, replica)] for path in (streaming, killed))
+        assert whole == resumed
+    same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
+    assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+    """The process of the last replica, once replica 0 has come that far."""
+    path = run / "metrics-0.jsonl"
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and process.poll() is None, "the run came to nothing"
+        time.sleep(0.02)
+    return max(replicas(process.pid))
+
+
+def replicas(launcher: int) -> list[int]:
+    """The forks of the launcher's children."""
+    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
+
+
+def children(pid: int) -> Iterator[int]:
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield from map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return
+
+
+def final_state(run: Path, replica: int) -> dict:
+    newest = max((run / "checkpoints" / f"replica-{replica}").glob("step-*/"))
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(newest, file.name)
+        tensors = torch.load(file.name, weights_only=True)
+    facts = json.loads((newest / "facts.json").read_text())
+    del facts["seconds"], facts["blocked_seconds"], facts["sync"]["blocked_seconds"]
+    return facts | {"tensors": tensors}
+
+
+def assert_equal(one, other) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
+    """From step 80 on, with fragments in flight; blocks of the wire begin anew in each shard."""
+    resharded = folder / "runs" / "resharded"
+    shutil.copytree(streaming, resharded)
+    (resharded / "summary.json").unlink()
+    for path in (resharded / "checkpoints").glob("*/step-*.sha256"):
+        if int(path.name[5:13]) > 80:
+            path.unlink()
+    process = run(folder, "--resume", str(resharded), "--shards-per-replica", "2")
+    assert process.returncode == 0 and not process.stderr, process.stderr
+    after, before = summary(resharded), summary(streaming)
+    assert after["shards_per_replica"] == 2 and before["shards_per_replica"] == 1
+    assert after["eval_loss"] == pytest.approx(before["eval_loss"], rel=0.005)
+    assert after["outer_hash"] != before["outer_hash"]
+    assert after["bytes_sent_per_replica"] > before["bytes_sent_per_replica"]
+    for replica in (0, 1):
+        assert [line["step"] for line in lines(resharded, replica)] == list(range(1, 121))
+        mine, theirs = ([line["loss"] for line in lines(path, replica)] for path in (resharded, streaming))
+        assert mine[:80] == theirs[:80]
+        assert mine[80:] == pytest.approx(theirs[80:], rel=0.02)
+
+
+def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
+    asked = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
+    data = replace(asked.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data")
+    config = prepare_run(replace(asked, data=data), resume=None)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    steps: list[int] = []
+    outcome = train(config, on_start=steps.append, on_step=lambda metrics: steps.append(metrics.step))
+    assert steps == list(range(61)) and outcome is not None
+    assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
+    assert outcome.summary["compute_utilization"] > 0.99
+    assert len(outcome.sample) > 100
+
+
+def test_two_machines_with_their_own_disks_train_together(folder, streaming):
+    """Two launchers, each with one replica and a directory of its own, end with the bits of one machine."""
+    machines = [folder / f"machine-{m}" for m in (0, 1)]
+    for machine in machines:
+        machine.mkdir()
+        shutil.copy(folder / "text.jsonl", machine)
+    flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
+    for process in on_two_machines(machines, "--name", "far", *flags):
+        assert process.returncode == 0, process.stderr
+    assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
+    assert not (machines[1] / "runs" / "far" / "summary.json").exists()
+    mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)
+    assert replace(mine, runs=theirs.runs, data=theirs.data) == theirs
+
+
+def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.CompletedProcess[str]]:
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+
+    def torchrun(rank: int) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        arguments = ["--node-rank", str(rank), "-m", *command(*flags)[2:]]
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return call([*launcher, *address, *arguments], machines[rank], **environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(torchrun, (0, 1)))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_flag_that_helps(folder):
+    process = run(folder, "--name", "diverged", "--optimizer.learning-rate", "1e12")
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"diloco: step \d+: the loss of replica \d is .* lower --optimizer.learning-rate .*\n", process.stderr
+    )

@@ -1,1 +1,1 @@
-"""The `diloco` command, one file a verb."""
+"""The `diloco` command: one module a verb, with HELP and run(arguments); the others begin with an underscore."""

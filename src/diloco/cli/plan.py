@@ -1,35 +1,39 @@
-"""`diloco plan`: a task and its links in, settings out; torch only where something is measured."""
+"""`diloco plan`: a task and its links in, settings out; torch is loaded only to measure."""
 
 import math
 import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from diloco.cli._command import call
+from diloco.cli._flags import changes, flags, spelled
 from diloco.errors import UserError
 from diloco.report.terminal.plan import plan_json, print_plans, print_remedy
 from diloco.report.terminal.simulation import wide_console
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.planner import Task, feasible, remedy
+from diloco.simulator.planner import Plan, Task, feasible
+from diloco.simulator.remedy import remedy
 from diloco.simulator.replicas import Replica, replicas_of
 
 if TYPE_CHECKING:
-    from diloco.measure.measure import Machines
+    from diloco.measure.step import Machines
     from diloco.training.config import TrainConfig
 
+HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
 
-def plan(arguments: list[str]) -> None:
-    """For machines that are described, or measured."""
+
+def run(arguments: list[str]) -> None:
+    """Plan for machines that the command line describes, or that are measured."""
     if any(argument.partition("=")[0] == "--measure" for argument in arguments):
         _plan_measured([argument.removeprefix("--measure=") for argument in arguments if argument != "--measure"])
     else:
-        tyro.cli(_plan_given, prog="diloco plan", args=arguments)
+        call(_plan_described, arguments, prog="diloco plan")
 
 
-def _plan_given(
+def _plan_described(
     num_params: float,
     num_layers: int,
     step_seconds: tuple[float, ...],
@@ -44,24 +48,24 @@ def _plan_given(
     target: float = 0.95,
     json: bool = False,
 ) -> None:
-    """Which settings reach a compute utilization on given links; the first risks the least of the model's quality.
+    """Settings that reach a compute utilization on given links; the first risks the least of the model's quality.
 
     With --measure RECIPE [--field value …] in the place of sizes and speeds, the recipe's step and the link
     between its replicas are timed first, here or, under torchrun, on several machines.
 
     Args:
-        num_params: N, all parameters.
-        num_layers: L, transformer blocks.
-        step_seconds: Compute of an inner step; one number, or one a replica.
-        link_gbit_s: Bandwidth of a replica's link, each way; one number, or one a replica.
-        latency_seconds: One way; one number, or one a replica.
-        num_replicas: M; left out, 2, or as many as there are numbers.
-        width: D; left out, what 12·L·D² and the embeddings make N of.
-        vocab_size: V.
+        num_params: N, number of all parameters.
+        num_layers: L, number of transformer blocks.
+        step_seconds: Compute time of an inner step; one number, or one a replica.
+        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one a replica.
+        latency_seconds: Latency of a replica's link, one way; one number, or one a replica.
+        num_replicas: M; left out, 2, or as many as the longest of the three lists above.
+        width: D; left out, the width with which 12·L·D² and the embeddings make N.
+        vocab_size: V, number of tokens in the vocabulary.
         untied_embeddings: The head has a matrix of its own.
-        num_tokens: Of the whole run; left out, 20·N.
+        num_tokens: Tokens of the whole run; left out, 20·N.
         batch_tokens: Tokens of a step over all replicas.
-        target: Compute utilization to be reached.
+        target: Compute utilization to reach, between 0 and 1.
         json: Print JSON.
     """
     size = ModelSize(
@@ -75,91 +79,84 @@ def _plan_given(
     tokens = 20 * num_params if num_tokens is None else num_tokens
     for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
         if not 0 < value < math.inf:
-            raise UserError(f"{name} must be above 0 and finite, not {value}")
+            raise UserError(f"{name} must be above 0 and finite, not {value}", name)
     task = Task(size=size, replicas=replicas, num_steps=round(tokens / batch_tokens), target=target)
     _answer(task, command="diloco train RECIPE", json=json)
 
 
 def _plan_measured(arguments: list[str]) -> None:
-    from diloco.cli.recipe import parsed
-    from diloco.measure.measure import measurable
+    """Measure a recipe's replicas, all on this machine or each under torchrun, and plan for them."""
+    from diloco.cli._recipe import parsed_recipe
     from diloco.training.config import TrainConfig
-    from diloco.training.launcher import launch, under_a_launcher
-    from diloco.training.recipes import flags
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
         config: Annotated[TrainConfig, tyro.conf.arg(name="")]
         target: float = 0.95
-        """Compute utilization to be reached."""
+        """Compute utilization to reach, between 0 and 1."""
         json: bool = False
         """Print JSON."""
 
-    asked = parsed(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
-    if asked.config.method == "data_parallel":
-        raise UserError("leave out --method data_parallel: what is planned is Streaming DiLoCo")
-    for name, words in flags(asked.config).items():
-        if name in _CHOSEN_BY_A_PLAN:
-            raise UserError(f"leave out {shlex.join(words)}: the plan chooses it, for strided fragments")
-    config = measurable(asked.config)
-    # What would be refused after measuring is refused now.
-    _task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=asked.target)
-    train = " ".join(["diloco train", config.recipe, *_flags_besides_a_plans(asked.config)])
+    with spelled(Command):
+        command = parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
+        _measure(command.config, target=command.target, json=command.json)
+
+
+def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
+    from diloco.measure.step import measurable
+    from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.traits import fields_with, get
+
+    if asked.method == "data_parallel":
+        raise UserError("method=data_parallel has no outer step to plan: leave it out", "method")
+    changed = changes(asked)
+    for name in fields_with(type(asked), "planned").keys() & changed.keys():
+        value = get(asked, name)
+        raise UserError(f"{name}={value}: the plan chooses it, for strided fragments; leave it out", name)
+    config = measurable(asked)
+    # Refuse now what would be refused after measuring.
+    _task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=target)
+    # Every plan names the method and the number of replicas itself.
+    kept = (words for name, words in changed.items() if name not in ("num_replicas", "method"))
+    train = " ".join(["diloco train", config.recipe, *map(shlex.join, kept)])
     if under_a_launcher():
-        _measure_and_plan(config, asked.target, train, asked.json)
+        _measure_and_plan(config, target, train, json)
     else:
-        told = (config, asked.target, train, asked.json)
-        launch(_measure_and_plan, config.num_replicas, config.num_shards, *told)
-
-
-def _flags_besides_a_plans(asked: "TrainConfig") -> Iterator[str]:
-    """What else the user changed in the recipe."""
-    from diloco.training.recipes import flags
-
-    for name, words in flags(asked).items():
-        if name not in ("num_replicas", "method"):  # which stand in every plan
-            yield shlex.join(words)
-
-
-_CHOSEN_BY_A_PLAN = {
-    f"diloco.{name}"
-    for name in ("sync_every", "overlap_steps", "layers_per_fragment", "wire", "combine", "fragments", "offsets")
-}
+        launch(_measure_and_plan, config.num_replicas, config.num_shards, config, target, train, json)
 
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
-    """One replica of several that measure together."""
-    from diloco.measure.measure import measure_machines
+    """Measure as one of the replicas; the first then prints the plan."""
+    from diloco.measure.step import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:
-        _tell_plan(config, machines, target=target, command=train, json=json)
+        replicas = _replicas_of(machines)
+        if not json:
+            _print_machines(replicas)
+        _answer(_task_of(config, replicas, target=target), command=train, json=json)
 
 
-def _tell_plan(config: "TrainConfig", machines: "Machines", *, target: float, command: str, json: bool) -> None:
-    """Show what was measured, and what to do with it."""
-    replicas = tuple(
-        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=latency)
-        for step, gbit_s, latency in zip(
-            machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True
-        )
+def _replicas_of(machines: "Machines") -> tuple[Replica, ...]:
+    numbers = zip(machines.step_seconds, machines.link_gbit_s, machines.latency_seconds, strict=True)
+    return tuple(
+        Replica(step_seconds=step, gbit_s=gbit_s, latency_seconds=delay) for step, gbit_s, delay in numbers
     )
-    if not json:
-        for index, replica in enumerate(replicas):
-            print(
-                f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
-                f"latency {1000 * replica.latency_seconds:.3g} ms"
-            )
-    _answer(_task_of(config, replicas, target=target), command=command, json=json)
+
+
+def _print_machines(replicas: tuple[Replica, ...]) -> None:
+    for index, replica in enumerate(replicas):
+        print(
+            f"replica {index}: {replica.step_seconds:.4g} s a step, {replica.gbit_s:.3g} Gbit/s, "
+            f"latency {1000 * replica.latency_seconds:.3g} ms"
+        )
 
 
 def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: float) -> Task:
-    """What a run's config asks of its replicas' machines."""
-    from diloco.models.ladder import num_matrix_params
-
+    """The task of training a config's model on these replicas."""
     model = config.model
     size = ModelSize(
-        num_params=num_matrix_params(model),
+        num_params=model.num_matrix_params,
         num_layers=model.num_layers,
         width=model.width,
         vocab_size=model.vocab_size,
@@ -168,11 +165,17 @@ def _task_of(config: "TrainConfig", replicas: tuple[Replica, ...], *, target: fl
 
 
 def _answer(task: Task, *, command: str, json: bool) -> None:
+    """Print the plans for a task, or what would allow one; `command` is the words before a plan's flags."""
     plans = feasible(task)
     help_ = None if plans else remedy(task)
     if json:
-        print(plan_json(task, plans, help_, command=command))
+        print(plan_json(task, plans, help_, command=command, flags=_flags))
     elif help_ is None:
-        print_plans(task, plans, wide_console(), command=command)
+        print_plans(task, plans, wide_console(), command=command, flags=_flags)
     else:
         print_remedy(task, help_, wide_console())
+
+
+def _flags(plan: Plan) -> str:
+    """The flags of `diloco train` that follow a plan."""
+    return shlex.join(word for words in flags(plan.train_settings).values() for word in words)

@@ -1,6 +1,6 @@
 """What a run reads: the sources of text, how they are held out, and how they become tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import UserError
@@ -25,7 +25,7 @@ class DataConfig:
     32,000 is four to five bytes of English."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
-    prepared: Path | None = None
+    prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
     """A directory made by `diloco data prepare`, to be read in place of the sources above."""
     cache: Path = Path("data")
     """Where sources are prepared on demand, each choice of settings in a directory of its own."""

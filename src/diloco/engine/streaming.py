@@ -242,12 +242,13 @@ class StreamingDiLoCo:
         """
         self._drained_step = checkpoint.load(self._rounds, state)
 
-    def sent_like(self, in_flight: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Room for the `sent` of a saved state, to be read in place as torch.distributed.checkpoint does.
+    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A state with the tensors of a saved one, to be read in place as torch.distributed.checkpoint does.
 
-        Read `in_flight` first, then the rest into `state_dict() | {"sent": sent_like(in_flight)}`.
+        Args:
+            saved: the plain values of the saved state, of which `in_flight` is used: read them first.
         """
-        return checkpoint.room_for_sent(self._rounds, in_flight)
+        return self.state_dict() | {"sent": checkpoint.room_for_sent(self._rounds, saved["in_flight"])}
 
     def _begin(self) -> None:
         """Refuse to go on after a step that failed half-way; `_sound` is true again after one that succeeds."""

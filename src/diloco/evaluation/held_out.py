@@ -1,14 +1,13 @@
 """Held-out loss in nats a token and bits a byte."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from diloco.models.decoder import next_token_loss
+from diloco.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,11 @@ class HeldOutLoss:
     """Tokens predicted."""
 
 
-def sequence_losses(
-    forward: Callable[[Tensor], Tensor], batches: Iterable[np.ndarray], device: torch.device
-) -> list[float]:
+def sequence_losses(model: LanguageModel, batches: Iterable[np.ndarray], device: torch.device) -> list[float]:
     """Mean cross-entropy of each sequence, nats a token.
 
     Args:
-        forward: tokens (B, T) to logits (B, T, V).
+        model: whose loss is measured.
         batches: int64 arrays (B, T+1): T tokens and, shifted by one, their targets.
         device: where the model is.
     """
@@ -39,9 +36,9 @@ def sequence_losses(
     with torch.inference_mode():
         for batch in batches:
             window_BxT1 = torch.from_numpy(batch).to(device)
-            logits_BxTxV = forward(window_BxT1[:, :-1])
+            logits_BxTxV = model(window_BxT1[:, :-1])
             for logits_TxV, window_T1 in zip(logits_BxTxV, window_BxT1, strict=True):
-                losses.append(next_token_loss(logits_TxV[None], window_T1[None, 1:])[0].item())
+                losses.append(model.loss(logits_TxV[None], window_T1[None, 1:])[0].item())
     return losses
 
 

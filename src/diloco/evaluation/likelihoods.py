@@ -4,24 +4,12 @@ Shapes: G contexts of T tokens, R continuations of them, U tokens of the longest
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from diloco.errors import UserError
-
-
-class CausalModel(Protocol):
-    """A model that remembers what it has read in a cache, as `Decoder` does."""
-
-    def new_cache(self) -> Any:
-        """For sequences of which nothing was read yet; it has `select`, as that of the decoder."""
-        ...
-
-    def __call__(self, tokens_BxT: Tensor, cache: Any = None) -> Tensor:
-        """The logits (B, T, V) of the next token, of tokens that follow those in the cache."""
-        ...
+from diloco.models.language_model import LanguageModel
 
 
 class Likelihood(NamedTuple):
@@ -34,7 +22,7 @@ class Likelihood(NamedTuple):
 
 
 def likelihoods(
-    model: CausalModel,
+    model: LanguageModel,
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     max_length: int,
@@ -94,7 +82,7 @@ def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
         yield group
 
 
-def _score(model: CausalModel, group: list[_Part], device: torch.device) -> list[tuple[float, bool]]:
+def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[tuple[float, bool]]:
     contexts = list(dict.fromkeys(context for _, context, _ in group))
     row_of = {context: row for row, context in enumerate(contexts)}
     rows_R = torch.tensor([row_of[context] for _, context, _ in group], device=device)

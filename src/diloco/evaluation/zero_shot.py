@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import UserError
-from diloco.evaluation.likelihoods import CausalModel, likelihoods
+from diloco.evaluation.likelihoods import likelihoods
 from diloco.evaluation.questions import read_questions
+from diloco.models.language_model import LanguageModel
 
 
 class HarnessLM(TemplateLM):
@@ -33,7 +34,9 @@ class HarnessLM(TemplateLM):
         device: where it is.
     """
 
-    def __init__(self, model: CausalModel, tokenizer: Tokenizer, *, max_length: int, device: torch.device) -> None:
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, *, max_length: int, device: torch.device
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer_, self.max_length = model, tokenizer, max_length
         self._device = device
@@ -106,7 +109,7 @@ class HarnessLM(TemplateLM):
 
 
 def score_tasks(
-    model: CausalModel,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     tasks: Mapping[str, Path | None],
     *,

@@ -1,1 +1,1 @@
-"""Grids of runs, and the papers' experiments as such grids."""
+"""Experiments: grids of training runs that test the papers' claims."""

@@ -1,1 +1,1 @@
-"""Measurements of the wire, the link and the training step on this machine."""
+"""Measurements of the wire formats, the links and the training step on this machine."""

@@ -1,1 +1,1 @@
-"""The decoder, its loss and its size ladder."""
+"""Model families: what each must offer (spec, language_model), and the decoder."""

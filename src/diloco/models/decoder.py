@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens, D width, H heads, K = D/H elements a head, V voca
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,65 +12,37 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from diloco.errors import UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.models.language_model import LanguageModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """The size of a decoder; 12·L·D² + V·D parameters and the norms' gains."""
-
-    num_layers: int
-    """Transformer blocks."""
-    num_heads: int
-    """Attention heads; must divide the width into an even number of elements a head."""
-    width: int
-    """D, of the residual stream; the MLP is four times as wide."""
-    vocab_size: int = 0
-    """V; 0 takes the tokenizer's."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no decoder."""
-        for name in ("num_layers", "num_heads", "width"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model: {name} must be at least 1, not {getattr(self, name)}")
-        if self.width % (2 * self.num_heads):
-            raise UserError(
-                f"model: width={self.width} must be a multiple of 2·num_heads={2 * self.num_heads}: "
-                "each head needs an even number of elements for RoPE"
-            )
-        if self.vocab_size < 0:
-            raise UserError(
-                f"model: vocab_size must be at least 1, or 0 for the tokenizer's, not {self.vocab_size}"
-            )
-
-
-class Cache:
-    """Keys and values, per block, of the tokens that a model has read in each of B sequences."""
+class KeyValueCache:
+    """Keys and values, per block, of the tokens that a decoder has read in each of B sequences."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     @property
     def num_tokens(self) -> int:
-        """Tokens read."""
+        """Tokens read in each sequence."""
         return 0 if self._layers[0] is None else self._layers[0][0].shape[-2]
 
     def extend(self, layer: int, k_BxHxTxK: Tensor, v_BxHxTxK: Tensor) -> tuple[Tensor, Tensor]:
-        """Add what a block makes of new tokens; all that it has."""
+        """Add the keys and values of new tokens to a block's; return all of them."""
         if (before := self._layers[layer]) is not None:
             k_BxHxTxK = torch.cat([before[0], k_BxHxTxK], dim=-2)
             v_BxHxTxK = torch.cat([before[1], v_BxHxTxK], dim=-2)
         self._layers[layer] = k_BxHxTxK, v_BxHxTxK
         return k_BxHxTxK, v_BxHxTxK
 
-    def select(self, rows_R: Tensor) -> "Cache":
-        """A cache of R sequences, each a copy of one of these."""
-        selected = Cache(len(self._layers))
+    def select(self, rows_R: Tensor) -> "KeyValueCache":
+        """A cache of R sequences, each a copy of one of the B."""
+        selected = KeyValueCache(len(self._layers))
         selected._layers = [layer and (layer[0][rows_R], layer[1][rows_R]) for layer in self._layers]
         return selected
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Tokens to the logits of the next token.
 
     >>> model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=16), seed=0)
@@ -88,12 +59,14 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self._initialise(seed)
 
-    def new_cache(self) -> Cache:
-        """For sequences of which nothing was read yet."""
-        return Cache(self.config.num_layers)
+    def new_cache(self) -> KeyValueCache:
+        """An empty cache."""
+        return KeyValueCache(self.config.num_layers)
 
-    def forward(self, tokens_BxT: Int64[Tensor, "B T"], cache: Cache | None = None) -> Float[Tensor, "B T V"]:
-        """The logits of the next token at each position; with a cache, of tokens that follow those read before."""
+    def forward(
+        self, tokens_BxT: Int64[Tensor, "B T"], cache: KeyValueCache | None = None
+    ) -> Float[Tensor, "B T V"]:
+        """The logits of the next token at each position; with a cache, the tokens follow those read before."""
         x_BxTxD = self.embedding(tokens_BxT)
         first = 0 if cache is None else cache.num_tokens
         head_width = self.config.width // self.config.num_heads
@@ -104,7 +77,7 @@ class Decoder(nn.Module):
         return F.linear(self.norm(x_BxTxD), self.embedding.weight)
 
     def _initialise(self, seed: int) -> None:
-        """Normal with variance 1/fan_in; what is added to the residual stream shrinks with its 2L summands."""
+        """Draw matrices from N(0, 1/fan_in); those that add to the residual stream are scaled by 1/√(2L)."""
         generator = torch.Generator().manual_seed(seed)
         residual_scale = 1 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
@@ -118,12 +91,12 @@ class _Linear(nn.Linear):
         super().__init__(num_in, num_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """Left to `Decoder`: twice would take twice the time, and on `meta` import the whole of torch._dynamo."""
+        """Do nothing: `Decoder` initialises the weights once; on `meta` this would also import torch._dynamo."""
 
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Left to `Decoder`, too."""
+        """Do nothing: `Decoder` initialises the weights once."""
 
 
 _Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -158,7 +131,7 @@ class Attention(nn.Module):
         self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
-        """What each position takes from those up to it, those that a cache extends included."""
+        """The values that each position attends to, up to itself and including those in the cache."""
         heads = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q_BxHxTxK, k_BxHxTxK, v_BxHxTxK = heads.unbind(0)
         q_BxHxTxK = rotate(self.query_norm(q_BxHxTxK), rotation).to(v_BxHxTxK.dtype)
@@ -175,7 +148,7 @@ class Attention(nn.Module):
 
 
 def rotary(num_tokens: int, head_width: int, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, K) of RoPE with base 10,000, each half of a head rotated with the other.
+    """Cosines and sines (T, K) of RoPE with base 10,000, the halves of a head being rotated with each other.
 
     `first` is the position of the first of the T tokens.
     """
@@ -191,44 +164,3 @@ def rotate(
     cosine_TxK, sine_TxK = rotation
     first, second = x_BxHxTxK.chunk(2, dim=-1)
     return x_BxHxTxK * cosine_TxK + torch.cat([-second, first], dim=-1) * sine_TxK
-
-
-def next_token_loss(
-    logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0
-) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
-    """Mean cross-entropy in nats a token, and what to train on: the same plus z_loss · mean(log Z)².
-
-    Returns:
-        Two scalars, FP32: (cross-entropy, cross-entropy + z-loss).
-    """
-    logits_BxTxV = logits_BxTxV.float()
-    log_z_BxT = logits_BxTxV.logsumexp(dim=-1)
-    target_logit_BxT = logits_BxTxV.gather(-1, targets_BxT[..., None]).squeeze(-1)
-    cross_entropy = (log_z_BxT - target_logit_BxT).mean()
-    return cross_entropy, cross_entropy + z_loss * log_z_BxT.square().mean()
-
-
-def generate(
-    model: Decoder,
-    prompt: list[int],
-    num_tokens: int,
-    *,
-    seed: int,
-    context: int,
-    vocab_size: int | None = None,
-    top_k: int = 40,
-) -> list[int]:
-    """`num_tokens` sampled after a prompt, each from the `top_k` likeliest given the last `context` tokens.
-
-    `vocab_size` is the tokenizer's, where the model knows more tokens than it.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            device = model.embedding.weight.device
-            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab_size].float().cpu()
-            top = logits_V.topk(min(top_k, len(logits_V)))
-            choice = torch.multinomial(top.values.softmax(dim=-1), 1, generator=generator)
-            tokens.append(int(top.indices[choice]))
-    return tokens[len(prompt) :]

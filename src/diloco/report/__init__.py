@@ -1,1 +1,1 @@
-"""What a person looks at."""
+"""Output for people: tables and progress in a terminal, figures, HTML pages."""

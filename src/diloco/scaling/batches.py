@@ -1,4 +1,4 @@
-"""The best batch of each size, a parabola's minimum in log2(B); and what was tried beside a best value."""
+"""The best batch of each size, a parabola's minimum in log2(B), and the values tried beside a best one."""
 
 import math
 from collections.abc import Sequence
@@ -10,17 +10,21 @@ from diloco.scaling.table import Point
 
 
 def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[float, float]:
-    """The lowest loss at each value of a quantity that was tried beside the best, by value.
+    """The lowest loss at each value of a quantity that was tried beside the best point, by value.
 
-    At one outer learning rate: that of the best, where values on both sides of its own were tried, and else that
-    at which most were, since others may have been tried at the best of the grid alone. Learning rates are those
-    that were tried at the best batch.
+    The values are those tried at one outer learning rate: the best point's, if smaller and larger values were
+    tried at it; otherwise the rate with the most values. Learning rates are those tried at the best batch.
+
+    Args:
+        points: all runs of a size and M.
+        best: the best of them.
+        quantity: learning_rate, batch_tokens or outer_learning_rate.
 
     Raises:
         UserError: if the points don't have the quantity.
     """
     if any(quantity not in point.settings for point in points):
-        raise UserError(f"the best {quantity} wants the column {quantity} in every row")
+        raise UserError(f"the best {quantity} needs the column {quantity} in every row of the table")
     if quantity == "outer_learning_rate":
         return _lowest(points, quantity)
     if quantity == "learning_rate":
@@ -44,21 +48,20 @@ def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
 
 
 def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:
-    """Whether the best value is the smallest or the largest tried beside it: a better one may lie beyond."""
+    """Whether the best value is the smallest or the largest that was tried: a better one may lie beyond."""
     value, tried = best.settings[quantity], losses_beside(points, best, quantity)
     return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
 
 
 def best_batch(points: Sequence[Point], best: Point) -> float:
-    """Tokens, where a parabola through the batch of the best run and the two tried beside it has its minimum.
+    """The minimum, in tokens, of a parabola through the best run's batch and the two tried next to it.
 
-    Those are the batches at which a sweep has looked for the best learning rate; losses further away lie above the
-    valley, and more so on one side of it. A best batch that is the smallest or the largest is taken as it is, and
-    one that lies in no valley.
+    A sweep searches the learning rate at these batches only: losses further away lie above the valley. A best
+    batch that is the smallest or the largest, or has no valley around it, is returned as it is.
 
     Args:
         points: all runs of a size and M.
-        best: of them.
+        best: the best of them.
 
     Raises:
         UserError: if the points have no batch.

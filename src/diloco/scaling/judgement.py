@@ -1,4 +1,4 @@
-"""Which law extrapolates best, and where DiLoCo and Data-Parallel cross."""
+"""The law that extrapolates best, and the sizes at which DiLoCo and Data-Parallel cross."""
 
 import math
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from diloco.errors import UserError
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import PowerLawFit, log_residual
@@ -15,38 +16,43 @@ from diloco.scaling.table import Point
 
 @dataclass(frozen=True)
 class Residual:
-    """How far a law is from what was measured at the largest size."""
+    """The distance between a law and the measurements at the largest size."""
 
     law: str
-    """independent, joint, or a parametric form."""
+    """independent, joint, or the name of a parametric form."""
     mean: float
-    """Of |log y − log ŷ| over M."""
+    """Mean of |log y − log ŷ| over M."""
     by_replicas: dict[int, float]
-    """For each M."""
+    """|log y − log ŷ| for each M."""
 
 
 def held_out_errors(laws: Laws, quantity: str = "loss") -> list[Residual]:
-    """Of independent and joint laws fitted without the largest size, at every M that both know; the best first."""
+    """Residuals of independent and joint laws fitted without the largest size, the best first.
+
+    Only M that both laws know count.
+    """
     left_out = _largest(laws)
     fitted = Laws([p for p in laws.points or laws.best if left_out and p.params < left_out[0].params])
     kinds: tuple[Kind, ...] = ("independent", "joint")
     errors: dict[Kind, dict[int, float]] = {kind: {} for kind in kinds}
-    for kind, found in errors.items():
+    for kind, by_replicas in errors.items():
         for point in left_out:
             try:
                 law = fitted.fit(quantity, point.replicas, kind).law
-            except ValueError:
+            except UserError:
                 continue
-            found[point.replicas] = log_residual(laws.value(point, quantity), law(point.params, point.replicas))
-    told = [found for found in errors.values() if found]
-    common = set.intersection(*map(set, told)) if told else set()
-    return _ranked({kind: {m: v for m, v in found.items() if m in common} for kind, found in errors.items()})
+            predicted = law(point.params, point.replicas)
+            by_replicas[point.replicas] = log_residual(laws.value(point, quantity), predicted)
+    fitted_kinds = [by_replicas for by_replicas in errors.values() if by_replicas]
+    common = set.intersection(*map(set, fitted_kinds)) if fitted_kinds else set()
+    return _ranked({kind: {m: of[m] for m in of if m in common} for kind, of in errors.items()})
 
 
 def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, str]]:
-    """The parametric forms, the best at the largest size first, and why others can't be fitted.
+    """The fitted parametric forms, the best at the largest size first, and the reasons why others have no fit.
 
-    They were selected there, so that their residuals are no test errors. Of Data-Parallel alone there are none.
+    The fits were selected at the largest size, so that their residuals are no test errors. Data-Parallel alone has
+    no forms.
     """
     best, fits, refused = _with_replicas(laws), {}, {}
     if not best:
@@ -55,7 +61,7 @@ def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, s
     for name, form in FORMS.items():
         try:
             fits[name] = fit_parametric(form, *columns)
-        except ValueError as error:
+        except UserError as error:
             refused[name] = str(error)
     left_out = _largest(laws)
     residuals = {
@@ -76,37 +82,43 @@ def _largest(laws: Laws) -> list[Point]:
 
 
 def _ranked(values: Mapping[str, dict[int, float]]) -> list[Residual]:
-    found = [Residual(law, statistics.mean(of.values()), of) for law, of in values.items() if of]
-    return sorted(found, key=lambda residual: residual.mean)
+    residuals = [Residual(law, statistics.mean(of.values()), of) for law, of in values.items() if of]
+    return sorted(residuals, key=lambda residual: residual.mean)
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where a law of DiLoCo gives the loss of Data-Parallel's."""
+    """The size at which DiLoCo and Data-Parallel have the same loss."""
 
     num_params: float | None
-    """N; None where they never meet at a size that can be told."""
+    """N; None if they do not meet at any plausible size."""
     is_lower_above: bool | None
-    """Whether DiLoCo's loss is the lower one beyond N; where they never meet, whether it is at every size; None
-    where both are the same."""
+    """Whether DiLoCo's loss is lower above N, or at every size if they never meet; None if losses are equal."""
     is_measured: bool = False
-    """Whether N lies among the sizes that were fitted."""
+    """Whether N lies within the fitted sizes."""
     low: float | None = None
+    """Lower end of the 95 % interval of N."""
     high: float | None = None
-    """95 % interval."""
+    """Upper end of it."""
     reason: str | None = None
     """Why there is no interval."""
 
 
 def crossing(laws: Laws, num_replicas: int) -> Crossing:
-    """Where the loss of M replicas crosses Data-Parallel's: where a power law of their ratio is 1.
+    """The size at which a power law of the ratio of both losses is 1.
+
+    Args:
+        laws: from a table with M replicas and Data-Parallel.
+        num_replicas: M.
 
     Raises:
         UserError: if there are no two sizes at which both were run.
     """
-    one, other = ({p.params: p.eval_loss for p in laws.best if p.replicas == m} for m in (num_replicas, 0))
-    sizes = sorted(one.keys() & other.keys())
-    ratio = PowerLawFit(sizes, [one[n] / other[n] for n in sizes])
+    diloco, data_parallel = (
+        {p.params: p.eval_loss for p in laws.best if p.replicas == m} for m in (num_replicas, 0)
+    )
+    sizes = sorted(diloco.keys() & data_parallel.keys())
+    ratio = PowerLawFit(sizes, [diloco[n] / data_parallel[n] for n in sizes])
     law, exponent = ratio.law, ratio.exponent()
     if all(abs(math.log(value)) < 1e-9 for value in ratio.values):
         return Crossing(None, None)
@@ -114,30 +126,30 @@ def crossing(laws: Laws, num_replicas: int) -> Crossing:
     if not 0 <= log_n <= _MOST_LOG_N:
         return Crossing(None, law(sizes[-1]) < 1)
     num_params = math.exp(log_n)
-    found = Crossing(num_params, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
+    meeting = Crossing(num_params, law.exponent < 0, sizes[0] <= num_params <= sizes[-1])
     if exponent.low is None or exponent.high is None:
-        return replace(found, reason=exponent.reason)
+        return replace(meeting, reason=exponent.reason)
     if exponent.low <= 0 <= exponent.high:
-        return replace(found, reason="or anywhere: the two exponents don't differ for certain")
-    low, high = (math.exp(_end(ratio, log_n, away)) for away in (-1, 1))
-    return replace(found, low=low, high=high)
+        return replace(meeting, reason="or anywhere: the two exponents don't differ for certain")
+    low, high = (math.exp(_end(ratio, log_n, direction)) for direction in (-1, 1))
+    return replace(meeting, low=low, high=high)
 
 
-_MOST_LOG_N = math.log(1e15)  # of no model
+_MOST_LOG_N = math.log(1e15)  # larger than any model
 
 
-def _end(ratio: PowerLawFit, log_n: float, away: int) -> float:
-    """The log N nearest to the crossing, on one side, from which on the ratio's interval leaves out 1."""
+def _end(ratio: PowerLawFit, log_n: float, direction: int) -> float:
+    """The log N beyond which, in one direction from the crossing, the ratio's interval excludes 1."""
 
     def may_be_one(x: float) -> bool:
-        found = ratio.predict(math.exp(x))
-        assert found.low is not None and found.high is not None, "the ratio has intervals"
-        return found.low <= 1 <= found.high
+        estimate = ratio.predict(math.exp(x))
+        assert estimate.low is not None and estimate.high is not None, "the ratio has intervals"
+        return estimate.low <= 1 <= estimate.high
 
     inside, step = log_n, 0.1
-    while may_be_one(inside + away * step) and step < _MOST_LOG_N:
+    while may_be_one(inside + direction * step) and step < _MOST_LOG_N:
         step *= 2
-    outside = inside + away * step
+    outside = inside + direction * step
     for _ in range(40):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if may_be_one(middle) else (inside, middle)
@@ -145,13 +157,13 @@ def _end(ratio: PowerLawFit, log_n: float, away: int) -> float:
 
 
 def judge(laws: Laws) -> dict[str, Any]:
-    """All laws of a table with their intervals, what extrapolates best, and the crossings, as JSON."""
+    """All laws of a table with their intervals, the best extrapolation, and the crossings, as JSON values."""
     quantities = ["loss", *(name for name in ("learning_rate", "batch_tokens") if laws.has(name))]
     ranked, refused = forms(laws)
     errors = {quantity: held_out_errors(laws, quantity) for quantity in quantities}
     return {
         "laws": {quantity: _laws(laws, quantity) for quantity in quantities},
-        "test_errors": {quantity: [asdict(residual) for residual in found] for quantity, found in errors.items()},
+        "test_errors": {quantity: list(map(asdict, residuals)) for quantity, residuals in errors.items()},
         "forms": [
             {
                 "form": fit.form.name,
@@ -175,43 +187,51 @@ def judge(laws: Laws) -> dict[str, Any]:
 
 
 def _extrapolation(form: ParametricFit) -> Iterator[dict[str, Any]]:
-    """What the published laws, and a form, say of the models that were trained later at their hyperparameters."""
+    """Published losses of larger models beside the predictions of the published laws and of a form."""
     for (fit, replicas), losses in EXTRAPOLATED.items():
         law = JOINT["loss"] if fit == "joint" else LAWS["loss"][replicas]
         for params, loss in zip(EXTRAPOLATED_PARAMS, losses, strict=True):
-            told = {"params": params, "replicas": replicas, "fit": fit, "loss": loss}
-            by_form = form(params, replicas) if replicas else None
-            yield told | {"law": law(params, max(1, replicas)), "form": by_form}
+            yield {
+                "params": params,
+                "replicas": replicas,
+                "fit": fit,
+                "loss": loss,
+                "law": law(params, max(1, replicas)),
+                "form": form(params, replicas) if replicas else None,
+            }
 
 
 def _laws(laws: Laws, quantity: str) -> dict[str, Any]:
-    found = {}
-    for replicas in laws.replicas:
-        found[str(replicas)] = _coefficients(laws, quantity, replicas, "independent")
+    """Coefficients of the independent law of each M, and of the joint law."""
+    coefficients = {str(m): _coefficients(laws, quantity, m, "independent") for m in laws.replicas}
     if len([replicas for replicas in laws.replicas if replicas > 0]) > 1:
-        found["joint"] = _coefficients(laws, quantity, 1, "joint")
-    return found
+        coefficients["joint"] = _coefficients(laws, quantity, 1, "joint")
+    return coefficients
 
 
 def _coefficients(laws: Laws, quantity: str, replicas: int, kind: Kind) -> dict[str, Any]:
     try:
         fit = laws.fit(quantity, replicas, kind)
-    except ValueError as error:
+    except UserError as error:
         return {"reason": str(error)}
-    found = {"A": fit.factor()._asdict(), "alpha": fit.exponent()._asdict()}
-    return found | {"beta": fit.replicas_exponent()._asdict()} if kind == "joint" else found
+    coefficients = {"A": fit.factor()._asdict(), "alpha": fit.exponent()._asdict()}
+    return coefficients | {"beta": fit.replicas_exponent()._asdict()} if kind == "joint" else coefficients
 
 
 def _crossed(laws: Laws) -> list[int]:
-    """Every M that was run at two sizes at which Data-Parallel was, too."""
+    """Every M that shares two sizes with Data-Parallel."""
     sizes = {m: {point.params for point in laws.best if point.replicas == m} for m in laws.replicas}
     return [m for m in laws.replicas if m > 0 and len(sizes[m] & sizes.get(0, set())) > 1]
 
 
 def _on_edge(laws: Laws) -> Iterator[dict[str, Any]]:
-    """Best values that are the smallest or the largest tried beside them: better ones may lie beyond."""
+    """The best values that are the smallest or the largest tried: better ones may lie beyond."""
     for point in laws.best:
         for quantity in ("learning_rate", "batch_tokens", "outer_learning_rate"):
             if quantity in point.settings and laws.is_on_edge(point, quantity):
-                told = {"params": point.params, "replicas": point.replicas}
-                yield told | {"quantity": quantity, "value": point.settings[quantity]}
+                yield {
+                    "params": point.params,
+                    "replicas": point.replicas,
+                    "quantity": quantity,
+                    "value": point.settings[quantity],
+                }

@@ -1,4 +1,4 @@
-"""Laws from a table: through the best run of each size and M, of loss, learning rate and batch."""
+"""Power laws of loss, learning rate and batch through the best run of each size and M in a table."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ TOKENS_PER_PARAM = 20.0
 
 @dataclass(frozen=True)
 class Laws:
-    """Laws from a table; hyperparameters are the published ones where the table has none.
+    """Laws from a table; if the table has no hyperparameters, the published laws stand in for them.
 
     Args:
-        points: of a sweep; None takes the published losses, and with them the published hyperparameters.
+        points: runs of a sweep; None is the published table of losses.
     """
 
     points: Sequence[Point] | None = None
@@ -34,14 +34,14 @@ class Laws:
 
     @property
     def replicas(self) -> list[int]:
-        """All M that the table has, 0 for Data-Parallel."""
+        """All M of the table, 0 for Data-Parallel."""
         return sorted({point.replicas for point in self.best})
 
     def fit(self, quantity: str, num_replicas: int, kind: Kind) -> PowerLawFit:
-        """The law of loss, learning_rate or batch_tokens, from the table.
+        """The table's law of a quantity: loss, learning_rate or batch_tokens.
 
         Raises:
-            UserError: if the table can't give it.
+            UserError: if the table has too few sizes or numbers of replicas for it.
         """
         self._check(num_replicas, kind)
         chosen = self.chosen(num_replicas, kind)
@@ -50,18 +50,19 @@ class Laws:
             known = ", ".join(str(m) for m, of in sizes.items() if len(of) > 1) or "none"
             raise UserError(
                 f"M = {num_replicas} was run at {chosen[0].params:g} parameters only: there are independent laws "
-                f"for M = {known}"
+                f"for M = {known}",
+                "num_replicas",
             )
         values = [self.value(point, quantity) for point in chosen]
         replicas = [point.replicas for point in chosen] if kind == "joint" else None
         return PowerLawFit([point.params for point in chosen], values, replicas, self._step(chosen, quantity))
 
     def chosen(self, num_replicas: int, kind: Kind) -> list[Point]:
-        """Those of `best` that a law goes through."""
+        """The points of `best` that a law goes through."""
         return [p for p in self.best if (p.replicas > 0 if kind == "joint" else p.replicas == num_replicas)]
 
     def value(self, point: Point, quantity: str) -> float:
-        """What a point of `best` has of a quantity."""
+        """The quantity at a point of `best`."""
         if quantity == "loss":
             return point.eval_loss
         if quantity == "batch_tokens":
@@ -69,15 +70,15 @@ class Laws:
         return point.settings[quantity]
 
     def runs_of(self, point: Point) -> list[Point]:
-        """All points of the table with the size and M of one."""
+        """All points of the table with the same size and M."""
         return [p for p in self.points or () if (p.params, p.replicas) == (point.params, point.replicas)]
 
     def is_on_edge(self, point: Point, quantity: str) -> bool:
-        """Whether what a point of `best` has is the smallest or the largest that was tried beside it."""
+        """Whether a point of `best` has the smallest or the largest value that was tried."""
         return is_on_edge(self.runs_of(point), point, quantity)
 
     def unequally_tried(self) -> dict[int, dict[float, int]]:
-        """How many outer learning rates were tried at each size, of every M of which it is not the same number."""
+        """The number of outer learning rates tried at each size, for every M where sizes differ in it."""
         rates: dict[int, dict[float, set[float]]] = {}
         for p in self.points or ():
             if "outer_learning_rate" in p.settings:
@@ -87,7 +88,7 @@ class Laws:
         return {m: of for m, of in numbers.items() if len(set(of.values())) > 1}
 
     def _step(self, best: Sequence[Point], quantity: str) -> float:
-        """The least factor between values beside the best, where the law's points are values that were tried."""
+        """The least factor between values tried beside the best; 1 if the law's points do not lie on a grid."""
         if quantity == "loss":
             return 1.0
         if quantity == "batch_tokens" and not any(self.is_on_edge(point, quantity) for point in best):
@@ -99,33 +100,36 @@ class Laws:
         known = ", ".join(map(str, self.replicas))
         if kind == "joint" and num_replicas == 0:
             raise UserError(
-                "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, pass --fit independent (there are "
-                f"independent laws for M = {known})"
+                "a joint law holds for DiLoCo, M ≥ 1; for Data-Parallel, M = 0, set fit=independent (there are "
+                f"independent laws for M = {known})",
+                "fit",
             )
         if kind == "joint" and len([m for m in self.replicas if m > 0]) < 2:
             raise UserError(
                 f"a joint law needs runs with two numbers of replicas or more, and there are M = {known} (0 is "
-                "Data-Parallel): ask for one of these as --num-replicas, with --fit independent"
+                "Data-Parallel): set num_replicas to one of these, and fit=independent",
+                *("num_replicas", "fit"),
             )
         if kind == "independent" and num_replicas not in self.replicas:
             raise UserError(
                 f"there is no independent law for {num_replicas} replicas: there are those for M = {known} (0 is "
-                "Data-Parallel); a joint law takes any M ≥ 1"
+                "Data-Parallel); a joint law takes any M ≥ 1",
+                "num_replicas",
             )
 
     def has(self, quantity: str) -> bool:
-        """Whether the table itself tells the quantity."""
+        """Whether the table itself has the quantity."""
         return self.points is not None and all(quantity in point.settings for point in self.points)
 
     @property
     def sync_every(self) -> float | None:
-        """H of the runs, where the table says; the published laws' 30."""
+        """H of the runs; None if the table does not have it."""
         if self.points is None:
             return SYNC_EVERY
         return next((p.settings["sync_every"] for p in self.points if "sync_every" in p.settings), None)
 
     @property
     def tokens_per_param(self) -> float:
-        """Of the runs; the papers' 20 where the table doesn't say."""
+        """Tokens a parameter of the runs; the papers' 20 if the table does not have them."""
         ratios = [p.settings["tokens"] / p.params for p in self.points or () if "tokens" in p.settings]
         return statistics.mean(ratios) if ratios else TOKENS_PER_PARAM

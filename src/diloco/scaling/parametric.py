@@ -5,12 +5,12 @@
     exponent          A·N^(α+βM) + C
     sum               A·N^α + B·M^β + C
 
-As arXiv 2503.09799 does: the Huber loss of log residuals, minimised by L-BFGS from 256 random starts. All sizes
-but the largest are fitted, and of the starts that come as low as the lowest the one whose fit is best at the
-largest is kept: the residual there has been used to choose, and is no test error. (Of all starts it would be one
-that has stalled where that suits the largest size.)
+As in arXiv 2503.09799, L-BFGS minimises the Huber loss of log residuals from 256 random starts, for all sizes but
+the largest. Among the starts that end about as low as the lowest, the fit that is best at the largest size is
+kept: its residual there has been used for selection, and is no test error. (Selection among all starts would keep
+one that stalled where that happens to suit the largest size.)
 
-N counts parameters. Its unit matters in the exponent form: in another one β would stand beside another power of N.
+N counts parameters. Its unit matters in the exponent form, where β depends on it.
 """
 
 import math
@@ -27,21 +27,22 @@ from diloco.errors import UserError
 Array = NDArray[np.float64]
 
 HUBER_DELTA = 1e-3
-"""Of arXiv 2203.15556; 2503.09799 names none."""
+"""δ of arXiv 2203.15556; 2503.09799 does not state its own."""
 NUM_STARTS = 256
+"""Random starts of the optimizer."""
 _AS_LOW = 1.01  # times the lowest training loss
 
 
 @dataclass(frozen=True)
 class Form:
-    """A family of functions; `log A` and `log B` stand for the factors, log A being that of A·N^α at a million."""
+    """A family of functions; its coefficients hold log B, and log A for N in millions."""
 
     name: str
     formula: str
     ranges: dict[str, tuple[float, float]]
-    """Where each coefficient starts: uniform in between. It ends within `_BOUNDS`."""
+    """The range of each coefficient's uniformly random start; the fit stays within `_BOUNDS`."""
     evaluate: Callable[[Array, Array, Array], tuple[Array, list[Array]]]
-    """(coefficients, N, M) to the loss, and its derivative by each coefficient."""
+    """From coefficients, N and M to the loss and its derivative by each coefficient."""
 
     def predict(self, coefficients: Array, num_params: Array, num_replicas: Array) -> Array:
         """The loss at each point."""
@@ -83,7 +84,7 @@ FORMS = {
         Form("sum", "A·N^α + B·M^β + C", _N | {"log B": (-7.0, 0.0), "β": (-1.0, 2.0), "C": _C}, _sum),
     )
 }
-"""By name."""
+"""Forms by name."""
 _BOUNDS = {"log A": (-20.0, 20.0), "α": (-2.0, 0.5), "log B": (-20.0, 20.0), "β": (-3.0, 3.0), "C": (0.0, 20.0)}
 
 
@@ -93,12 +94,12 @@ class ParametricFit:
 
     form: Form
     coefficients: dict[str, float]
-    """By their symbols, as the formula has them."""
+    """Coefficients by their symbols in the formula, factors as logarithms."""
     residual: float
     """Mean |log y − log ŷ| at the largest size, by which the fit was selected."""
 
     def __call__(self, num_params: float, num_replicas: int) -> float:
-        """Loss, nats a token."""
+        """The loss, in nats a token."""
         log_a = self.coefficients["log A"] + self.coefficients["α"] * math.log(_MILLION)
         values = np.array(list((self.coefficients | {"log A": log_a}).values()))
         return float(self.form.predict(values, np.array(num_params), np.array(float(num_replicas))))
@@ -109,19 +110,25 @@ def fit_parametric(
 ) -> ParametricFit:
     """The best fit of all starts.
 
+    Args:
+        form: one of `FORMS`.
+        num_params: N of each point.
+        num_replicas: M of each point.
+        loss: nats a token at each point.
+        seed: of the random starts.
+
     Raises:
-        UserError: if the sizes below the largest, the numbers of replicas, or the points are too few for the
-            form.
+        UserError: if sizes below the largest, numbers of replicas, or points are too few for the form.
     """
     n, m, y = np.array(num_params), np.array(num_replicas, dtype=float), np.array(loss)
     is_largest = n == n.max()
-    # A constant beside a power needs three values to be told from it.
+    # A power and a constant take three values to separate.
     least = 3 if "C" in form.ranges else 2, 3 if "log B" in form.ranges else 2
-    found = len(set(n[~is_largest])), len(set(m[~is_largest]))
-    if found[0] < least[0] or found[1] < least[1]:
+    given = len(set(n[~is_largest])), len(set(m[~is_largest]))
+    if given[0] < least[0] or given[1] < least[1]:
         raise UserError(
             f"{form.formula} needs {least[0]} sizes below the largest and {least[1]} numbers of replicas, and "
-            f"there are {found[0]} and {found[1]}"
+            f"there are {given[0]} and {given[1]}"
         )
     if (num_points := int((~is_largest).sum())) <= len(form.ranges):
         raise UserError(
@@ -135,10 +142,10 @@ def fit_parametric(
     fitted = (form, n[~is_largest], m[~is_largest], y[~is_largest])
     with threadpool_limits(1):  # for matrices this small, threads take a thousand times longer
         for start in generator.uniform(low, high, size=(NUM_STARTS, len(low))):
-            found = minimize(_huber, start, fitted, jac=True, method="L-BFGS-B", bounds=bounds, options=_ENOUGH)
-            predicted, _ = _evaluate(found.x, form, n[is_largest], m[is_largest])
+            end = minimize(_huber, start, fitted, jac=True, method="L-BFGS-B", bounds=bounds, options=_OPTIONS)
+            predicted, _ = _evaluate(end.x, form, n[is_largest], m[is_largest])
             residual = float(np.abs(np.log(predicted) - np.log(y[is_largest])).mean())
-            ends.append((float(found.fun), residual, found.x))
+            ends.append((float(end.fun), residual, end.x))
     lowest = min(loss for loss, _, _ in ends)
     _, best_residual, best = min(
         (end for end in ends if end[0] <= _AS_LOW * lowest + 1e-3), key=lambda end: end[1]
@@ -157,11 +164,11 @@ def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:
 
 
 _LEAST, _MOST = 1e-9, 1e9
-_ENOUGH = {"maxiter": 500}  # of the published losses no start needs more than 350
+_OPTIONS = {"maxiter": 500}  # on the published losses no start needs more than 350
 
 
 def _huber(c: Array, form: Form, n: Array, m: Array, y: Array) -> tuple[float, Array]:
-    """Σ r²/2 up to δ, and δ(|r| − δ/2) beyond, over δ² for the sake of the optimizer; and its gradient."""
+    """Σ r²/2 for |r| ≤ δ and δ(|r| − δ/2) beyond, divided by δ² to suit the optimizer; and its gradient."""
     predicted, derivatives = _evaluate(c, form, n, m)
     r = (np.log(predicted) - np.log(y)) / HUBER_DELTA
     value = np.where(np.abs(r) <= 1, r**2 / 2, np.abs(r) - 0.5).sum()

@@ -3,8 +3,8 @@
     independent, for one method and one M:  y = A·N^α
     joint, for all M ≥ 1:                   y = A·N^α·M^β
 
-What a law misses at a size is much the same for every M. So errors have two strata, as in a split plot: one error
-a size, and one a point within its size; with a point a size, as of an independent law, there is only the first.
+At one size, a law errs alike for every M. Errors therefore have two strata, as in a split plot: one error for each
+size, and one for each point within its size. An independent law has one point a size, and only the first stratum.
 
 Shapes: n points, g sizes, k coefficients, R bootstrap repeats.
 """
@@ -55,20 +55,20 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class PowerLawFit:
-    """A law through points.
+    """A power law fitted to points.
 
     Raises:
-        UserError: if the points don't determine it.
+        UserError: if the points don't determine a law.
     """
 
     num_params: Sequence[float]
     """N of each point."""
     values: Sequence[float]
-    """y of each."""
+    """y of each point."""
     num_replicas: Sequence[int] | None = None
-    """M of each, for a joint law."""
+    """M of each point, for a joint law; None for an independent one."""
     step: float = 1.0
-    """The factor between values that were tried, where they are the best of a grid."""
+    """The factor between neighbouring values of the grid that y comes from; 1 if it comes from none."""
 
     def __post_init__(self) -> None:
         """Refuse points that don't determine a law."""
@@ -80,29 +80,29 @@ class PowerLawFit:
             points = ", ".join(f"N = {n:g}, M = {m}" for n, m in zip(self.num_params, self._replicas, strict=True))
             raise UserError(f"{points} don't tell α from β: add a size at which two numbers of replicas were run")
         if np.abs(self._coefficients_k).max() > _LARGEST:
-            told = ", ".join(f"{value:.3g}" for value in self._coefficients_k[:2])
-            raise UserError(f"log A and α would be {told}: the points lie on no power law, look at them")
+            values = ", ".join(f"{value:.3g}" for value in self._coefficients_k[:2])
+            raise UserError(f"log A and α would be {values}: the points lie on no power law, look at them")
 
     @cached_property
     def law(self) -> PowerLaw:
-        """Least squares of log y."""
+        """The law with the least squares of log y."""
         log_factor, exponent, *rest = self._coefficients_k
         return PowerLaw(math.exp(log_factor), float(exponent), float(rest[0]) if rest else None)
 
     def factor(self) -> Estimate:
-        """A."""
+        """A with its interval."""
         return _exp(self._interval(np.eye(self._k)[0]))
 
     def exponent(self) -> Estimate:
-        """α."""
+        """α with its interval."""
         return self._interval(np.eye(self._k)[1])
 
     def replicas_exponent(self) -> Estimate:
-        """β, of a joint law."""
+        """β of a joint law with its interval."""
         return self._interval(np.eye(self._k)[2])
 
     def predict(self, num_params: float, num_replicas: int = 1) -> Estimate:
-        """The law's value, which is the mean of log y there, not a single run's."""
+        """The law's value: the exponential of the mean of log y, whose interval is not that of a single run."""
         return _exp(self._interval(self._row(num_params, num_replicas)))
 
     def _row(self, num_params: float, num_replicas: int) -> Array:
@@ -144,12 +144,12 @@ class PowerLawFit:
 
     @property
     def _freedom(self) -> tuple[int, int]:
-        """Degrees of freedom between the sizes, and within them."""
+        """Degrees of freedom between sizes, and within them."""
         num_points, num_sizes = len(self.values), len(self._mean_gxn)
         return num_sizes - 2, num_points - num_sizes - (self._k - 2)
 
     def _weights(self, row_k: Array) -> tuple[float, float]:
-        """How much of each stratum's variance a combination of the coefficients has; 0 where it is not in it."""
+        """The weight of each stratum's variance in a combination of the coefficients, 0 if it has no part."""
         weights_n = row_k @ self._pseudo_inverse_kxn
         weights_g = self._mean_gxn @ weights_n
         between = float((np.bincount(self._size_of_n) * weights_g**2).sum())
@@ -158,7 +158,7 @@ class PowerLawFit:
         return between if between > rounding else 0.0, within if within > rounding else 0.0
 
     def _variances(self, weights: tuple[float, float], residuals_Rxn: Array) -> Array:
-        """Of a combination of the coefficients, for each repeat's residuals (R,)."""
+        """The variance of a combination of the coefficients, from each repeat's residuals, (R,)."""
         means_Rxg = residuals_Rxn @ self._mean_gxn.T
         within_Rxn = residuals_Rxn - means_Rxg[:, self._size_of_n]
         squares = (np.bincount(self._size_of_n) * means_Rxg**2).sum(1), (within_Rxn**2).sum(1)
@@ -171,11 +171,11 @@ class PowerLawFit:
 
     @cached_property
     def _bootstrap(self) -> tuple[Array, Array]:
-        """Coefficients minus the fit's (R, k), and the residuals of each repeat (R, n)."""
+        """Each repeat's coefficients minus the fit's, (R, k), and its residuals, (R, n)."""
         design, inverse, generator = self._design_nxk, self._pseudo_inverse_kxn, np.random.default_rng(0)
         means_g = self._mean_gxn @ self._residuals_n
         within_n = self._residuals_n - means_g[self._size_of_n]
-        # What a fit leaves is less than the error, by its leverage.
+        # Residuals are smaller than errors, by the leverage.
         leverage_g = np.einsum("gn,nk,km,gm->g", self._mean_gxn, design, inverse, self._mean_gxn)
         means_g = means_g / np.sqrt(np.maximum(1 - leverage_g * np.bincount(self._size_of_n), 1e-9))
         means_g -= means_g.mean()
@@ -188,19 +188,19 @@ class PowerLawFit:
         return moved_Rxk, drawn_Rxn - moved_Rxk @ design.T
 
     def _interval(self, row_k: Array) -> Estimate:
-        """Of a linear combination of the coefficients; t-statistics are drawn, not assumed."""
+        """A linear combination of the coefficients with its interval, from bootstrapped t-statistics."""
         value, weights = float(row_k @ self._coefficients_k), self._weights(row_k)
-        # A value that is rounded to a grid is uniform around it.
+        # The error of a value rounded to a grid is uniform, with the deviation step/√12.
         if np.sqrt(np.mean(self._residuals_n**2)) < math.log(self.step) / math.sqrt(12):
-            reason = f"what the law leaves is less than the step between values tried, a factor {self.step:.3g}"
+            reason = f"the law's residuals are less than the step between values tried, a factor {self.step:.3g}"
             return Estimate(value, reason=reason)
         if self._freedom[1] < 0:
             return Estimate(value, reason="an interval needs a size at which several numbers of replicas were run")
         counts = {"sizes": len(self._mean_gxn), "points": len(self.values)}
-        for weight, freedom, (what, count) in zip(weights, self._freedom, counts.items(), strict=True):
+        for weight, freedom, (noun, count) in zip(weights, self._freedom, counts.items(), strict=True):
             if weight and freedom < _LEAST_FREEDOM:
                 least = count + _LEAST_FREEDOM - freedom
-                return Estimate(value, reason=f"an interval needs {least} {what}, and there are {count}")
+                return Estimate(value, reason=f"an interval needs {least} {noun}, and there are {count}")
         moved_Rxk, left_Rxn = self._bootstrap
         deviation = math.sqrt(float(self._variances(weights, self._residuals_n[None])[0]))
         deviation_R = np.sqrt(self._variances(weights, left_Rxn))
@@ -211,8 +211,8 @@ class PowerLawFit:
 
 
 _REPEATS = 4000
-_LARGEST = 500.0  # e to the power of it, times a power of N, is still a number
-_LEAST_FREEDOM = 3  # with fewer sizes, or points, than that beyond the coefficients, residuals say too little
+_LARGEST = 500.0  # a coefficient at which the law's value is still finite
+_LEAST_FREEDOM = 3  # fewer degrees of freedom say too little about the errors
 
 
 def _exp(estimate: Estimate) -> Estimate:

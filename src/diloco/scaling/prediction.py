@@ -1,4 +1,4 @@
-"""What to train a model with, and what loss to expect: the papers' laws, or those of a user's own sweep."""
+"""Predicted loss and hyperparameters of a model, from the papers' laws or those of a user's own sweep."""
 
 import math
 import statistics
@@ -22,24 +22,26 @@ def predict(
     laws: Laws | None = None,
     overtraining: float = 1.0,
 ) -> dict[str, Any]:
-    """Loss and hyperparameters, each with `value`, `low`, `high`, and a `reason` where there is no interval.
+    """Loss and hyperparameters, each with `value`, `low`, `high`, and a `reason` if it has no interval.
 
     Args:
         num_params: N.
         num_replicas: M; 0 is Data-Parallel.
-        fit: joint, or independent; None is joint for M ≥ 1.
+        fit: joint or independent; None is joint for M ≥ 1.
         laws: from a table; None is the published one.
-        overtraining: tokens as a multiple of 20·N, of which only budget and steps take account.
+        overtraining: tokens as a multiple of 20·N; it changes the budget and the steps only.
 
     Raises:
-        UserError: for what no law is there.
+        UserError: if a number is out of range, or there is no law for it.
     """
     if not 1 <= num_params <= 1e15:
-        raise UserError(f"num_params={num_params:g} must be from 1 to 1e15, a count such as 1.3e9")
+        raise UserError(f"num_params={num_params:g} must be from 1 to 1e15, a count such as 1.3e9", "num_params")
     if not 0 < overtraining <= 1e6:
-        raise UserError(f"overtraining={overtraining:g} must be above 0 and at most 1e6")
+        raise UserError(f"overtraining={overtraining:g} must be above 0 and at most 1e6", "overtraining")
     if num_replicas < 0:
-        raise UserError(f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}")
+        raise UserError(
+            f"num_replicas must be at least 1, or 0 for Data-Parallel, not {num_replicas}", "num_replicas"
+        )
     laws = laws or Laws()
     fit = fit or ("joint" if num_replicas > 0 else "independent")
     law = laws.fit("loss", num_replicas, fit)
@@ -85,7 +87,7 @@ def _steps(tokens: float, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_edges(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
-    """Which hyperparameters come from best values beyond which nothing was tried."""
+    """A warning for each hyperparameter with best values at the edge of those tried."""
     points = laws.chosen(num_replicas, kind)
     for quantity in ("learning_rate", "batch_tokens"):
         if laws.has(quantity) and (edges := [p for p in points if laws.is_on_edge(p, quantity)]):
@@ -97,7 +99,7 @@ def _on_edges(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
 
 
 def _uneven(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
-    """Where outer learning rates were tried at some sizes alone."""
+    """A warning for each M that was tried with more outer learning rates at some sizes than at others."""
     for m, numbers in laws.unequally_tried().items():
         if kind == "joint" or m == num_replicas:
             which = ", ".join(f"{number} at N = {params:g}" for params, number in numbers.items())
@@ -108,7 +110,7 @@ def _uneven(laws: Laws, num_replicas: int, kind: Kind) -> Iterator[str]:
 
 
 def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator[str]:
-    """What of a prediction lies outside what a law was fitted to."""
+    """A warning for N and for M if the law was not fitted around it."""
     low, high = min(law.num_params), max(law.num_params)
     if not low <= num_params <= high:
         yield (
@@ -129,31 +131,30 @@ def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator
         )
 
 
-def _borrowed(laws: Laws, num_params: float, told: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Which hyperparameters are the published ones, for sizes that those don't know."""
+def _borrowed(laws: Laws, num_params: float, estimates: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """A warning for each hyperparameter from a published law at a size far from the published ones."""
     if laws.points is not None and not NUM_PARAMS[0] <= num_params <= NUM_PARAMS[-1]:
-        for quantity, estimate in told.items():
+        for quantity, estimate in estimates.items():
             if not laws.has(quantity) and estimate["value"] is not None:
                 yield f"the table has no {quantity}, and the published law of 35M to 2.4B parameters is far off"
 
 
 def _hyperparameter(laws: Laws, quantity: str, num_params: float, num_replicas: int, kind: Kind) -> dict[str, Any]:
     if laws.has(quantity):
-        return _rounded(
-            quantity, laws.fit(quantity, num_replicas, kind).predict(num_params, num_replicas)._asdict()
-        )
+        law = laws.fit(quantity, num_replicas, kind)
+        return _rounded(quantity, law.predict(num_params, num_replicas)._asdict())
     if kind == "independent" and num_replicas not in LAWS[quantity]:
         reason = f"the table has no {quantity}, and no published law is there for M = {num_replicas}"
         return _rounded(quantity, {"value": None, "low": None, "high": None, "reason": reason})
-    law: PowerLaw = JOINT[quantity] if kind == "joint" else LAWS[quantity][num_replicas]
+    published: PowerLaw = JOINT[quantity] if kind == "joint" else LAWS[quantity][num_replicas]
     unit = SEQUENCE_LENGTH if quantity == "batch_tokens" else 1
-    value = unit * law(num_params, num_replicas)
+    value = unit * published(num_params, num_replicas)
     reason = "the published coefficients come without the data behind them"
     return _rounded(quantity, Estimate(value, reason=reason)._asdict())
 
 
 def _rounded(quantity: str, estimate: dict[str, Any]) -> dict[str, Any]:
-    """A batch with the power of two that is nearest."""
+    """The estimate, for a batch with its nearest power of two."""
     if quantity != "batch_tokens":
         return estimate
     tokens = estimate["value"]
@@ -184,9 +185,9 @@ def _outer_learning_rate(laws: Laws, num_replicas: int) -> dict[str, Any]:
 
 
 def _excess(points: Sequence[Point]) -> dict[float, tuple[float, int]]:
-    """Of each rate its best loss over that of the rate tried at the most sizes, on average, and at how many sizes.
+    """Each rate's mean excess of loss over the rate that was tried at the most sizes, and the number of sizes.
 
-    Sizes count at which both were tried; a rate without such a size is left out.
+    Only sizes at which both were tried count; a rate without such a size is left out.
     """
     by_rate: dict[float, dict[float, float]] = {}
     for point in points:

@@ -1,4 +1,4 @@
-"""What arXiv 2503.09799 prints: losses (Table 4) and power laws (Tables 7 to 10). M = 0 is Data-Parallel."""
+"""The losses (Table 4) and power laws (Tables 7 to 10) of arXiv 2503.09799. M = 0 is Data-Parallel."""
 
 from diloco.scaling.power_laws import PowerLaw
 
@@ -10,7 +10,7 @@ LOSS: dict[int, tuple[float, ...]] = {
     4: (3.554, 3.213, 2.981, 2.808, 2.673, 2.472, 2.332),
     8: (3.621, 3.265, 3.019, 2.841, 2.698, 2.493, 2.351),
 }
-"""By M, the best held-out loss at each of `NUM_PARAMS`."""
+"""The best held-out loss at each of `NUM_PARAMS`, by M."""
 
 LAWS: dict[str, dict[int, PowerLaw]] = {
     "loss": {
@@ -58,7 +58,7 @@ SYNC_EVERY = 30
 
 
 def method_name(num_replicas: int) -> str:
-    """What stands for M in tables and pictures.
+    """The name of M in tables and pictures.
 
     >>> method_name(0), method_name(2)
     ('Data-Parallel', 'DiLoCo, M = 2')
@@ -69,7 +69,7 @@ def method_name(num_replicas: int) -> str:
 def batch_tokens(num_params: float, num_replicas: int) -> float:
     """The best global batch, A·N^α.
 
-    The paper calls its unit tokens, but the law gives 76 at a billion parameters: read as sequences of 2,048.
+    The paper calls its unit tokens, but its law gives 76 at a billion parameters: we read sequences of 2,048.
 
     >>> round(batch_tokens(1e9, 0))
     156417

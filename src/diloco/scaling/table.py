@@ -1,4 +1,4 @@
-"""A sweep's table: losses, and what they were reached with, for each size and number of replicas."""
+"""A sweep's table: the loss and the settings of each run, by size and number of replicas."""
 
 import csv
 import math
@@ -16,7 +16,7 @@ _OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every
 
 @dataclass(frozen=True)
 class Point:
-    """A run, or the best of several."""
+    """A run, or the mean of several that differ in their seed."""
 
     params: float
     """N."""
@@ -25,9 +25,9 @@ class Point:
     eval_loss: float
     """Nats a token."""
     settings: dict[str, float] = field(default_factory=dict)
-    """Of learning_rate, batch_tokens, outer_learning_rate, sync_every and tokens, those that are known."""
+    """The known ones of learning_rate, batch_tokens, outer_learning_rate, sync_every and tokens."""
     num_seeds: int = 1
-    """Of how many runs the loss is the mean."""
+    """The number of runs whose mean loss it is."""
 
 
 def published_table() -> list[Point]:
@@ -40,17 +40,17 @@ def published_table() -> list[Point]:
 
 
 def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
-    """The points of a CSV with the columns params, replicas (0 is Data-Parallel) and eval_loss, and maybe others.
+    """The points of a CSV with the columns params, replicas (0 is Data-Parallel), eval_loss and optional others.
 
-    Lines that begin with # are comments, and what Data-Parallel has in the columns of the outer step is nothing.
-    Runs that differ in the column seed alone are one point, at their mean loss.
+    Lines that begin with # are comments; Data-Parallel's cells in the columns of the outer step are ignored. Runs
+    that differ only in the column seed are one point, at their mean loss.
 
     Args:
         path: of the CSV.
-        sync_every: the H whose runs are read, beside Data-Parallel's; None reads all.
+        sync_every: the H of the runs to read, beside Data-Parallel's; None reads all.
 
     Raises:
-        UserError: naming the row that is wrong, or the column that is missing or mixes what no one law holds for.
+        UserError: if the file can't be read, a row is wrong, a column is missing, or no law holds for all rows.
     """
     try:
         lines = path.read_text("utf-8-sig").splitlines()
@@ -60,31 +60,31 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
     rows = csv.DictReader(line + "\n" for _, line in numbered)
     for name in ("params", "replicas", "eval_loss"):
         if name not in (rows.fieldnames or ()):
-            found = ", ".join(map(repr, rows.fieldnames or ())) or "none"
+            given = ", ".join(map(repr, rows.fieldnames or ())) or "none"
             raise UserError(
                 f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
-                f"them, and has {found}"
+                f"them, and has {given}"
             )
     runs = list(_runs(path, rows, [number for number, _ in numbered]))
     points = [run.point for run in runs]
     if sync_every is not None:
-        found = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
-        if sync_every not in found:
-            has = ", ".join(f"{period:g}" for period in found) or "none"
-            raise UserError(f"{path} has no run with sync_every = {sync_every:g}, but {has}")
+        periods = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
+        if sync_every not in periods:
+            given = ", ".join(f"{period:g}" for period in periods) or "none"
+            raise UserError(f"{path} has no run with sync_every={sync_every:g}, but {given}", "sync_every")
         runs = [run for run in runs if run.point.settings.get("sync_every", sync_every) == sync_every]
         points = [run.point for run in runs]
     _check_alike(path, points)
     sizes = sorted({point.params for point in points})
     if not sizes or sizes[-1] < 1.05 * sizes[0]:
-        has = f"runs of one size only ({sizes[0]:g})" if sizes else "no run"
-        raise UserError(f"{path} has {has}: a law in N needs two sizes or more")
+        given = f"runs of one size only ({sizes[0]:g})" if sizes else "no run"
+        raise UserError(f"{path} has {given}: a law in N needs two sizes or more")
     return _averaged(path, runs)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A row."""
+    """A row of the table."""
 
     point: Point
     seed: str
@@ -92,13 +92,13 @@ class _Run:
 
 
 def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[_Run]:
-    told = [(numbers[rows.line_num - 1], row) for row in rows]
-    # Rows of our own sweep that came to nothing say why in `failed`.
-    told = [(line, row) for line, row in told if (row.get("failed") or "").lower() in ("", "false", "0")]
-    used = [name for name in _OPTIONAL if any(row.get(name) for _, row in told)]
-    for line, row in told:
+    numbered = [(numbers[rows.line_num - 1], row) for row in rows]
+    # Failed runs of our own sweep give the reason in `failed`.
+    numbered = [(line, row) for line, row in numbered if (row.get("failed") or "").lower() in ("", "false", "0")]
+    used = [name for name in _OPTIONAL if any(row.get(name) for _, row in numbered)]
+    for line, row in numbered:
         where = f"{path}, line {line}"
-        if any(row.get(None, ())):  # where DictReader puts what has no column
+        if any(row.get(None, ())):  # DictReader's place for cells without a column
             raise UserError(f"{where}: more cells than columns (a decimal comma? write 2.95)")
         replicas = _number(row, "replicas", where, least=0.0)
         if replicas != int(replicas):
@@ -129,12 +129,12 @@ def _number(row: dict[str, str], name: str, where: str, least: float | None = No
 
 
 def _check_alike(path: Path, points: Sequence[Point]) -> None:
-    """Refuse a table of runs that no one law holds for."""
+    """Refuse a table whose runs no one law holds for."""
     periods = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
     if len(periods) > 1:
-        found = ", ".join(f"{period:g}" for period in periods)
+        given = ", ".join(f"{period:g}" for period in periods)
         raise UserError(
-            f"{path} has runs with sync_every = {found}: a law holds for one, so choose it by --sync-every"
+            f"{path} has runs of several periods ({given}): set sync_every to one of them", "sync_every"
         )
     ratios = sorted(point.settings["tokens"] / point.params for point in points if "tokens" in point.settings)
     if ratios and ratios[-1] > 1.1 * ratios[0]:
@@ -168,7 +168,7 @@ def _averaged(path: Path, runs: Sequence[_Run]) -> list[Point]:
 def best_points(points: list[Point]) -> list[Point]:
     """The lowest loss of each size and number of replicas, among the settings that most seeds have tried.
 
-    Of many single runs the best is a lucky one, which a mean over seeds would not beat.
+    A single run that is the best of many is lucky: a mean over seeds would rarely beat it.
     """
     best: dict[tuple[float, int], Point] = {}
     for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):

@@ -1,1 +1,1 @@
-"""How long a run takes, and how much of that time computes, before any machine is rented. NumPy, no torch."""
+"""The duration and compute utilization of a run, simulated with NumPy, without torch."""

@@ -1,4 +1,4 @@
-"""The bandwidths that are looked at, and the least that is enough."""
+"""The grid of bandwidths, and its smallest one that reaches a target."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,21 +13,28 @@ def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
     """Bandwidths as a vector, (B,).
 
     Raises:
-        UserError: if one is not above 0 and finite.
+        UserError: if a bandwidth is not above 0 and finite.
     """
     gbit_s_B = np.atleast_1d(np.asarray(gbit_s, dtype=np.float64))
     if gbit_s_B.ndim != 1 or not gbit_s_B.size or not (np.isfinite(gbit_s_B) & (gbit_s_B > 0)).all():
-        raise UserError(f"gbit_s must be above 0 and finite, not {gbit_s}")
+        raise UserError(f"link_gbit_s must be above 0 and finite, not {gbit_s}", "link_gbit_s")
     return gbit_s_B
 
 
 def reaches(compute_utilization: NDArray[np.float64], target: float) -> NDArray[np.bool_]:
-    """Where a utilization reaches a target, but for the error of its own calculation."""
+    """Whether each utilization reaches a target, up to rounding errors."""
     return compute_utilization >= target - 1e-9
 
 
 def needed_gbit_s(compute_utilization: NDArray[np.float64], target: float) -> float | None:
-    """The smallest bandwidth of the grid that reaches a target; None where even the largest doesn't.
+    """The smallest bandwidth of the grid that reaches a target; None if the largest does not.
+
+    Args:
+        compute_utilization: at each bandwidth of `GBIT_S`, (50,).
+        target: above 0, at most 1.
+
+    Raises:
+        UserError: if the target is out of range.
 
     >>> needed_gbit_s(GBIT_S / 1000, 0.5)
     568.9866029018293

@@ -1,88 +1,92 @@
-"""What each method of the papers sends, and when."""
+"""A method with its numbers: which layers form a fragment, when each is sent, and in which wire format."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from diloco.errors import UserError
+from diloco.presets import METHODS, PRESETS, Method
 from diloco.schedule import Schedule
-
-Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
-    """A method and its numbers; None is the method's own.
+    """A method and its numbers.
 
     Raises:
-        UserError: if they contradict each other, or the method; the message names both values.
+        UserError: if the fields contradict each other or the method.
     """
 
     method: Method
-    """data_parallel exchanges gradients at every step; the others outer gradients."""
+    """A name of `diloco.presets`."""
     sync_every: int = 100
-    """H; nothing to data_parallel."""
+    """H; data_parallel ignores it."""
     layers_per_fragment: int = 3
-    """Of the streaming methods."""
+    """Layers in a fragment, at the most; only the streaming methods have several fragments."""
     fragments: Literal["strided", "sequential"] = "strided"
-    """Which layers of the model a fragment takes, of the streaming methods."""
+    """How layers form the fragments of the streaming methods."""
     overlap_steps: int | tuple[int, ...] | None = None
-    """τ, one number or one a replica; None is 1 for the overlapped methods, and 0 is all that the others have."""
+    """τ, one number or one a replica; None is the method's own."""
     first_sync: Literal["full_period", "early"] = "full_period"
-    """As in `Schedule`; it matters to runs that are short."""
+    """As in `Schedule`; it changes short runs only."""
     offsets: tuple[int, ...] | None = None
-    """As in `Schedule`, of the streaming methods: one a fragment."""
+    """t_p, one a fragment, as in `Schedule`."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse contradictions."""
         if self.method not in METHODS:
-            raise UserError(f"{self.method!r} is not a method: choose one of {', '.join(METHODS)}")
-        if self.overlap_steps is not None and not self.overlaps:
+            raise UserError(f"{self.method!r} is not a method: choose one of {', '.join(METHODS)}", "method")
+        if self.overlap_steps is not None and self.method == "data_parallel":
             raise UserError(
-                f"overlap_steps={self.overlap_steps}, but {self.method} does not overlap: leave it out, "
-                "or take streaming_overlapped"
+                f"overlap_steps={self.overlap_steps}, but data_parallel does not overlap: leave it out",
+                "overlap_steps",
             )
         for name in ("sync_every", "layers_per_fragment"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         if self.fragments not in ("strided", "sequential"):
-            raise UserError(f"fragments must be strided or sequential, not {self.fragments!r}")
-        self.schedule(len(self.offsets or (0,)))  # which checks the rest
+            raise UserError(f"fragments must be strided or sequential, not {self.fragments!r}", "fragments")
+        self.schedule(len(self.offsets or (0,)))  # checks the rest
 
     @property
     def streams(self) -> bool:
-        """Whether fragments travel one at a time."""
-        return self.method.startswith("streaming")
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether training goes on while they travel."""
-        return self.method.startswith("streaming_overlapped")
+        """Whether the layers form several fragments."""
+        return self.method != "data_parallel" and PRESETS[self.method].fragments != "whole"
 
     @property
     def wire(self) -> str:
-        """The codec that the method is named for."""
-        return "e3m0" if self.method.endswith("fp4") else "fp32"
+        """The method's own codec; data_parallel sends FP32 gradients."""
+        return "fp32" if self.method == "data_parallel" else PRESETS[self.method].wire
 
     def layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers, from 0, of each fragment (arXiv 2501.18512, 3.1), or all in one."""
-        if self.streams and self.layers_per_fragment > num_layers:
-            raise UserError(
-                f"layers_per_fragment={self.layers_per_fragment}, but the model has num_layers={num_layers}"
-            )
+        """The layers of each fragment, counted from 0 (arXiv 2501.18512, 3.1).
+
+        Raises:
+            UserError: if a fragment would hold more layers than the model has.
+        """
+        size = self.layers_per_fragment
         if not self.streams:
             return (range(num_layers),)
-        size, num_fragments = self.layers_per_fragment, -(-num_layers // self.layers_per_fragment)
+        if size > num_layers:
+            raise UserError(
+                f"layers_per_fragment={size}, but the model has num_layers={num_layers}",
+                "layers_per_fragment",
+                "num_layers",
+            )
+        num_fragments = -(-num_layers // size)
         if self.fragments == "strided":
             return tuple(range(first, num_layers, num_fragments) for first in range(num_fragments))
         return tuple(range(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
 
     def schedule(self, num_fragments: int) -> Schedule:
-        """When each of that many fragments is sent and merged."""
+        """When each fragment is sent and merged; data_parallel syncs at every step."""
+        if self.method == "data_parallel":
+            period, overlap = 1, 0
+        else:
+            period, overlap = self.sync_every, PRESETS[self.method].overlap_steps
         return Schedule(
-            sync_every=1 if self.method == "data_parallel" else self.sync_every,
+            sync_every=period,
             num_fragments=num_fragments,
-            overlap_steps=self.overlap_steps if self.overlap_steps is not None else int(self.overlaps),
+            overlap_steps=overlap if self.overlap_steps is None else self.overlap_steps,
             first_sync=self.first_sync,
             offsets=self.offsets,
         )

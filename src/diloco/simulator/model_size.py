@@ -1,4 +1,4 @@
-"""Where a model's parameters are: in its blocks, or outside them."""
+"""A model's number of parameters, in its blocks and outside them."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class ModelSize:
     """A decoder's parameters: L equal blocks, and embeddings.
 
     Raises:
-        UserError: if there can be no such model; the message names what contradicts what.
+        UserError: if no model has these sizes.
 
     >>> size = ModelSize(num_params=1.2e9, num_layers=24, width=2048, vocab_size=32_000)
     >>> size.outside_params, round(size.block_params)
@@ -19,31 +19,32 @@ class ModelSize:
     """
 
     num_params: float
-    """N, all of them."""
+    """N, all parameters."""
     num_layers: int
-    """L."""
+    """L, transformer blocks."""
     width: int | None = None
-    """D; None is what 12·L·D² and the embeddings make N of."""
+    """D; None is the width at which 12·L·D² and the embeddings add up to N."""
     vocab_size: int = 32_000
     """V."""
     tied_embeddings: bool = True
-    """Whether the head has no matrix of its own."""
+    """Whether the head shares the embeddings' matrix."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse impossible sizes."""
         for name in ("num_params", "num_layers", "width", "vocab_size"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name} must be above 0 and finite, not {value}")
+                raise UserError(f"{name} must be above 0 and finite, not {value}", name)
         if self.outside_params >= self.num_params:
             raise UserError(
                 f"num_params={self.num_params:g} leaves nothing for blocks beside vocab_size={self.vocab_size} "
-                f"embeddings of width={self.width}"
+                f"embeddings of width={self.width}",
+                *("num_params", "vocab_size", "width"),
             )
 
     @property
     def outside_params(self) -> float:
-        """Of embeddings and head, which form a fragment of their own."""
+        """Parameters of embeddings and head, which form the last fragment."""
         matrices = 1 if self.tied_embeddings else 2
         if self.width is not None:
             return matrices * self.vocab_size * self.width
@@ -52,5 +53,5 @@ class ModelSize:
 
     @property
     def block_params(self) -> float:
-        """Of one block."""
+        """Parameters of one block."""
         return (self.num_params - self.outside_params) / self.num_layers

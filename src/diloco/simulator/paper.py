@@ -1,11 +1,11 @@
-"""The simulator of arXiv 2501.18512, as far as its published table determines it: one replica, one serial network.
+"""The simulator of arXiv 2501.18512, as its published table determines it: one replica, one serial network.
 
 A step is 3L − 1 nodes of equal duration, one after the other: the forward pass of layers 1 to L; then, for
 l = L to 1, the backward pass with respect to layer l's activations (not for l = 1) and to its parameters. When
-layer l's parameter gradient of a step with a sync of layer l is done, its reduction is ready, and lasts
-v·N/(L·bandwidth); the network takes reductions one at a time, in the order in which they are ready. The forward
-pass of layer l at step s waits for the reductions of layer l that were launched at steps ≤ s − 1 − τ. Nothing else
-waits.
+layer l's parameter gradient is done at a step with a sync of layer l, its reduction is ready; it lasts
+v·N/(L·bandwidth), and the network carries one reduction at a time, in the order in which they are ready. The
+forward pass of layer l at step s waits for the reductions of layer l that were launched at steps ≤ s − 1 − τ.
+Nothing else waits.
 
 Shapes: L layers, B bandwidths.
 """
@@ -23,15 +23,15 @@ from diloco.simulator.methods import MethodSettings
 from diloco.simulator.steady import Times, growth_rate
 
 BITS_PER_PARAM = 13.4
-"""v, found to reproduce the table; the text names none."""
+"""v, fitted to the published table; the paper does not state it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperModel:
-    """A run as the paper's simulator sees it.
+    """A run in the paper's simulator.
 
     Raises:
-        UserError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other.
 
     >>> model = PaperModel(
     ...     settings=MethodSettings(method="diloco"), num_params=1e9, num_layers=24, step_seconds=0.1
@@ -47,22 +47,26 @@ class PaperModel:
     num_layers: int
     """L."""
     step_seconds: float
-    """Compute of one step."""
+    """Compute time of one step."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse contradictions."""
         for name in ("num_params", "num_layers", "step_seconds"):
             if not 0 < getattr(self, name) < np.inf:
-                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
         if isinstance(self.settings.overlap_steps, tuple):
-            raise UserError("the paper's simulator has one replica, and takes one overlap_steps")
+            raise UserError(
+                f"overlap_steps={self.settings.overlap_steps}, but the paper's simulator has one replica, and "
+                "takes one overlap_steps",
+                "overlap_steps",
+            )
         _ = self.schedule
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The paper's: H becomes a multiple of the number of fragments, its factor rounded half to even.
+        """The paper's schedule: H becomes a multiple of the number of fragments, its factor rounded half to even.
 
-        The first fragment is sent as soon as it is its turn: only so do finite runs give the published table.
+        Each fragment is first sent at its first turn: otherwise finite runs do not reproduce the published table.
         """
         num_fragments = len(self.settings.layers(self.num_layers))
         settings = self.settings
@@ -70,8 +74,9 @@ class PaperModel:
             between = round(settings.sync_every / num_fragments)
             if not between:
                 raise UserError(
-                    f"sync_every={settings.sync_every} is too short for {num_fragments} fragments, of which the "
-                    "preset paper sends one at a time: take larger ones, or the preset physical"
+                    f"sync_every={settings.sync_every} is too short for {num_fragments} fragments, of which "
+                    "preset=paper sends one at a time: raise layers_per_fragment, or set preset=physical",
+                    *("sync_every", "layers_per_fragment", "preset"),
                 )
             settings = replace(settings, sync_every=num_fragments * between)
         return replace(settings.schedule(num_fragments), first_sync="early")
@@ -81,13 +86,16 @@ class PaperModel:
 
         Args:
             gbit_s: bandwidths of the network, (B,).
-            num_steps: of a run that ends with its last reduction; None is the steady state.
+            num_steps: length of a run that ends with its last reduction; None is the steady state.
+
+        Raises:
+            UserError: if a bandwidth or `num_steps` is out of range.
         """
         run = PaperRun(self, gbit_s)
         if num_steps is None:
             return self.schedule.sync_every * self.step_seconds / run.period_seconds()
         if num_steps < 1:
-            raise UserError(f"num_steps must be at least 1, not {num_steps}")
+            raise UserError(f"num_steps must be at least 1, not {num_steps}", "num_steps")
         for step in range(1, num_steps + 1):
             run.take(step)
         return num_steps * self.step_seconds / np.maximum(run.clock_B, run.free_B)
@@ -101,23 +109,26 @@ class PaperRun:
         quantized = 4 if model.settings.wire == "e3m0" else 1
         bits = BITS_PER_PARAM * model.num_params / model.num_layers / quantized
         self.reduction_B = bits / (gbit_s_B * 1e9)
+        """Seconds that one layer's reduction takes."""
         self._num_layers, self._schedule = model.num_layers, model.schedule
         self._layers = model.settings.layers(model.num_layers)
-        self._node = model.step_seconds / (3 * model.num_layers - 1)
+        self._node_seconds = model.step_seconds / (3 * model.num_layers - 1)
         self.clock_B = np.zeros_like(gbit_s_B)
+        """When the last step ended."""
         self.free_B = np.zeros_like(gbit_s_B)
+        """When the network has carried everything."""
         self.awaited: dict[int, dict[int, Times]] = {}
-        """By step, and layer from 0: the end of the reduction that its forward pass waits for."""
+        """The end of the reduction that a forward pass waits for, by step and by layer from 0."""
 
     def period_seconds(self) -> Times:
-        """H steps in the steady state."""
+        """Duration of H steps in the steady state, (B,)."""
         period, overlap = self._schedule.sync_every, self._schedule.max_overlap
         start = 2 * period  # from here on, every fragment has been sent before
         for step in range(start - overlap, start + 1):
             if layers := self._layers_sent(step):
                 self.awaited[step + 1 + overlap] = dict.fromkeys(layers, self.clock_B)
 
-        def go_on(x_SxB: Times) -> Times:
+        def next_period(x_SxB: Times) -> Times:
             times = iter(x_SxB)
             self.clock_B, self.free_B = next(times), next(times)
             self.awaited = {
@@ -128,7 +139,7 @@ class PaperRun:
             self.awaited = {step - period: layers for step, layers in self.awaited.items()}
             return self._times()
 
-        return growth_rate(go_on, self._times(), longest_cycle=overlap + 1)
+        return growth_rate(next_period, self._times(), longest_cycle=overlap + 1)
 
     def _times(self) -> Times:
         return np.stack(
@@ -136,14 +147,14 @@ class PaperRun:
         )
 
     def _layers_sent(self, step: int) -> list[int]:
-        """In the order of the backward pass."""
+        """The layers of the fragments sent at a step, in the order of the backward pass."""
         return sorted(
             (layer for sync in self._schedule.sent(step) for layer in self._layers[sync.fragment]), reverse=True
         )
 
     def take(self, step: int) -> None:
-        """One step."""
-        num_layers, node = self._num_layers, self._node
+        """Take one step."""
+        num_layers, node = self._num_layers, self._node_seconds
         forward_B = self.clock_B + num_layers * node
         for layer, end_B in self.awaited.pop(step, {}).items():
             forward_B = np.maximum(forward_B, end_B + (num_layers - layer) * node)
@@ -152,7 +163,7 @@ class PaperRun:
             nodes_L = np.array([2 * (num_layers - layer) - (layer == 0) for layer in layers])
             before_L = np.arange(len(layers))[:, None]
             ready_LxB = forward_B + nodes_L[:, None] * node
-            # end_i = max(ready_i, end_{i−1}) + c, with what came before taken off: a running maximum.
+            # end_i = max(ready_i, end_{i−1}) + c: subtracting i·c makes it a running maximum.
             ends_LxB = np.maximum.accumulate(
                 np.maximum(ready_LxB - before_L * self.reduction_B, self.free_B), axis=0
             )

@@ -1,4 +1,4 @@
-"""Who trains: machines, their links, and how evenly they go."""
+"""The replicas' machines: step time, link, and how much step times vary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,45 +11,60 @@ from diloco.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """One replica's speed and link."""
+    """One replica's speed and link.
+
+    Raises:
+        UserError: if a number is out of range.
+    """
 
     step_seconds: float
-    """Compute of one step, on average."""
+    """Compute time of one inner step, on average."""
     gbit_s: float | None = None
-    """Its link, each way; None is the bandwidth that is simulated."""
+    """Bandwidth of its link, each way; None is the bandwidth that is simulated."""
     latency_seconds: float = 0.0
-    """One way, to a replica with the same latency."""
+    """Latency one way, to a replica with the same latency."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse numbers out of range."""
         if not 0 < self.step_seconds < np.inf:
-            raise UserError(f"step_seconds must be above 0 and finite, not {self.step_seconds}")
+            raise UserError(f"step_seconds must be above 0 and finite, not {self.step_seconds}", "step_seconds")
         if self.gbit_s is not None and not 0 < self.gbit_s < np.inf:
-            raise UserError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}")
+            raise UserError(f"link_gbit_s must be above 0 and finite, not {self.gbit_s}", "link_gbit_s")
         if not 0 <= self.latency_seconds < np.inf:
-            raise UserError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
+            raise UserError(
+                f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}", "latency_seconds"
+            )
 
 
 def replicas_of(
     num_replicas: int | None,
     step_seconds: Sequence[float],
     latency_seconds: Sequence[float],
-    gbit_s: Sequence[float | None],
+    link_gbit_s: Sequence[float | None],
     overlap_steps: int | tuple[int, ...] | None = None,
 ) -> tuple[Replica, ...]:
-    """M replicas from numbers that are one for all, or one a replica; left out, as many as there are, at least 2.
+    """M replicas.
+
+    Args:
+        num_replicas: M; None is the length of the longest sequence, and at least 2.
+        step_seconds: one number for all replicas, or one a replica; so are the next two.
+        latency_seconds: one way.
+        link_gbit_s: each way.
+        overlap_steps: τ; only its length counts here.
 
     Raises:
-        UserError: if their counts contradict one another.
+        UserError: if a sequence holds neither one number nor M, or a number is out of range.
     """
-    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": gbit_s}
+    given = {"step_seconds": step_seconds, "latency_seconds": latency_seconds, "link_gbit_s": link_gbit_s}
     longest = max(*map(len, given.values()), len(overlap_steps) if isinstance(overlap_steps, tuple) else 1)
     num_replicas = num_replicas if num_replicas is not None else max(2, longest)
     if num_replicas < 1:
-        raise UserError(f"num_replicas must be at least 1, not {num_replicas}")
+        raise UserError(f"num_replicas must be at least 1, not {num_replicas}", "num_replicas")
     for name, values in given.items():
         if len(values) not in (1, num_replicas):
-            raise UserError(f"{name}={values} must be one number, or one for each of {num_replicas} replicas")
+            raise UserError(
+                f"{name}={values} must be one number, or one for each of {num_replicas} replicas", name
+            )
     steps, latencies, links = (
         values if len(values) == num_replicas else list(values) * num_replicas for values in given.values()
     )
@@ -61,30 +76,37 @@ def replicas_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """How the compute time of a step varies, from step to step and from replica to replica."""
+    """The distribution of compute times, independent for each step and replica.
+
+    Raises:
+        UserError: if a number is out of range, or stalls have a probability but no duration.
+    """
 
     variation: float = 0.0
     """Standard deviation of a log-normal factor with mean 1."""
     stall_probability: float = 0.0
-    """How often a step takes longer by `stall_seconds`."""
+    """Probability that a step takes `stall_seconds` longer."""
     stall_seconds: float = 0.0
-    """By how much."""
+    """Duration of a stall."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution."""
+        """Refuse numbers out of range."""
         if not 0 <= self.stall_probability <= 1:
-            raise UserError(f"stall_probability must lie between 0 and 1, not {self.stall_probability}")
+            raise UserError(
+                f"stall_probability must lie between 0 and 1, not {self.stall_probability}", "stall_probability"
+            )
         for name, most in (("variation", 100.0), ("stall_seconds", 1e9)):
             if not 0 <= getattr(self, name) <= most:
-                raise UserError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}", name)
         if bool(self.stall_probability) != bool(self.stall_seconds):
             raise UserError(
                 f"stall_probability={self.stall_probability} with stall_seconds={self.stall_seconds} stalls "
-                "nothing: pass both"
+                "nothing: set both",
+                *("stall_probability", "stall_seconds"),
             )
 
     def draw(self, step_seconds: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-        """Compute times around those on average."""
+        """Random compute times, of any shape, with the given averages (before stalls)."""
         sigma = np.sqrt(np.log1p(self.variation**2))
         factor = np.exp(generator.normal(-(sigma**2) / 2, sigma, step_seconds.shape)) if sigma else 1.0
         return step_seconds * factor + self.stall_seconds * (

@@ -1,11 +1,11 @@
 """The rate at which a periodic system of waits settles.
 
 A period maps the times at its start to those at its end by additions and maxima, x ← T(x), with
-T(x + c) = T(x) + c. Such a map has one growth rate λ, whatever x it starts from, and
+T(x + c) = T(x) + c. Such a map has one growth rate λ for every x, and
 min_i (T(x)_i − x_i) ≤ λ ≤ max_i (T(x)_i − x_i) for every x (Gaubert and Gunawardena, The Perron-Frobenius theorem
 for homogeneous, monotone functions, 2004).
 
-Shapes: S times of the state, B bandwidths.
+Shapes: S times in the state, B bandwidths.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 Times = NDArray[np.float64]
+"""Times in seconds."""
 
 
 def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_cycle: int) -> Times:
     """λ for each bandwidth, to a part in 10¹¹.
 
-    The times have settled when all have grown alike over one period, or over a cycle of some. A link that carries
-    a little more than it can falls behind a little more every period, until training has to wait for it: so as
-    not to take each of these periods, x now and then leaps to where many of them would lead.
+    The times have settled when all have grown by the same amount over one period, or over a cycle of several. A
+    slightly overloaded link falls behind a little more every period, until training has to wait for it; x now and
+    then leaps ahead to where many such periods would lead, instead of taking each of them.
 
     Args:
         period: T.
         start_SxB: any x.
-        longest_cycle: how many periods a cycle may have.
+        longest_cycle: the most periods that a cycle may have.
 
     Returns:
-        (B,); where nothing settles, which was not seen yet, the average over the second half of many periods.
+        λ in seconds a period, (B,); if the times do not settle, which was never seen, the average growth over the
+        second half of the periods taken.
     """
     rate_B = np.full(start_SxB.shape[1], np.nan)
     history = [start_SxB]
@@ -54,7 +56,7 @@ _LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
 
 
 def _leap(x_SxB: Times, grown_SxB: Times) -> Times:
-    """Where 10,000 such periods would lead, but no time further from another than 10,000 usual ones."""
+    """x after 10,000 such periods, with no two times further apart than 10,000 median periods."""
     apart_SxB = grown_SxB - grown_SxB.min(0)
     usual_B, tiny = np.median(grown_SxB, axis=0), np.finfo(np.float64).tiny
     num_periods_B = 10_000 * usual_B / np.maximum(np.maximum(usual_B, apart_SxB.max(0)), tiny)

@@ -7,7 +7,7 @@ T steps
     DiLoCo, M = 1    the same, and once more at every H-th step
     DiLoCo, M ≥ 2    2N/W₀·(1 − M/R) + ε₀ inside a site, and 2N/W₁·(1 − 1/R) + ε₁ between sites at every H-th step
 
-with W₀, ε₀ inside a site and W₁, ε₁ between sites; overlap hides the last for as long as τ steps take.
+with W₀, ε₀ inside a site and W₁, ε₁ between sites. Overlap hides the outer exchange for the duration of τ steps.
 """
 
 import math
@@ -18,19 +18,25 @@ from diloco.errors import UserError
 
 @dataclass(frozen=True)
 class Network:
-    """What an all-reduce runs on."""
+    """A network that carries all-reduces.
+
+    Raises:
+        UserError: if a number is out of range.
+    """
 
     gbit_s: float
-    """W, between two nodes."""
+    """W, bandwidth between two nodes."""
     latency_seconds: float
-    """ε, of an all-reduce."""
+    """ε, latency of an all-reduce."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no network."""
+        """Refuse numbers out of range."""
         if not 0 < self.gbit_s < math.inf:
-            raise UserError(f"gbit_s must be above 0 and finite, not {self.gbit_s}")
+            raise UserError(f"gbit_s must be above 0 and finite, not {self.gbit_s}", "gbit_s")
         if not 0 <= self.latency_seconds < math.inf:
-            raise UserError(f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}")
+            raise UserError(
+                f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}", "latency_seconds"
+            )
 
 
 NETWORKS = {"high": Network(400, 1e-4), "medium": Network(100, 1e-3), "low": Network(10, 1e-2)}
@@ -42,7 +48,7 @@ class IdealizedRun:
     """A run on R chips.
 
     Raises:
-        UserError: if the fields contradict each other; the message names both values.
+        UserError: if the fields contradict each other.
 
     >>> run = IdealizedRun(num_params=1e9, num_tokens=20e9, batch_tokens=2**20, num_chips=256, num_replicas=2)
     >>> [round(seconds / 3600, 2) for seconds in (run.compute_seconds, run.inside_seconds, run.between_seconds)]
@@ -50,9 +56,9 @@ class IdealizedRun:
     """
 
     num_params: float
-    """N."""
+    """N, all parameters."""
     num_tokens: float
-    """D."""
+    """D, of the whole run."""
     batch_tokens: float
     """Tokens of a step over all chips."""
     num_chips: int
@@ -68,27 +74,30 @@ class IdealizedRun:
     between: Network = NETWORKS["low"]
     """W₁ and ε₁."""
     flops_per_chip: float = 300e12
-    """Q, a second."""
+    """Q, floating-point operations of a chip a second."""
     bits_per_param: float = 16
-    """What a parameter or its gradient takes on the network."""
+    """Bits of a parameter or its gradient on the network."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse contradictions."""
         names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip", "bits_per_param")
         for name in names:
             if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+                raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
         if not 0 <= self.num_replicas <= self.num_chips:
             raise UserError(
-                f"num_replicas={self.num_replicas} must be at least 0, and at most num_chips={self.num_chips}"
+                f"num_replicas={self.num_replicas} must be at least 0, and at most num_chips={self.num_chips}",
+                *("num_replicas", "num_chips"),
             )
         if self.overlap_steps and not self.num_replicas:
             raise UserError(
-                f"overlap_steps={self.overlap_steps}, but num_replicas=0 is Data-Parallel, which overlaps nothing"
+                f"overlap_steps={self.overlap_steps}, but num_replicas=0 is Data-Parallel, which overlaps nothing",
+                *("overlap_steps", "num_replicas"),
             )
         if self.sync_every < 1 or not 0 <= self.overlap_steps < self.sync_every:
             raise UserError(
-                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}"
+                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}",
+                *("overlap_steps", "sync_every"),
             )
 
     @property
@@ -98,19 +107,19 @@ class IdealizedRun:
 
     @property
     def compute_seconds(self) -> float:
-        """Of all steps."""
+        """Compute time of all steps."""
         return 6 * self.num_params * self.num_tokens / (self.num_chips * self.flops_per_chip)
 
     @property
     def inside_seconds(self) -> float:
-        """Of the gradients' all-reduce at every step, inside a site where there are several."""
+        """The gradients' all-reduces at every step: inside a site if M ≥ 2, else between all chips."""
         if self.num_replicas >= 2:
             return self.num_steps * self._all_reduce(self.inside, self.num_chips / self.num_replicas)
         return self.num_steps * self._all_reduce(self.between, self.num_chips)
 
     @property
     def between_seconds(self) -> float:
-        """Of the outer gradients' all-reduce at every H-th step, as far as training waits for it."""
+        """The time that training waits for the outer gradients' all-reduces at every H-th step."""
         if self.num_replicas == 0:
             return 0.0
         step_seconds = (self.compute_seconds + self.inside_seconds) / self.num_steps
@@ -119,7 +128,7 @@ class IdealizedRun:
 
     @property
     def seconds(self) -> float:
-        """Everything."""
+        """Duration of the whole run."""
         return self.compute_seconds + self.inside_seconds + self.between_seconds
 
     def _all_reduce(self, network: Network, num_nodes: float) -> float:

@@ -1,11 +1,9 @@
-"""Imported by the process that every local replica is a fork of: what all of them need is loaded once."""
-
-import ctypes
-import signal
+"""Imports that all local replicas need, made once by the process from which they are forked."""
 
 import torch._dynamo  # which every torch optimizer imports  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 import diloco.training.loop  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from diloco.training.launcher import end_with_parent
 
-# It would go on as long as a replica does; torch lets each of these end with it.
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+# This process would live as long as any replica; torch ends each replica with its parent.
+end_with_parent()

@@ -5,7 +5,6 @@
 them; it is written last, so that a checkpoint without it was never finished.
 """
 
-import hashlib
 import json
 import shutil
 import threading
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from diloco.engine.sharded import copied_to_cpu
 from diloco.errors import CheckpointError, CheckpointWriteError
-from diloco.files import write_atomically
+from diloco.files import sha256, write_atomically
 
 _Item = TypeVar("_Item")
 
@@ -27,10 +26,10 @@ class Checkpoints:
     """The checkpoints of one replica, on a disk that all its processes see.
 
     Args:
-        directory: of the run's checkpoints; the replica's own, within it, is made when it is first needed.
-        replica: whose they are.
+        directory: of the run's checkpoints; the replica's own directory in it is made when it is first needed.
+        replica: the replica's number.
         group: the replica's processes, on gloo, used for nothing else.
-        keep: how many of the newest stay.
+        keep: number of the newest checkpoints to keep.
     """
 
     def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup, *, keep: int) -> None:
@@ -43,7 +42,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let what is being written come to its end, however the run came to its own."""
+        """Let the checkpoint that is being written come to its end, even where the run failed."""
         if self._writer is not None:
             self._writer.join()
 
@@ -56,7 +55,7 @@ class Checkpoints:
             tensors: nested by name; DTensors where the replica is sharded.
 
         Raises:
-            CheckpointWriteError: if the one before could not be written.
+            CheckpointWriteError: if the checkpoint before could not be written.
         """
         self.wait()
         staged = (step, dict(facts), _copied(tensors))
@@ -64,7 +63,7 @@ class Checkpoints:
         self._writer.start()
 
     def wait(self) -> None:
-        """Until what was saved is on disk.
+        """Wait until the last checkpoint is on disk.
 
         Raises:
             CheckpointWriteError: if it could not be written.
@@ -76,7 +75,7 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise CheckpointWriteError(
                 f"could not write a checkpoint to {self._directory}: {_reason(failure)}; "
-                "make room, then resume: what was saved before is intact"
+                "make room, then resume: earlier checkpoints are intact"
             ) from failure
 
     def steps(self) -> list[int]:
@@ -84,20 +83,19 @@ class Checkpoints:
         return _finished(self._directory)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The facts of a step, after its files were checked; every process of the replica must call it.
+        """The facts of a step, once its files are checked; every process of the replica must call it.
 
         Raises:
             CheckpointError: if a file is missing, cut short or altered.
         """
         checksums = _checksums(self._path(step))
         names = list(checksums)
-        found = self._by_shards(lambda name: _sha256_if_any(self._directory / name), names)
-        if damaged := [name for name, now in zip(names, found, strict=True) if now != checksums[name]]:
+        present = self._by_shards(lambda name: _sha256_if_any(self._directory / name), names)
+        if damaged := [name for name, now in zip(names, present, strict=True) if now != checksums[name]]:
             earlier = [s for s in self.steps() if s < step]
-            otherwise = f"to resume from step {earlier[-1]}" if earlier else "and start again"
+            then = f"to resume from step {earlier[-1]}" if earlier else "and start again"
             raise CheckpointError(
-                f"{_damaged(self._directory / damaged[0])}: delete {_checksum_path(self._path(step)).name} "
-                f"{otherwise}"
+                f"{_damaged(self._directory / damaged[0])}: delete {_checksum_path(self._path(step)).name} {then}"
             )
         return json.loads((self._path(step) / _FACTS).read_text())
 
@@ -105,15 +103,15 @@ class Checkpoints:
         """Read the tensors of a step in place; every process of the replica must call it.
 
         Args:
-            step: whose `facts` were read before.
-            tensors: named as those that were saved, with their shapes, and sharded as they shall be from now on.
+            step: a step whose `facts` were read before.
+            tensors: with the names and shapes of those that were saved, sharded as they shall be from now on.
         """
         from torch.distributed.checkpoint.state_dict_loader import load
 
         load(tensors, checkpoint_id=self._path(step), process_group=self._group)
 
     def drop_after(self, step: int) -> None:
-        """Remove what lies beyond a step that the run goes on from, and what was never finished."""
+        """Remove the checkpoints after a step from which the run goes on, and unfinished ones."""
         if self._shard == 0:
             kept = {self._path(s) for s in self.steps() if s <= step}
             for path in set(self._directory.glob("step-*/")) - kept:
@@ -132,7 +130,7 @@ class Checkpoints:
             metadata = save(tensors, checkpoint_id=path, process_group=self._group)
             _check_disk(path, metadata)
             lines = self._by_shards(
-                lambda file: f"{_sha256(file)}  {path.name}/{file.name}\n",
+                lambda file: f"{sha256(file)}  {path.name}/{file.name}\n",
                 sorted(file for file in path.iterdir() if file.is_file()),
             )
             if self._shard == 0:
@@ -145,7 +143,7 @@ class Checkpoints:
                 _remove(path)
 
     def _by_shards(self, function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
-        """What a function makes of each item; the processes of the replica share the work."""
+        """The values of a function of each item; the processes of the replica share the work."""
         mine = [function(item) for item in items[self._shard :: self._num_shards]]
         everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
         dist.all_gather_object(everyones, mine, group=self._group)
@@ -159,10 +157,10 @@ _FACTS = "facts.json"
 
 
 def _check_disk(path: Path, metadata: Any) -> None:
-    """Refuse what was written where this process can't see it."""
+    """Refuse files that another process wrote where this process can't see them."""
     files = {information.relative_path for information in metadata.storage_data.values()} if metadata else set()
     if missing := sorted(name for name in files if not (path / name).exists()):
-        raise OSError(f"{missing[0]} is not there, which another process has written: a replica needs one disk")
+        raise OSError(f"{missing[0]} is missing, which another process has written: a replica needs one disk")
 
 
 def _copied(tensors: Any) -> Any:
@@ -181,7 +179,7 @@ def read(directory: Path, replica: int, step: int, tensors: dict[str, Any]) -> N
     """Read some tensors of a finished checkpoint in place, whole, without the replica's processes.
 
     Raises:
-        CheckpointError: if a file is missing, cut short or altered, or has no such tensors.
+        CheckpointError: if a file is missing, cut short or altered, or the checkpoint has no such tensors.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -195,7 +193,7 @@ def read(directory: Path, replica: int, step: int, tensors: dict[str, Any]) -> N
             )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group is what is meant
+            warnings.simplefilter("ignore")  # torch warns that there is no process group, as intended
             load(tensors, checkpoint_id=path, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {path} can't be read: {_reason(error)}") from error
@@ -215,7 +213,7 @@ def _checksum_path(path: Path) -> Path:
 
 
 def _checksums(path: Path) -> dict[str, str]:
-    """By file, as named beside the checkpoint."""
+    """SHA-256 by file name, relative to the directory of the checkpoints."""
     try:
         lines = [line.split("  ", 1) for line in _checksum_path(path).read_text().splitlines()]
         return {name: checksum for checksum, name in lines}
@@ -228,15 +226,10 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _sha256_if_any(path: Path) -> str:
-    """The checksum of a file, or nothing if it can't be read."""
+    """The checksum of a file, or "" if it can't be read."""
     try:
-        return _sha256(path)
+        return sha256(path)
     except OSError:
         return ""
 
@@ -246,7 +239,7 @@ def _damaged(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said: torch hides it behind its own words."""
+    """The operating system's reason for an error, which torch hides behind its own words."""
     for failure, _ in getattr(error, "failures", {}).values():  # of CheckpointException, by process
         error = failure
     cause: BaseException | None = error

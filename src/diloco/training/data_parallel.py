@@ -1,4 +1,4 @@
-"""The baseline: gradients averaged over all replicas at every step, by torch's DistributedDataParallel."""
+"""The baseline: torch's DistributedDataParallel averages the gradients of all replicas at every step."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,18 +17,18 @@ from diloco.outer.step import OuterStep
 
 
 def ring_all_reduce_bytes(num_params: int, num_replicas: int) -> int:
-    """What a replica sends a step: 2 (M−1)/M · parameters · 4 bytes (FP32, as DDP sends), rounded to bytes."""
+    """Bytes that a replica sends a step: 2 (M−1)/M · parameters · 4 (FP32, as DDP sends), rounded."""
     return round(2 * (num_replicas - 1) / num_replicas * num_params * 4)
 
 
 class DataParallel:
-    """Takes the place of the engine in the loop; the replicas' parameters are equal at every step.
+    """The synchronizer of replicas whose parameters are equal at every step.
 
     Args:
         model: the replica's copy.
-        forward: the same, compiled or not, to be called in training.
-        batch: the shape of the tokens that it will be called with, (B, T), which are all but the last of windows.
-        autocast: whether it will be called in bfloat16.
+        forward: the same model, compiled or not, as training calls it.
+        batch: shape (B, T) of the tokens that training calls it with: windows of T + 1 without their last.
+        autocast: whether training calls it in bfloat16.
     """
 
     def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int], *, autocast: bool) -> None:
@@ -44,12 +44,12 @@ class DataParallel:
         self.blocked_seconds = 0.0
 
     def _settle_buckets(self, num_sequences: int, length: int, autocast: bool) -> None:
-        """Let DDP sort gradients into buckets anew, as it does after its first pass, before the first step.
+        """Run the first pass now, after which DDP sorts gradients into buckets anew.
 
-        With three replicas or more the order of a sum depends on the bucket, and so a resume would on its step.
+        With three replicas or more the order of a sum depends on the bucket: a resumed run would differ.
         """
         device = next(self._model.parameters()).device
-        # As training calls it, to the stride, since a compiled model would else be compiled again, for any shape.
+        # The strides are training's too: a compiled model would otherwise be compiled again, for any shape.
         windows_BxT1 = torch.zeros(num_sequences, length + 1, dtype=torch.int64, device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits_BxTxV = self.forward(windows_BxT1[:, :-1])
@@ -58,13 +58,13 @@ class DataParallel:
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
-            # From here on the backward pass has nothing left to compute.
+            # The backward pass has nothing left to compute after it.
             self._last_bucket_at = self._now()
         return allreduce_hook(group, bucket)
 
     @contextmanager
     def passes(self, is_last: bool) -> Iterator[None]:
-        """Around a forward and a backward pass; gradients are exchanged in the last of a step."""
+        """The context of a forward and backward pass; gradients are exchanged in the last one of a step."""
         with nullcontext() if is_last else self.forward.no_sync():
             yield
         if is_last:
@@ -91,16 +91,21 @@ class DataParallel:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def outer_in_place(self) -> nullcontext[None]:
-        """They are in the model already."""
+        """Do nothing: the model has them already."""
         return nullcontext()
 
     def outer_hash(self) -> str:
-        """SHA-256 over them, as the engine's."""
+        """SHA-256 over the parameters, computed as the engine's."""
         return parameters_hash(self.outer_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters; parameters are the model's own."""
+        """The counters; the parameters are saved with the model."""
         return {name: getattr(self, name) for name in _COUNTERS}
+
+    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The same: there are no tensors to read."""
+        del saved
+        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the counters up again."""

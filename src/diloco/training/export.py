@@ -1,4 +1,4 @@
-"""A run's outer parameters, config and tokenizer in a directory of their own, for other programs."""
+"""Write a run's outer parameters, config and tokenizer to a new directory, for other programs."""
 
 import json
 import shutil
@@ -17,8 +17,7 @@ from diloco.data.tokenizers import (
     tokenizer_file,
 )
 from diloco.errors import UserError
-from diloco.models.decoder import Decoder
-from diloco.models.hugging_face import persimmon_config, persimmon_state
+from diloco.models.language_model import LanguageModel
 from diloco.training.config import TrainConfig
 from diloco.training.finished import finished_config, run_parameters
 
@@ -30,28 +29,29 @@ def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | No
 
     Args:
         directory: of the run.
-        to: safetensors: `model.safetensors` with the decoder's own names; hf: a directory that
-            `transformers.AutoModelForCausalLM.from_pretrained` loads, as Persimmon.
+        to: safetensors: `model.safetensors` with the model's own names; hf: a directory that
+            `transformers.AutoModelForCausalLM.from_pretrained` loads, for the decoder as Persimmon.
         output: a new directory.
-        prepared: the run's data, where it is no longer where it was.
+        prepared: directory of the run's data, if that was moved.
 
     Raises:
-        UserError: if there is no run, no checkpoint or no data, or `output` holds something already.
+        UserError: if there is no run, no checkpoint or no data, if `output` is not empty, or if transformers has
+            no class for the model.
     """
     config = finished_config(directory, prepared)
     if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty: name a new directory by --output")
+        raise UserError(f"{output} is not empty: set output to a new directory", "output")
     model, step = run_parameters(directory, "outer")
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
     output.mkdir(parents=True, exist_ok=True)
     write = _write_safetensors if to == "safetensors" else _write_hugging_face
     write(model, config, tokenizer, output)
-    about = _ABOUT[to].format(run=config.name, step=step, num_steps=config.num_steps)
+    about = _ABOUT[to].format(run=config.name, step=step, num_steps=config.num_steps, family=config.model.family)
     (output / "README.md").write_text(about)
 
 
-def _write_safetensors(model: Decoder, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+def _write_safetensors(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
     safetensors.torch.save_file(model.state_dict(), output / "model.safetensors")
     values = {**asdict(config.model), "sequence_length": config.sequence_length, "bos_id": tokenizer.bos_id}
     (output / "config.json").write_text(json.dumps(values | {"tokenizer": tokenizer.name}, indent=2) + "\n")
@@ -60,10 +60,11 @@ def _write_safetensors(model: Decoder, config: TrainConfig, tokenizer: Tokenizer
         shutil.copy(tokenizer_file(config.data.prepared), output)
 
 
-def _write_hugging_face(model: Decoder, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
-    state = persimmon_state(config.model, model.state_dict())
+def _write_hugging_face(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+    values, state = config.model.to_hugging_face(
+        model.state_dict(), context=config.sequence_length, bos_id=tokenizer.bos_id
+    )
     safetensors.torch.save_file(state, output / "model.safetensors", metadata={"format": "pt"})
-    values = persimmon_config(config.model, context=config.sequence_length, bos_id=tokenizer.bos_id)
     (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     assert config.data.prepared is not None, "a run's config is resolved"
     if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
@@ -81,8 +82,9 @@ _ABOUT = {
 
 Outer parameters of a run of diloco after step {step} of {num_steps}.
 
-`model.safetensors` holds them by the names of `diloco.models.decoder.Decoder`, `config.json` the decoder's sizes
-and what the tokenizer puts before a document. A tokenizer of bytes has no file: a token is a byte of UTF-8.
+`model.safetensors` holds them by the names of the model that `{family}` builds, `config.json` its
+sizes and the token that the tokenizer puts before each document. A tokenizer of bytes has no file: a token is a
+byte of UTF-8.
 """,
     "hf": """# {run}
 
@@ -95,8 +97,8 @@ model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
-The class is Persimmon, with biases of zero: it computes what diloco's decoder computes. Where the tokenizer is a
-SentencePiece model, it lies here as `tokenizer.model`, to be read with the library sentencepiece; put its BOS
-before every text.
+The class computes the same function as diloco's model; the decoder becomes Persimmon, with biases of zero. If
+the tokenizer is a SentencePiece model, it lies here as `tokenizer.model`, to be read with the library
+sentencepiece; put its BOS before every text.
 """,
 }

@@ -1,4 +1,4 @@
-"""What a run left: parameters of its replicas, and how good they are."""
+"""Read the parameters that a run saved, and evaluate them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +16,7 @@ from diloco.errors import CheckpointError
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
-from diloco.models.decoder import Decoder
+from diloco.models.language_model import LanguageModel
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
@@ -25,19 +25,21 @@ from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windo
 Parameters = Literal["outer", "replica", "average"]
 
 
-def run_parameters(directory: Path, parameters: Parameters) -> tuple[Decoder, int]:
+def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageModel, int]:
     """A run's model, on the CPU, and the step that its parameters are from.
 
     Args:
         directory: of a run, over or not.
-        parameters: outer: Θ, which a finished run exported; replica: replica 0's own, θ_0; average: the mean of
-            all replicas' own. Those are in the newest checkpoint, of the average the newest that all hold.
+        parameters: outer: Θ, which a finished run has written; replica: replica 0's own, θ_0; average: the mean of
+            all replicas' own. The last two are read from the newest checkpoint, the average from the newest that
+            all replicas hold.
 
     Raises:
-        UserError: if there is no run, or no checkpoint of what is asked for.
+        UserError: if there is no run.
+        CheckpointError: if no checkpoint holds these parameters, or it is damaged.
     """
     config = read_config(directory)
-    model = Decoder(config.model, seed=config.seed)
+    model = config.model.build(seed=config.seed)
     replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE
     if parameters == "outer" and exported.exists():
@@ -67,7 +69,8 @@ def _newest_step(config: TrainConfig, replicas: range) -> int:
         if not steps:
             raise CheckpointError(
                 f"{config.directory} holds no checkpoint of replica {replica}: evaluate where that replica ran, "
-                f"or train with --checkpoint.every-steps above 0 (it was {config.checkpoint.every_steps})"
+                f"or train with checkpoint.every_steps above 0 (it was {config.checkpoint.every_steps})",
+                "checkpoint.every_steps",
             )
     common = set.intersection(*map(set, held.values()))
     if not common:
@@ -75,13 +78,15 @@ def _newest_step(config: TrainConfig, replicas: range) -> int:
     return max(common)
 
 
-def _read(config: TrainConfig, model: Decoder, replica: int, step: int, where: Sequence[str]) -> dict[str, Tensor]:
-    found = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    nested: dict[str, Any] = found
+def _read(
+    config: TrainConfig, model: LanguageModel, replica: int, step: int, where: Sequence[str]
+) -> dict[str, Tensor]:
+    parameters = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    nested: dict[str, Any] = parameters
     for name in reversed(where):
         nested = {name: nested}
     read(config.checkpoints, replica, step, nested)
-    return found
+    return parameters
 
 
 def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
@@ -89,7 +94,7 @@ def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
 
     Args:
         directory: of the run.
-        prepared: the run's data, where it is no longer where it was.
+        prepared: directory of the run's data, if that was moved.
 
     Raises:
         UserError: if there is no run, or no data.
@@ -97,7 +102,7 @@ def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
     config = read_config(directory)
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
-    check_data(config, flag="--prepared")
+    check_data(config, field="prepared")
     return config
 
 
@@ -111,19 +116,20 @@ def evaluate_run(
     prepared: Path | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Held-out loss and zero-shot accuracies of a run, as `diloco eval --json` prints them.
+    """Held-out loss and zero-shot accuracies of a run, as values that `json` writes.
 
     Args:
         directory: of the run.
         parameters: which of its parameters, as in `run_parameters`.
-        tasks: by name, each with its file of questions, or None for what lm-evaluation-harness has by that name.
-        limit: questions of each task at the most, the first.
-        held_out: whether to measure the held-out loss.
-        prepared: the run's data, where it is no longer where it was.
+        tasks: by name, each with its file of questions, or None for lm-evaluation-harness's task of that name.
+        limit: largest number of questions of each task, the first ones.
+        held_out: measure the held-out loss.
+        prepared: directory of the run's data, if that was moved.
         device: auto, cpu or cuda.
 
     Raises:
-        UserError: for what can't be evaluated.
+        UserError: if there is no run, no data or no such task.
+        CheckpointError: as `run_parameters`.
     """
     tasks = tasks or {}
     if tasks:
@@ -152,11 +158,11 @@ def evaluate_run(
     return result
 
 
-def _held_out(model: Decoder, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def _held_out(model: LanguageModel, config: TrainConfig, device: torch.device) -> dict[str, Any]:
     assert config.data.prepared is not None, "a run's config is resolved"
     split = open_split(config.data.prepared, "held_out")
     losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), config), device)
-    found = held_out_loss(
+    measured = held_out_loss(
         losses, sequence_length=config.sequence_length, bytes_per_token=split.num_bytes / split.num_tokens
     )
-    return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(found).items()}
+    return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(measured).items()}

@@ -1,5 +1,6 @@
 """Local replicas as processes of torch's own elastic launcher, each with its share of the cores."""
 
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -16,14 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError
-
-
-def exit_code_of(error: Exception) -> int | None:
-    """The exit code of a command that ends with an error; None for a bug, which shows its traceback."""
-    if isinstance(error, DilocoError):
-        return error.exit_code
-    return DilocoError.exit_code if isinstance(error, OSError) else None
+from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_code_of
 
 
 def under_a_launcher() -> bool:
@@ -34,19 +28,18 @@ def under_a_launcher() -> bool:
 def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, *arguments: Any) -> None:
     """Run `entrypoint(*arguments)` in `num_replicas` · `num_shards` local processes, and wait for all of them.
 
-    Each takes its share of the cores as threads, unless OMP_NUM_THREADS says otherwise. When one fails the others
-    are ended.
+    Each uses its share of the cores, or OMP_NUM_THREADS threads. When one fails, the others are ended.
 
     Raises:
-        ReplicaFailedError: with what the entrypoint raised, if that was to be expected, or the signal that killed
-            it.
+        ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
+            the signal that killed it.
     """
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong is said once, by us
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # we report each failure once
     start_method = "spawn"
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not lead back to it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name may not resolve to the host itself
         start_method = "forkserver"
         multiprocessing.set_forkserver_preload(["diloco.training.ancestor"])
     os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_shards)))
@@ -75,12 +68,18 @@ _USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def end_with_parent() -> None:
+    """Have this process ended by SIGTERM when its parent ends, however that ends; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """In the replica: leave a failure where the launcher looks for it."""
+    """Run the entrypoint in the replica; write its error where the launcher looks for it."""
     try:
         entrypoint(*arguments)
     except KeyboardInterrupt:
@@ -91,20 +90,22 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             traceback.print_exc()
             raise SystemExit(1) from None
         if isinstance(error, ExchangeError):
-            # The launcher reports whoever ends first: leave that to the replica where it began.
-            time.sleep(_SECONDS_FOR_THE_OTHER)
-        told = {"message": str(error), "timestamp": str(int(time.time()))}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
+            # The launcher reports the replica that ends first, which should be the one that caused this.
+            time.sleep(_SECONDS_FOR_THE_CAUSE)
+        fields = error.fields if isinstance(error, DilocoError) else ()
+        report = {"message": str(error), "timestamp": str(int(time.time())), "fields": fields}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
         raise SystemExit(exit_code) from None
 
 
-_SECONDS_FOR_THE_OTHER = 3.0
+_SECONDS_FOR_THE_CAUSE = 3.0
 
 
 def _explain(error: ChildFailedError, num_shards: int) -> ReplicaFailedError:
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).is_file():
-        return ReplicaFailedError(failure.message, exit_code=failure.exitcode)
+        fields = tuple(failure.error_file_data.get("fields", ()))
+        return ReplicaFailedError(failure.message, exit_code=failure.exitcode, fields=fields)
     shard = f", shard {rank % num_shards}," if num_shards > 1 else ""
     return ReplicaFailedError(f"replica {rank // num_shards}{shard} {_ending(failure)}", exit_code=1)
 

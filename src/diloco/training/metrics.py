@@ -1,4 +1,4 @@
-"""What a replica writes down of each step: `metrics-{replica}.jsonl`, and the same curves for TensorBoard."""
+"""The metrics of each step of a replica: `metrics-{replica}.jsonl`, and the same curves for TensorBoard."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from diloco.errors import UserError
 from diloco.outer.step import OuterStep
 
 
@@ -22,25 +23,25 @@ class StepMetrics:
     loss: float
     """Cross-entropy of this replica's batch, nats a token."""
     learning_rate: float
-    """Of the inner optimizer."""
+    """Learning rate of the inner optimizer."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     step_seconds: float
-    """The whole step, sync included."""
+    """Time of the whole step, sync included."""
     blocked_seconds: float
-    """The part of it in which training waited for the network."""
+    """Time in which training waited for the network, a part of `step_seconds`."""
     bytes_sent: int
     """Payload bytes sent in this step, each destination counted."""
     bytes_received: int
     """Payload bytes that were merged in this step."""
     outer_steps: tuple[dict[str, Any], ...] = ()
-    """What `describe` says of each."""
+    """The outer steps taken, each as `describe` gives it."""
     eval_loss: float | None = None
-    """Held-out loss of the outer parameters, where this step measured it."""
+    """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
 
 
 def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> dict[str, Any]:
-    """The numbers of an outer step that are worth keeping."""
+    """The fragment, round, norm and cosines of an outer step."""
     described: dict[str, Any] = {
         "fragment": outer_step.sync.fragment,
         "round": outer_step.sync.round,
@@ -55,17 +56,20 @@ def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> dict[str, Any]
 
 
 class MetricsLog:
-    """Appends to a replica's metrics; a line is a step, and outlives the process when the step is over.
+    """Appends a line for each step to a replica's metrics; the line survives the process from then on.
 
     Args:
         run: the run's directory.
-        replica: whose metrics.
-        after_step: the last step that counts; lines beyond it, of a run that was interrupted, are dropped.
+        replica: the replica's number.
+        after_step: the last step to keep; lines after it, of a run that was interrupted, are dropped.
+
+    Raises:
+        UserError: if the metrics of an earlier part of the run are damaged.
     """
 
     def __init__(self, run: Path, replica: int, *, after_step: int) -> None:
         path = run / f"metrics-{replica}.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
+        kept = [line for line in _lines(path) if _step(line, path) <= after_step]
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text("".join(kept))
         unfinished.replace(path)
@@ -73,7 +77,7 @@ class MetricsLog:
         self._curves = SummaryWriter(str(run / "tensorboard" / f"replica-{replica}"), purge_step=after_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Add a step."""
+        """Add the metrics of a step."""
         values = asdict(metrics)
         self._file.write(json.dumps({k: v for k, v in values.items() if v not in (None, ())}) + "\n")
         for name, value in values.items():
@@ -87,17 +91,24 @@ class MetricsLog:
                     )
 
     def sync(self) -> None:
-        """Until what was written outlives the machine, as a checkpoint does."""
+        """Wait until all lines are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write out what is buffered, and close the files."""
         self._file.close()
         self._curves.close()
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of a file that may end in half of one."""
+    """The complete lines of a file whose last line may be incomplete."""
     if not path.exists():
         return []
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(line: str, path: Path) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}): restore it, or move it away to resume without it") from None

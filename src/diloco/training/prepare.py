@@ -1,4 +1,4 @@
-"""From what a user asked for to a run that can start: one call, before any replica exists."""
+"""From the settings asked for to a run that can start: one call, before any replica exists."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -11,11 +11,12 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
-from diloco.training.config import TrainConfig, resolve, with_method_values
+from diloco.training.config import TrainConfig
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
+from diloco.training.resolve import resolve, with_method_values
 from diloco.training.runs import check_unclaimed, resume_config
-from diloco.training.state import check
+from diloco.training.streaming import check
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
 
@@ -26,9 +27,9 @@ def prepare_run(
     """The resolved config of a run whose data is prepared and whose settings were checked.
 
     Args:
-        asked: a recipe's config with the user's changes; of a resume, what `resumable` gives with them.
-        resume: the directory of the run to go on with.
-        progress: told how far the data is prepared.
+        asked: a recipe's config with the user's changes; to resume, the config of `resumable` with them.
+        resume: directory of the run to resume.
+        progress: called with the state of the data's preparation.
 
     Raises:
         UserError: for anything that would stop the run later.
@@ -38,7 +39,7 @@ def prepare_run(
     refuse_what_means_nothing(asked)
     _check_device(asked)
     if not asked.name and under_a_launcher():
-        raise UserError("under torchrun pass --name, so that all replicas know their run by the same name")
+        raise UserError("under torchrun set name: all replicas must know their run by it", "name")
     asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
     if not under_a_launcher():
         check_unclaimed(asked.directory)
@@ -51,35 +52,44 @@ def prepare_run(
 
 
 def refuse_what_means_nothing(asked: TrainConfig) -> None:
-    """Refuse what a user changed in a recipe, though the run has no use for it.
+    """Refuse a change of the recipe that has no effect on the run.
 
     Raises:
-        UserError: with the field.
+        UserError: naming the field.
     """
     changed = differences(recipe(asked.recipe), asked)
     if asked.method == "data_parallel":
         unused = [name for name in changed if name.startswith("diloco.")]
         if unused:
-            raise UserError(f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out")
+            raise UserError(
+                f"{unused[0]} means nothing to data_parallel, which has no outer step: leave it out", unused[0]
+            )
     if asked.num_connections > 1 and asked.num_replicas == 1:
-        raise UserError(f"num_connections={asked.num_connections} means nothing to one replica: leave it out")
+        raise UserError(
+            f"num_connections={asked.num_connections} means nothing to one replica: leave it out",
+            "num_connections",
+        )
     if "log_layer_cosine" in changed and asked.diloco.combine != "gather":
         raise UserError(
             f"log_layer_cosine means nothing to diloco.combine={asked.diloco.combine}, where no replica sees the "
-            "others' outer gradients whole: leave it out"
+            "others' outer gradients whole: leave it out",
+            *("log_layer_cosine", "diloco.combine"),
         )
     if "diloco.layers_per_fragment" in changed and with_method_values(asked).diloco.fragments == "whole":
         raise UserError(
             f"diloco.layers_per_fragment={asked.diloco.layers_per_fragment} means nothing to one whole fragment: "
-            "leave it out, or take --diloco.fragments strided or sequential"
+            "leave it out, or set diloco.fragments to strided or sequential",
+            *("diloco.layers_per_fragment", "diloco.fragments"),
         )
 
 
 def _check_device(asked: TrainConfig) -> None:
-    """Refuse at once what needs a GPU, where replicas are processes of this machine."""
+    """Refuse settings that need a GPU, where replicas are processes of this machine and it has none."""
     if under_a_launcher() or torch.cuda.is_available():
         return
     if asked.device == "cuda":
-        raise UserError("device=cuda, but torch finds no GPU here: pass --device cpu")
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     if asked.diloco.offload:
-        raise UserError("diloco.offload spares a GPU's memory, and torch finds no GPU here: leave it out")
+        raise UserError(
+            "diloco.offload spares a GPU's memory, and torch finds no GPU here: leave it out", "diloco.offload"
+        )

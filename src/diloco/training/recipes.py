@@ -1,13 +1,11 @@
-"""Recipes: functions that return a config. A variant calls one and changes what differs."""
+"""Recipes: functions that return a config. A variant calls one and changes the fields that differ."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from diloco.models.decoder import DecoderConfig
-from diloco.models.ladder import LADDER, SEQUENCE_LENGTH, ladder, num_matrix_params
+from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
 from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
-from diloco.training.traits import differences
 
 
 def laptop() -> TrainConfig:
@@ -24,7 +22,7 @@ def laptop() -> TrainConfig:
 
 
 def tiny() -> TrainConfig:
-    """A model too small to learn much, in seconds: to try a setting out."""
+    """A model too small to learn much, in seconds: to try out a setting."""
     return replace(
         laptop(),
         num_tokens=60 * 8 * 64,
@@ -43,7 +41,7 @@ def scaling_laws(scale: str, num_replicas: int = 2) -> TrainConfig:
     two a replica; the token budget to the nearest whole step. Needs a tokenizer of 16,384 to 32,768 entries.
     """
     model = ladder(scale)
-    num_params = num_matrix_params(model)
+    num_params = model.num_matrix_params
     sequences = 0.00709 * num_params**0.4695 * num_replicas**0.3399
     global_batch = num_replicas * 2 ** round(math.log2(sequences / num_replicas))
     tokens_per_step = global_batch * SEQUENCE_LENGTH
@@ -64,8 +62,8 @@ def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
         return scaling_laws(scale)
 
     recipe.__doc__ = (
-        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs --data.train "
-        "and a --data.tokenizer of 16,384 to 32,768 entries."
+        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs text in "
+        "data.train and a data.tokenizer of 16,384 to 32,768 entries."
     )
     return recipe
 
@@ -73,20 +71,9 @@ def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
 RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny} | {
     scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER
 }
-"""By the name that `diloco train` knows them by."""
-
-
-def flags(config: TrainConfig) -> dict[str, list[str]]:
-    """What `diloco train` is told to make a config of its recipe, by field."""
-    found = {}
-    for name, (_, value) in differences(recipe(config.recipe), config).items():
-        path, _, field = name.replace("_", "-").rpartition(".")
-        negated = "no-" if value is False else ""
-        words = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
-        found[name] = [f"--{path and path + '.'}{negated}{field}", *map(str, words)]
-    return found
+"""The recipes by name."""
 
 
 def recipe(name: str) -> TrainConfig:
-    """The config of a recipe, which remembers where it came from."""
+    """The config of a recipe, with the recipe's name in it."""
     return replace(RECIPES[name](), recipe=name)

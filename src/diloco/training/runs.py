@@ -1,4 +1,4 @@
-"""A run's own directory: claimed by a new run, taken up again by a resume."""
+"""The directory of a run: claimed by a new run, read by everything else, taken up again by a resume."""
 
 import json
 import math
@@ -7,28 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from diloco.data.index import INDEX_FILE
+from diloco.data.shards import TokenShards
 from diloco.errors import UserError
 from diloco.exchange.control import share
 from diloco.files import write_atomically
-from diloco.training.config import TrainConfig, shared_facts
-from diloco.training.traits import differences, from_json, to_json
+from diloco.training.checkpoints import Checkpoints, finished_steps
+from diloco.training.config import TrainConfig
+from diloco.training.resolve import shared_facts
+from diloco.training.traits import differences, fields_with, from_json, get, to_json
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
-
-_MAY_CHANGE_ON_RESUME = {
-    "timeout_seconds",
-    "device",
-    "micro_batch",
-    "num_connections",
-    "shards_per_replica",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "data.prepared",
-    "diloco.offload",
-    "evaluation.batch",
-}
 
 
 def check_unclaimed(directory: Path) -> None:
@@ -38,9 +28,7 @@ def check_unclaimed(directory: Path) -> None:
         UserError: if it does.
     """
     if (directory / CONFIG_FILE).exists():
-        raise UserError(
-            f"{directory} already holds a run: choose another --name, or go on with --resume {directory}"
-        )
+        raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
 
 
 def claim(config: TrainConfig) -> None:
@@ -74,7 +62,7 @@ def claim_together(config: TrainConfig, world: World) -> None:
 
 
 def read_config(directory: Path) -> TrainConfig:
-    """The resolved config of a run.
+    """The resolved config of a run; its name and place are those of the directory now.
 
     Raises:
         UserError: if the directory holds no run, or one of another version.
@@ -84,39 +72,61 @@ def read_config(directory: Path) -> TrainConfig:
         values: dict[str, Any] = json.loads(path.read_text())
     except OSError:
         raise UserError(f"{directory} holds no run: {path} is missing") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # neither UTF-8 nor JSON
         raise UserError(f"{path} can't be read: {error}") from None
     try:
         config = from_json(TrainConfig, values)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return replace(config, name=directory.name, runs=directory.parent)
 
 
-def check_data(config: TrainConfig, *, flag: str) -> None:
+def check_data(config: TrainConfig, *, field: str) -> None:
     """Refuse a run whose data is gone.
 
+    Args:
+        config: of the run.
+        field: the setting that names another place.
+
     Raises:
-        UserError: with the flag that names another place.
+        UserError: if it is gone.
     """
     assert config.data.prepared is not None, "a run's config is resolved"
     if not (config.data.prepared / INDEX_FILE).exists():
         raise UserError(
-            f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {flag}"
+            f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {field}",
+            field,
         )
 
 
-def data_started_with(directory: Path) -> tuple[str, int]:
-    """The digest of the data that a run was started on, and how many tokens of it are training text."""
-    index = json.loads((directory / DATA_FILE).read_text())
-    return index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
+def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
+    """Refuse to resume a run on other text than it was started on.
+
+    Raises:
+        UserError: if the digests, or the numbers of tokens, differ.
+    """
+    path = config.directory / DATA_FILE
+    try:
+        index = json.loads(path.read_text())
+        digest, num_tokens = index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} can't be read ({error}): restore it from another machine, or start over"
+        ) from None
+    if (corpus.digest, corpus.num_tokens) != (digest, num_tokens):
+        raise UserError(
+            f"the run was started on data with digest {digest} and {num_tokens:,} tokens of training text, and "
+            f"{config.data.prepared} has {corpus.digest} and {corpus.num_tokens:,}: name the directory with the "
+            "same text by data.prepared",
+            "data.prepared",
+        )
 
 
 def resumable(directory: Path) -> TrainConfig:
-    """The config of a run, to be changed for a resume: what followed from other fields is left to do so again.
+    """The config of a run, to be changed for a resume: values that follow from others are left out again.
 
     Raises:
-        UserError: as `read_config` does.
+        UserError: as `read_config`.
     """
     saved = read_config(directory)
     keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
@@ -136,13 +146,15 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     saved = read_config(directory)
     if not asked.model.vocab_size:  # left to the tokenizer
         asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
+    may_change = fields_with(TrainConfig, "may_change_on_resume")
     for name, (_, value) in differences(resumable(directory), asked).items():
-        if name not in _MAY_CHANGE_ON_RESUME and value != (found := _get(saved, name)):
+        if name not in may_change and value != (old := get(saved, name)):
             raise UserError(
-                f"{directory} was started with {name}={found}, and now {value} is asked for: "
-                "a resume continues the same run; leave it out, or start a new run"
+                f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
+                "same run; leave it out, or start a new run",
+                name,
             )
-    check_data(asked, flag="--data.prepared")
+    check_data(asked, field="data.prepared")
     assert saved.micro_batch is not None, "the config is resolved"
     keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
     return replace(
@@ -152,7 +164,26 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     )
 
 
-def _get(config: Any, dotted: str) -> Any:
-    for name in dotted.split("."):
-        config = getattr(config, name)
-    return config
+def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoints) -> int:
+    """The newest step that every replica holds; 0 if none has saved any, since all share the initial state.
+
+    Raises:
+        UserError: if a replica lacks checkpoints that it has saved.
+    """
+    held = share(world.everyone, checkpoints.steps())
+    for replica in range(world.num_replicas):
+        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_shards]):
+            raise UserError(
+                f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
+                "start each machine with the node rank it had"
+            )
+    common = set.intersection(*map(set, held))
+    newest = max((max(steps, default=0) for steps in held), default=0)
+    # Every replica has taken these steps, and should have saved what another has saved at them.
+    taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
+    if taken and not common:
+        raise UserError(
+            f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
+            f"bring the checkpoints that are missing back, or delete {config.checkpoints} to start over"
+        )
+    return max(common, default=0)

@@ -1,4 +1,4 @@
-"""Held-out loss of a run, and what is left of it when it is over."""
+"""Evaluate a run, and write its outer parameters and its summary."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from diloco.errors import UserError
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.control import share
 from diloco.files import write_atomically
-from diloco.models.decoder import Decoder, generate
+from diloco.models.language_model import LanguageModel, generate
 from diloco.outer.digest import parameters_hash
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
@@ -25,17 +25,17 @@ from diloco.training.traits import to_json
 from diloco.training.world import World
 
 OUTER_FILE = "outer.safetensors"
-"""In a run's directory: the outer parameters that it ended with."""
+"""The file of the final outer parameters in a run's directory."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The results of a run."""
 
     summary: dict[str, Any]
-    """As in `summary.json`; times are those of replica 0."""
+    """The content of `summary.json`; times are those of replica 0."""
     sample: str
-    """Text that the outer parameters wrote."""
+    """Text sampled from the model with the outer parameters."""
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
     windows = held_out_windows(held_out, config)
     rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
     mine = windows[rank::num_ranks]
-    # The processes of a replica must take as many passes: a share that is shorter repeats a window.
+    # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_in_place():
         batches = held_out_batches(held_out, padded, config)
@@ -63,27 +63,31 @@ def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
     """The windows to evaluate on, spread evenly over the held-out text; at least one a process.
 
     Raises:
-        UserError: if the text is too short for that.
+        UserError: if the text has fewer windows than the run has processes.
     """
     available = held_out.num_windows(config.sequence_length)
     if available < config.num_processes:
         raise UserError(
             f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
-            f"{config.num_processes} processes: hold out more, or choose shorter sequences"
+            f"{config.num_processes} processes: raise data.held_out_fraction, or lower sequence_length",
+            *("sequence_length", "data.held_out_fraction"),
         )
-    wanted = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
-    return [k * available // wanted for k in range(wanted)]
+    count = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
+    return [k * available // count for k in range(count)]
 
 
 def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
-    """Those windows, int64 (B, T+1), as many at once as the config evaluates."""
+    """Batches of windows, int64 (B, T+1), with B = `evaluation.batch` or fewer in the last."""
     size = config.evaluation.batch
     for start in range(0, len(windows), size):
         yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
 
 
-def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOutLoss) -> Outcome | None:
-    """Export and sum up, on shard 0; all processes of the replica must call it, the other replicas are done."""
+def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
+    """Write the outer parameters and the summary of a run that is over, on shard 0 of replica 0.
+
+    All processes of replica 0 must call it, and no other.
+    """
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
@@ -93,38 +97,41 @@ def conclude(state: TrainState, config: TrainConfig, world: World, found: HeldOu
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
+    summary = _summary(state, config, world, loss) | {"outer_hash": parameters_hash(outer)}
+    write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
+    # A model that is sharded may fit on no device whole.
+    model = state.model if world.mesh is None else config.model.build(seed=config.seed)
+    model.load_state_dict(outer)
+    return Outcome(summary, _sample(model, config))
+
+
+def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
-    summary = {
+    return {
         "method": config.method,
         "num_replicas": config.num_replicas,
         "shards_per_replica": config.num_shards,
         "num_params": num_params,
         "num_tokens": config.num_tokens,
         "num_steps": config.num_steps,
-        "eval_loss": found.loss,
-        "eval_standard_error": found.standard_error,
-        "eval_bits_per_byte": found.bits_per_byte,
-        "eval_tokens": found.num_tokens,
+        "eval_loss": loss.loss,
+        "eval_standard_error": loss.standard_error,
+        "eval_bits_per_byte": loss.bits_per_byte,
+        "eval_tokens": loss.num_tokens,
         "wall_seconds": state.seconds,
         "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, config.num_replicas)
         * config.num_steps,
-        "outer_hash": parameters_hash(outer),
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32",
     }
-    write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
-    # A model that is sharded may fit on no device whole.
-    model = state.model if world.mesh is None else Decoder(config.model, seed=config.seed)
-    model.load_state_dict(outer)
-    return Outcome(summary, _sample(model, config))
 
 
-def _sample(model: Decoder, config: TrainConfig, num_tokens: int = 200) -> str:
+def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    written = generate(
+    tokens = generate(
         model,
         [tokenizer.bos_id],
         num_tokens,
@@ -132,4 +139,4 @@ def _sample(model: Decoder, config: TrainConfig, num_tokens: int = 200) -> str:
         context=config.sequence_length,
         vocab_size=tokenizer.vocab_size,
     )
-    return tokenizer.decode(written)
+    return tokenizer.decode(tokens)

@@ -19,20 +19,20 @@ from diloco.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the others: its rank is replica · num_shards + shard."""
+    """The place of this process among the others: its rank is replica · num_shards + shard."""
 
     exchange: Transport
-    """The way to the same shard of the other replicas."""
+    """The exchange with the same shard of the other replicas."""
     everyone: Transport
-    """The way to all processes, in the order of their ranks; the same thing where a replica is one process."""
+    """The exchange with all processes, in the order of their ranks; `exchange` if a replica is one process."""
     mesh: DeviceMesh | None
-    """Replicas × shards, where a replica is several processes; None where it is one."""
+    """Replicas × shards; None if a replica is one process."""
     own_group: dist.ProcessGroup | None
-    """This replica's processes on gloo, for its checkpoints; None where there are no process groups."""
+    """This replica's processes on gloo, for its checkpoints; None if there are no process groups."""
     device: torch.device
-    """What this process computes on."""
+    """The device on which this process computes."""
     is_first_on_machine: bool
-    """Whether this process writes what the processes of one machine share."""
+    """Whether this process writes the files that the processes of one machine share."""
     autocast: bool
     """Whether the forward pass runs in bfloat16."""
 
@@ -57,7 +57,7 @@ class World:
         return self.everyone.replica % self.num_shards
 
     def over_shards(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
-        """A number of every process of the replica, combined; each of them must call it."""
+        """Reduce a number over the processes of the replica; each of them must call it."""
         if self.mesh is None:
             return value
         combined = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -67,23 +67,27 @@ class World:
 
 @contextmanager
 def join(config: TrainConfig) -> Iterator[World]:
-    """The world that torchrun or our own launcher describes in the environment.
+    """Join the world that torchrun or our own launcher describes in the environment, and leave it at the end.
 
     Raises:
         UserError: if its size is not num_replicas · shards_per_replica, or the device is missing.
-        TimeoutError: if the others don't turn up in time, or can't be reached.
+        DisagreementError: if the processes were started with different numbers of replicas, shards or connections.
+        TimeoutError: if the other processes don't join in time, or can't be reached.
     """
     try:
         world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     except KeyError as missing:
         raise UserError(
-            f"RANK is set in the environment, but {missing} is not: unset it, or use torchrun"
+            f"RANK is set in the environment, but {missing} is not: unset RANK, or use torchrun"
         ) from None
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE and LOCAL_RANK in the environment must be numbers: {error}") from None
     if world_size != config.num_processes:
         raise UserError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
             f"shards_per_replica={config.num_shards} needs {config.num_processes}: "
-            f"pass --num-replicas and --shards-per-replica whose product is {world_size}"
+            f"set num_replicas and shards_per_replica to a product of {world_size}",
+            *("num_replicas", "shards_per_replica"),
         )
     device = _device(config, local_rank)
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -104,7 +108,7 @@ def join(config: TrainConfig) -> Iterator[World]:
 
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
-    """Compare what decides which groups there are, before any is made."""
+    """Compare the settings that decide which groups there are, before any is made."""
     mine = (config.num_replicas, config.num_shards, config.num_connections)
     everyones: list[tuple[int, int, int]] = [mine] * world_size
     dist.all_gather_object(everyones, mine)
@@ -112,18 +116,19 @@ def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
         if theirs != everyones[0]:
             raise DisagreementError(
                 "the processes disagree on (num_replicas, shards_per_replica, num_connections): process 0 has "
-                f"{everyones[0]}, process {rank} has {theirs}; start them with the same settings"
+                f"{everyones[0]}, process {rank} has {theirs}; start them with the same settings",
+                *("num_replicas", "shards_per_replica", "num_connections"),
             )
 
 
 def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, is_first_on_machine: bool) -> World:
-    """The groups of a process; payloads travel through the CPU on gloo, which sends while the device computes."""
+    """Make the groups of this process; payloads travel on gloo from the CPU, while the device computes."""
     num_replicas, num_shards = config.num_replicas, config.num_shards
 
     def group(
         ranks: list[list[int]], backend: str | None = "gloo", timeout: timedelta = timeout
     ) -> dist.ProcessGroup:
-        """This process's, of several that all processes make together."""
+        """This process's group, of several that all processes make together."""
         mine = None
         for members in ranks:
             made = dist.new_group(members, backend=backend, timeout=timeout)
@@ -143,7 +148,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
     if num_shards > 1:
         everyone = exchange(group([list(range(config.num_processes))]))
         mesh = DeviceMesh.from_group(
-            # Longer than an exchange takes to fail: who waits for a shard that waits for a link hears why.
+            # Longer than an exchange's own, so that its error, which names the replicas, comes first.
             [same_shard, group(ranks, backend=None, timeout=3 * timeout)],
             device.type,
             mesh=torch.tensor(ranks),
@@ -161,7 +166,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
 
 
 def alone(config: TrainConfig) -> World:
-    """A world of this process on its CPU, without process groups."""
+    """The world of one process on its CPU, without process groups."""
     exchange, cpu = LoopbackExchange(), torch.device("cpu")
     return World(
         exchange=exchange,
@@ -175,12 +180,12 @@ def alone(config: TrainConfig) -> World:
 
 
 def use_autocast(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the forward pass runs in bfloat16."""
+    """Whether the forward pass runs in bfloat16 on a device."""
     if config.precision != "auto":
         return config.precision == "bf16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch can't tell
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
@@ -188,12 +193,13 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch finds no GPU here: pass --device cpu")
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if (config.method == "data_parallel" or config.num_shards > 1) and num_local > num_gpus:
         raise UserError(
-            f"data_parallel, and a sharded replica, need a GPU a process: {num_local} processes here, and "
-            f"{num_gpus} GPUs"
+            f"data_parallel and a sharded replica need a GPU a process: here are {num_local} processes and "
+            f"{num_gpus} GPUs; lower num_replicas or shards_per_replica",
+            *("num_replicas", "shards_per_replica"),
         )
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)

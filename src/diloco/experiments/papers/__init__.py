@@ -1,1 +1,1 @@
-"""The papers' experiments as grids."""
+"""The papers' experiments: each module is a group of them, and registers its own."""

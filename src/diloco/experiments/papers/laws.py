@@ -1,47 +1,43 @@
-"""The experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
+"""Experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from diloco.experiments.papers import published
+from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, flops
 from diloco.experiments.papers.experiment import (
-    Change,
     Experiment,
     Finding,
     LabelledConfigs,
     Panel,
-    Row,
     accuracy_panels,
-    all_of,
-    change,
-    chosen,
-    common,
     curves,
-    flops,
     over_seeds,
+    registered,
 )
-from diloco.experiments.papers.tiers import Tier
+from diloco.experiments.papers.tiers import BASELINE, DILOCO, Tier
 
 
+@registered
 def sync_cadence(tier: Tier) -> Experiment:
-    """H and the outer learning rate (Figures 8 and 9)."""
+    """H and the outer learning rate, for DiLoCo (Figures 8 and 9)."""
     rates = (0.2, 0.4, 0.6, 0.8, 1.0)
     periods = tuple(period for period in tier.sync_everies if period in (5, 30, 100))
 
     def runs(seed: int) -> LabelledConfigs:
         for period in periods:
             for rate in rates:
-                config = tier.run("diloco", seed=seed, sync_every=period, outer_learning_rate=rate)
+                config = tier.run(DILOCO, seed=seed, sync_every=period, outer_learning_rate=rate)
                 yield {"H": period, "outer_learning_rate": rate}, config
 
     def finding(rows: Sequence[Row]) -> Finding:
         best = {seed: [_best_rate(chosen(rows, H=h, seed=seed)) for h in periods] for seed in tier.seeds}
-        complete = [found for found in best.values() if None not in found]
+        complete = [of_seed for of_seed in best.values() if None not in of_seed]
         said = ", ".join(
-            f"{' and '.join(dict.fromkeys(f'{found[i]:g}' for found in complete))} at H = {period}"
+            f"{' and '.join(dict.fromkeys(f'{of_seed[i]:g}' for of_seed in complete))} at H = {period}"
             for i, period in enumerate(periods)
         )
-        rises = [found == sorted(found) and found[0] < found[-1] for found in complete]
+        rises = [of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete]
         verdict = common(rises) if len(rises) > 1 else "cannot tell"
         edges = f" (of {rates[0]:g} to {rates[-1]:g}, in each seed)"
         return Finding(f"best outer learning rate: {said}{edges}" if complete else "no run", verdict)
@@ -62,19 +58,20 @@ def _best_rate(rows: Sequence[Row]) -> Any:
     return min(rows, key=lambda row: row["eval_loss"])["outer_learning_rate"] if rows else None
 
 
+@registered
 def batch_size(tier: Tier) -> Experiment:
     """The global batch, for Data-Parallel and DiLoCo with one to four replicas (Figures 3 to 5).
 
-    The paper takes the best learning rate at each batch; here it is the size's own times the square root of the
+    The paper takes the best learning rate at each batch; we multiply the size's rate by the square root of the
     batch's multiple.
     """
 
     def runs(seed: int) -> LabelledConfigs:
         for batch in tier.batches:
-            config = tier.run("data_parallel", seed=seed, batch=batch)
+            config = tier.run(BASELINE, seed=seed, batch=batch)
             yield {"method": "Data-Parallel", "batch_tokens": config.tokens_per_step}, config
             for replicas in (1, 2, 4):
-                config = tier.run("diloco", num_replicas=replicas, seed=seed, batch=batch)
+                config = tier.run(DILOCO, num_replicas=replicas, seed=seed, batch=batch)
                 yield {"method": f"DiLoCo, M={replicas}", "batch_tokens": config.tokens_per_step}, config
 
     def finding(rows: Sequence[Row]) -> Finding:
@@ -108,13 +105,14 @@ def batch_size(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def single_replica(tier: Tier) -> Experiment:
-    """DiLoCo with one replica, a Lookahead variant, against Data-Parallel (Finding 2)."""
+    """DiLoCo with one replica, a Lookahead variant, beside Data-Parallel (Finding 2)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for size in tier.sizes:
-            yield {"method": "data_parallel", "size": size}, tier.run("data_parallel", size=size, seed=seed)
-            yield {"method": "diloco", "size": size}, tier.run("diloco", num_replicas=1, size=size, seed=seed)
+            yield {"method": BASELINE, "size": size}, tier.run(BASELINE, size=size, seed=seed)
+            yield {"method": DILOCO, "size": size}, tier.run(DILOCO, num_replicas=1, size=size, seed=seed)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
@@ -127,7 +125,7 @@ def single_replica(tier: Tier) -> Experiment:
 
     def finding(rows: Sequence[Row]) -> Finding:
         gaps = {
-            size: change(rows, {"method": "diloco", "size": size}, {"method": "data_parallel", "size": size})
+            size: change(rows, {"method": DILOCO, "size": size}, {"method": BASELINE, "size": size})
             for size in tier.sizes
         }
         said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())

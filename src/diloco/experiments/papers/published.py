@@ -1,4 +1,4 @@
-"""What the papers print of the experiments, as rows like ours; loss in nats a token of their tokenizers."""
+"""The papers' own numbers, as rows like ours; losses in nats a token of their tokenizers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _Published = Mapping[str, Sequence[tuple[float, float, float, float, float]]]
 
 
 def _rows(x: str, table: _Published) -> list[dict[str, Any]]:
-    """Rows like ours of x, loss, and the accuracies in percent."""
+    """Rows like ours, from x, loss, and accuracies in percent."""
     return [
         {
             "method": method,
@@ -42,7 +42,7 @@ _SCALING: _Published = {
         (4.7e19, 2.68, 38.37, 65.61, 36.32),
         (1.9e20, 2.49, 46.56, 68.82, 36.84),
     ),
-    "streaming": (
+    "streaming_overlapped_fp4": (
         (1.5e17, 3.53, 24.46, 57.67, 30.53),
         (9.4e17, 3.21, 26.97, 59.58, 31.40),
         (4e18, 2.98, 29.67, 61.92, 34.39),
@@ -53,7 +53,7 @@ _SCALING: _Published = {
     ),
 }
 SCALING = _rows("flops", _SCALING)
-"""arXiv 2501.18512, Tables 6 and 7, by floating-point operations: C4, M = 2, H = 30; Streaming's 4B, H = 100."""
+"""arXiv 2501.18512, Tables 6 and 7: C4, M = 2, H = 30, but H = 100 for Streaming DiLoCo at 4B."""
 
 _OVERTRAINING: _Published = {
     "Data-Parallel": (
@@ -73,14 +73,14 @@ _OVERTRAINING: _Published = {
     ),
 }
 OVERTRAINING = _rows("num_tokens", _OVERTRAINING)
-"""Of the same paper, Tables 2 and 8: 1B parameters, Dolma, H = 100."""
+"""arXiv 2501.18512, Tables 2 and 8: 1B parameters, Dolma, H = 100."""
 
 EVALUATED_PARAMETERS = {"outer_parameters": 2.67, "replica_average": 2.68, "first_replica": 2.77}
 EVALUATED_PARAMETERS_HELLASWAG = {"outer_parameters": 0.3778, "replica_average": 0.3772, "first_replica": 0.3777}
-"""Of the same paper, Table 4: 500M parameters."""
+"""arXiv 2501.18512, Table 4: 500M parameters."""
 
 FREEZING = {"": [Point("no", 2.6749, 2.6749, 2.6749), Point("yes", 3.2145, 3.2145, 3.2145)]}
-"""Of the same paper: loss of Streaming DiLoCo, and of FedPart."""
+"""arXiv 2501.18512: the loss of Streaming DiLoCo, and of FedPart."""
 
 SINGLE_REPLICA: list[dict[str, Any]] = [
     {"method": method, "flops": 6 * num_params * 20 * num_params, "eval_loss": loss}

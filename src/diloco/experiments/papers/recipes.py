@@ -1,38 +1,24 @@
-"""All experiments by name."""
+"""All experiments by name: every module of this package is imported, so that a new one needs no entry here."""
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 from diloco.errors import UserError
-from diloco.experiments.papers import laws, replicas, streaming
-from diloco.experiments.papers.experiment import Experiment
+from diloco.experiments import papers
+from diloco.experiments.papers.experiment import REGISTERED, Experiment, Recipe
 from diloco.experiments.papers.tiers import Tier
 
-EXPERIMENTS: dict[str, Callable[[Tier], Experiment]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        streaming.scaling,
-        streaming.overtraining,
-        streaming.overlap,
-        streaming.compression,
-        streaming.fragment_size,
-        streaming.freezing,
-        replicas.num_replicas,
-        replicas.sync_every,
-        replicas.evaluated_parameters,
-        replicas.slack,
-        replicas.outer_cosine,
-        laws.sync_cadence,
-        laws.batch_size,
-        laws.single_replica,
-    )
-}
+for _module in iter_modules(papers.__path__):
+    import_module(f"{papers.__name__}.{_module.name}")
+
+EXPERIMENTS: dict[str, Recipe] = REGISTERED
 
 
 def experiment(name: str, tier: Tier) -> Experiment:
-    """One of them.
+    """The experiment of that name at a tier.
 
     Raises:
-        UserError: naming those that there are.
+        UserError: if there is none; the message names those that there are.
     """
     if name not in EXPERIMENTS:
         raise UserError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")

@@ -1,30 +1,26 @@
-"""The experiments of Streaming DiLoCo (arXiv 2501.18512) about replicas: how many, how far apart, how alike."""
+"""Experiments of Streaming DiLoCo (arXiv 2501.18512) on replicas: their number, their slack, their agreement."""
 
 from collections.abc import Sequence
 
 from diloco.experiments.papers import published
+from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, finished
 from diloco.experiments.papers.experiment import (
-    Change,
     Experiment,
     Finding,
     LabelledConfigs,
     Panel,
     Point,
-    Row,
     accuracy_panels,
-    all_of,
-    change,
-    chosen,
-    common,
     curves,
-    finished,
     over_seeds,
+    registered,
 )
-from diloco.experiments.papers.tiers import Tier
+from diloco.experiments.papers.tiers import DILOCO, STREAMING, Tier
 
 
+@registered
 def num_replicas(tier: Tier) -> Experiment:
-    """Up to eight replicas, with the global batch constant, and with the local one (Figure 11)."""
+    """One to eight replicas, at a constant global batch and at a constant local one (Figure 11)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for constant in ("global", "local"):
@@ -53,25 +49,26 @@ def num_replicas(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def sync_every(tier: Tier) -> Experiment:
-    """H, of DiLoCo and of Streaming (Figure 12)."""
+    """H, for DiLoCo and for Streaming DiLoCo (Figure 12)."""
 
     def runs(seed: int) -> LabelledConfigs:
-        for method in ("diloco", "streaming"):
+        for method in (DILOCO, STREAMING):
             for period in tier.sync_everies:
                 yield {"method": method, "H": period}, tier.run(method, seed=seed, sync_every=period)
 
     def finding(rows: Sequence[Row]) -> Finding:
         low, high = tier.sync_every, tier.sync_everies[-1]
-        rises = {
-            m: change(rows, {"method": m, "H": high}, {"method": m, "H": low}) for m in ("diloco", "streaming")
-        }
-        beside = change(rows, {"method": "streaming", "H": low}, {"method": "diloco", "H": low})
+        diloco, streaming = (
+            change(rows, {"method": m, "H": high}, {"method": m, "H": low}) for m in (DILOCO, STREAMING)
+        )
+        beside = change(rows, {"method": STREAMING, "H": low}, {"method": DILOCO, "H": low})
         measured = (
-            f"H = {high} over H = {low}: DiLoCo {rises['diloco']}, Streaming {rises['streaming']}; "
+            f"H = {high} over H = {low}: DiLoCo {diloco}, Streaming {streaming}; "
             f"Streaming over DiLoCo at H = {low}: {beside}"
         )
-        return Finding(measured, all_of(*(rise.rises() for rise in rises.values()), beside.at_most(0.01)))
+        return Finding(measured, all_of(diloco.rises(), streaming.rises(), beside.at_most(0.01)))
 
     return Experiment(
         name="sync_every",
@@ -85,8 +82,9 @@ def sync_every(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def evaluated_parameters(tier: Tier) -> Experiment:
-    """Outer parameters, one replica's own, the replicas' average (Table 4)."""
+    """Held-out loss of the outer parameters, one replica's own, and the replicas' average (Table 4)."""
     columns = {
         "outer_parameters": "eval_loss",
         "replica_average": "eval_loss_average",
@@ -140,7 +138,7 @@ def evaluated_parameters(tier: Tier) -> Experiment:
 
 
 def _accuracies(rows: Sequence[Row]) -> list[Panel]:
-    """A panel a task, beside the paper's HellaSwag if that is one."""
+    """A panel for each task, and the paper's beside HellaSwag."""
     whose = {"": "outer_parameters", "_average": "replica_average", "_replica": "first_replica"}
     named = [
         {"evaluated": name, **{c.removesuffix(end): row[c] for c in row if c.endswith(f"_acc{end}")}}
@@ -154,8 +152,9 @@ def _accuracies(rows: Sequence[Row]) -> list[Panel]:
     return accuracy_panels(named, "evaluated", None, theirs, x_label="evaluated parameters")
 
 
+@registered
 def slack(tier: Tier) -> Experiment:
-    """Replicas that need different times for an exchange (Figure 14)."""
+    """Different overlap_steps on the two replicas (Figure 14)."""
     pairs = ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
 
     def runs(seed: int) -> LabelledConfigs:
@@ -182,8 +181,9 @@ def slack(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def outer_cosine(tier: Tier) -> Experiment:
-    """How much the replicas' outer gradients point the same way (Figures 18 and 19)."""
+    """The cosine between the replicas' outer gradients (Figures 18 and 19)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for size in tier.sizes:
@@ -235,4 +235,5 @@ def outer_cosine(tier: Tier) -> Experiment:
     )
 
 
-_CORRELATED = 0.1  # far above what vectors of this many elements have by chance, 0.003
+_CORRELATED = 0.1
+"""A cosine far above that of random vectors of this many elements, 0.003."""

@@ -1,4 +1,4 @@
-"""The experiments of Streaming DiLoCo (arXiv 2501.18512): a tier in; runs, a figure and a finding out."""
+"""Experiments of Streaming DiLoCo (arXiv 2501.18512) on its quality and its settings."""
 
 import math
 import statistics
@@ -7,33 +7,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from diloco.experiments.papers import published
+from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, flops
 from diloco.experiments.papers.experiment import (
-    Change,
     Experiment,
     Finding,
     LabelledConfigs,
     Panel,
-    Row,
     accuracy_panels,
-    all_of,
-    change,
-    chosen,
     curves,
-    flops,
     over_seeds,
+    registered,
 )
-from diloco.experiments.papers.tiers import OVERTRAINED, Tier
-from diloco.training.config import Method
-
-_METHODS: tuple[Method, ...] = ("data_parallel", "diloco", "streaming")
+from diloco.experiments.papers.tiers import BASELINE, DILOCO, OVERTRAINED, STREAMING, Tier
 
 
+@registered
 def scaling(tier: Tier) -> Experiment:
     """Every method at every size (Figure 4, Table 6)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for size in tier.sizes:
-            for method in _METHODS:
+            for method in (BASELINE, DILOCO, STREAMING):
                 yield {"method": method, "size": size}, tier.run(method, size=size, seed=seed)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
@@ -48,14 +42,14 @@ def scaling(tier: Tier) -> Experiment:
     def finding(rows: Sequence[Row]) -> Finding:
         slopes = {
             method: {seed: _slope(chosen(rows, method=method, seed=seed)) for seed in tier.seeds}
-            for method in ("data_parallel", "streaming")
+            for method in (BASELINE, STREAMING)
         }
         gaps = {
-            size: change(rows, {"method": "streaming", "size": size}, {"method": "data_parallel", "size": size})
+            size: change(rows, {"method": STREAMING, "size": size}, {"method": BASELINE, "size": size})
             for size in tier.sizes
         }
         said = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
-        baseline, ours = (statistics.mean(of.values()) for of in slopes.values())
+        baseline, ours = (statistics.mean(by_seed.values()) for by_seed in slopes.values())
         measured = (
             f"Streaming over Data-Parallel: {said}; slopes {baseline:.4f} (Data-Parallel) and {ours:.4f} "
             "(Streaming) nats per e-fold of operations"
@@ -64,7 +58,7 @@ def scaling(tier: Tier) -> Experiment:
             {
                 seed: difference
                 for seed in tier.seeds
-                if not math.isnan(difference := slopes["data_parallel"][seed] - slopes["streaming"][seed])
+                if not math.isnan(difference := slopes[BASELINE][seed] - slopes[STREAMING][seed])
             }
         )
         return Finding(measured, all_of(*(gap.at_most(0.01) for gap in gaps.values()), steeper.rises()))
@@ -82,7 +76,7 @@ def scaling(tier: Tier) -> Experiment:
 
 
 def _slope(rows: Sequence[Row]) -> float:
-    """Of the loss in the logarithm of the operations, by least squares."""
+    """The slope of the loss over the logarithm of the operations, by least squares."""
     if len({flops(row) for row in rows}) < 2:
         return math.nan
     return float(
@@ -90,13 +84,14 @@ def _slope(rows: Sequence[Row]) -> float:
     )
 
 
+@registered
 def overtraining(tier: Tier) -> Experiment:
-    """More tokens than the model's size asks for (Tables 2 and 8; Figure 11 of arXiv 2503.09799)."""
+    """Token budgets beyond the model's own (Tables 2 and 8; Figure 11 of arXiv 2503.09799)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for multiple in tier.multiples:
             budget = {"size": OVERTRAINED, "tokens": multiple, "seed": seed}
-            yield {"method": "Data-Parallel", "multiple": multiple}, tier.run("data_parallel", **budget)
+            yield {"method": "Data-Parallel", "multiple": multiple}, tier.run(BASELINE, **budget)
             for replicas in tier.overtrained_replicas:
                 labels = {"method": f"Streaming, M={replicas}", "multiple": multiple}
                 yield labels, tier.run(num_replicas=replicas, **budget)
@@ -138,13 +133,13 @@ def _tokens(row: Row) -> float:
     return float(row["num_tokens"])
 
 
+@registered
 def overlap(tier: Tier) -> Experiment:
-    """How long a fragment may travel, and how much a replica keeps of its own (Figure 5)."""
-    longest = (1, 2, 5, 10, 20)
+    """τ and α: the inner steps that an exchange overlaps, and the mixing at the merge (Figure 5)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for mixing in (0.0, 0.5):
-            for tau in longest:
+            for tau in (1, 2, 5, 10, 20):
                 config = tier.run(seed=seed, overlap_steps=tau, mixing=mixing)
                 yield {"alpha": mixing, "tau": tau}, config
 
@@ -168,6 +163,7 @@ def overlap(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def compression(tier: Tier) -> Experiment:
     """Codecs of the outer gradients (Figures 6 and 15)."""
     sparse = ("topk", "feddropout", "dare")
@@ -194,8 +190,9 @@ def compression(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def fragment_size(tier: Tier) -> Experiment:
-    """Blocks in a fragment, in both patterns (Figure 7)."""
+    """The blocks of a fragment: their number and their pattern (Figure 7)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for pattern in ("sequential", "strided"):
@@ -230,8 +227,9 @@ def fragment_size(tier: Tier) -> Experiment:
     )
 
 
+@registered
 def freezing(tier: Tier) -> Experiment:
-    """Training only the fragment that is sent next, as FedPart does."""
+    """Training only the fragment that is sent next, as FedPart does (arXiv 2410.21374)."""
 
     def runs(seed: int) -> LabelledConfigs:
         for freeze in (False, True):

@@ -1,4 +1,4 @@
-"""The sizes at which an experiment is run: on a laptop in minutes, or as in the papers."""
+"""The tiers at which an experiment is run: on a laptop in minutes, or at the papers' sizes."""
 
 import math
 from collections.abc import Mapping
@@ -6,52 +6,55 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.data.config import DataConfig
-from diloco.models.decoder import DecoderConfig
-from diloco.models.ladder import num_matrix_params
-from diloco.training.config import CheckpointConfig, EvaluationConfig, Method, TrainConfig
+from diloco.data.tokenizers import ByteTokenizer
+from diloco.models.decoder_config import DecoderConfig
+from diloco.presets import Method
+from diloco.training.config import CheckpointConfig, EvaluationConfig, TrainConfig
 from diloco.training.recipes import recipe
 
-_BYTES = 257  # vocabulary of the byte tokenizer
+BASELINE: Method = "data_parallel"
+DILOCO: Method = "diloco"
+STREAMING: Method = "streaming_overlapped_fp4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """What the experiments vary, and everything that they leave alone."""
+    """Base configs, and the values that the experiments vary around them."""
 
     sizes: Mapping[str, TrainConfig]
-    """By name, each at its tokens, batch and learning rate; the smallest first."""
+    """Configs by the name of their size, each with its tokens, batch and learning rate; the smallest first."""
     data_parallel_replicas: int
     """M of Data-Parallel, which changes nothing but how it is computed."""
     base: str
-    """The size of all experiments but those about sizes."""
+    """The size of the experiments that do not vary it."""
     sync_everies: tuple[int, ...]
-    """H where it is varied."""
+    """Values of H."""
     overtrained: TrainConfig
-    """The model to be overtrained, at its smallest budget."""
+    """The config that is overtrained, at its smallest token budget."""
     multiples: tuple[int, ...]
-    """Of that budget."""
+    """Multiples of that budget."""
     overtrained_replicas: tuple[int, ...]
-    """M of those runs."""
+    """Values of M for overtraining."""
     layers_per_fragment: tuple[int, ...]
-    """Where it is varied."""
+    """Numbers of blocks in a fragment."""
     batches: tuple[float, ...]
-    """Of the base's batch, where it is varied."""
+    """Multiples of the base's global batch."""
     seeds: tuple[int, ...]
     """Every run is made with each."""
 
     @property
     def base_config(self) -> TrainConfig:
-        """The base's."""
+        """The config of the base size."""
         return self.sizes[self.base]
 
     @property
     def sync_every(self) -> int:
-        """H where it is not varied."""
+        """H of the experiments that do not vary it."""
         return self.base_config.diloco.sync_every
 
     def run(
         self,
-        method: Method = "streaming",
+        method: Method = STREAMING,
         *,
         size: str | None = None,
         num_replicas: int = 2,
@@ -60,14 +63,21 @@ class Tier:
         batch: float = 1.0,
         **diloco: Any,
     ) -> TrainConfig:
-        """A run; tokens and batch are multiples of the size's own, `diloco` holds fields of DilocoConfig.
+        """The config of a run.
 
-        The learning rate grows with the square root of the batch, as suits AdamW.
+        Args:
+            method: how the replicas are synchronized.
+            size: a name in `sizes`, or `OVERTRAINED`; None is the base.
+            num_replicas: M, but for Data-Parallel.
+            seed: the run's.
+            tokens: multiple of the size's token budget.
+            batch: multiple of the size's batch; the learning rate grows with its square root, as suits AdamW.
+            diloco: fields of DilocoConfig; Data-Parallel has none.
         """
         config = self.overtrained if size == OVERTRAINED else self.sizes[size or self.base]
         global_batch = int(config.global_batch * batch)
         num_steps = round(tokens * config.num_tokens / (global_batch * config.sequence_length))
-        is_baseline = method == "data_parallel"
+        is_baseline = method == BASELINE
         optimizer = replace(config.optimizer, learning_rate=config.optimizer.learning_rate * math.sqrt(batch))
         return replace(
             config,
@@ -82,7 +92,7 @@ class Tier:
 
 
 OVERTRAINED = "overtrained"
-"""Names that size."""
+"""The name of `Tier.overtrained` as a size."""
 
 
 def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
@@ -94,9 +104,9 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     """
 
     def size(width: int) -> TrainConfig:
-        # Of what computes the same, the fastest on a core: FP32, one head, and short sequences.
+        # The fastest settings on a core: FP32, one head, and short sequences.
         model = DecoderConfig(num_layers=6, num_heads=1, width=width)
-        num_params = num_matrix_params(replace(model, vocab_size=_BYTES))
+        num_params = replace(model, vocab_size=ByteTokenizer.vocab_size).num_matrix_params
         laptop = recipe("laptop")
         step_tokens = 16 * 128
         return replace(
@@ -132,7 +142,7 @@ _TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 0.016, 102_564
 
 
 def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
-    """The papers' sizes and tokens on C4, vocabulary 32,000, sequences of 1,024; overtraining on Dolma, 2,048."""
+    """The papers' sizes and tokens: C4, vocabulary 32,000, sequences of 1,024; overtraining on Dolma, 2,048."""
     data = DataConfig(
         train=corpus or ("hf:allenai/c4:en:train",),
         held_out=held_out or (() if corpus else ("hf:allenai/c4:en:validation",)),
@@ -140,7 +150,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     )
 
     def read_tokens(num_tokens: float) -> float:
-        # What is held out of the text that is read must be the same at every size.
+        # Text held out of the training text must be the same at every size, and so must what is read.
         return num_tokens if data.held_out else max(most for _, _, most in _ARCHITECTURES)
 
     def size(scale: str, num_tokens: float) -> TrainConfig:
@@ -177,7 +187,7 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
     )
 
 
-# Table 3 of arXiv 2501.18512: its name, ours of the same architecture, tokens.
+# Table 3 of arXiv 2501.18512: its name of the size, our recipe of the same architecture, tokens.
 _ARCHITECTURES = (
     ("35M", "35m", 700e6),
     ("100M", "90m", 1.5e9),
@@ -189,7 +199,7 @@ _ARCHITECTURES = (
 )
 
 _BYTES_PER_TOKEN = 5
-"""More than a token of 32,000 entries has, so that no text is read twice."""
+"""More than a token of a vocabulary of 32,000 has, so that no text is read twice."""
 
 TIERS = {"small": small, "paper": paper}
-"""By name; each takes the sources of its text, where they shall be others."""
+"""Tiers by name; each takes sources of training and held-out text, and has its own where they are left out."""

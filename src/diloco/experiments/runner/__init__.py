@@ -1,1 +1,1 @@
-"""Grids of runs: their identity, their processes, their rows."""
+"""Grids of runs: each run's identity, its process, and its row."""

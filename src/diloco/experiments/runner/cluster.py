@@ -1,4 +1,4 @@
-"""Runs of a grid on a Ray cluster: a run takes one machine, the cluster as many runs as it has room for."""
+"""A Ray cluster that runs the jobs of a grid: one machine a job, as many jobs at once as there is room for."""
 
 import socket
 from concurrent.futures import Future
@@ -10,15 +10,15 @@ from diloco.files import require
 
 
 class RayCluster:
-    """Where `diloco` is installed on every machine, and the corpus is found under the same names.
+    """A cluster on which every machine has `diloco`, and the corpus under the same names.
 
-    The machines need no common disk: a result comes back by itself, and the run's own files stay where it ran.
+    The machines need no common disk: results are sent back, and the files of a run stay on its machine.
 
     Args:
-        address: of the cluster; `auto` is the one that this machine belongs to.
+        address: the cluster's, HOST:PORT; `auto` for the one that this machine belongs to.
 
     Raises:
-        UserError: if there is no cluster.
+        UserError: if there is no cluster, or ray is not installed.
     """
 
     def __init__(self, address: str) -> None:
@@ -33,14 +33,14 @@ class RayCluster:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self._cpus, self._gpus = (int(max((n.get(k, 0) for n in nodes), default=0)) for k in ("CPU", "GPU"))
         if not self._cpus:
-            raise UserError(f"the Ray cluster at {address} has no CPU to run on")
+            raise UserError(f"the Ray cluster at {address} has no machine with a CPU: add one with `ray start`")
 
     def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job on a machine with a core, and a GPU, for each of its processes, or on the largest."""
-        wanted = job.config.num_processes
-        room = {"num_cpus": min(wanted, self._cpus), "num_gpus": min(wanted, self._gpus)}
+        """Run a job on one machine, with a core and a GPU for each process if any machine has so many."""
+        num_processes = job.config.num_processes
+        room = {"num_cpus": min(num_processes, self._cpus), "num_gpus": min(num_processes, self._gpus)}
         return self._ray.remote(run_job).options(max_retries=0, **room).remote(job).future()
 
     def close(self) -> None:
-        """End what is running."""
+        """End the running jobs."""
         self._ray.shutdown()

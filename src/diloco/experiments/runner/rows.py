@@ -1,13 +1,59 @@
-"""The rows of a grid as CSV: the first columns are labels, and a number comes back as a number."""
+"""The rows of a grid: the columns that follow from a job's result, and tables as CSV.
+
+A row holds labels first, then measurements. It holds no times, which depend on what else the machine did.
+"""
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
+from diloco.experiments.runner.job import Job
 from diloco.files import write_atomically
+
+_OF_THE_SUMMARY = (
+    "eval_loss",
+    "eval_standard_error",
+    "eval_bits_per_byte",
+    "num_params",
+    "num_tokens",
+    "num_steps",
+    "bytes_sent_per_replica",
+    "data_parallel_bytes_per_replica",
+    "outer_hash",
+)
+
+
+def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The columns of a job's result."""
+    if "failed" in result:
+        return {"failed": " ".join(result["failed"].split())}
+    if "columns" in result:
+        return result["columns"]
+    row = {name: result["summary"][name] for name in _OF_THE_SUMMARY}
+    row |= {f"eval_loss_{name}": result["evaluated"][name]["eval_loss"] for name in job.parameters}
+    for name in ("outer", *job.parameters):
+        suffix = "" if name == "outer" else f"_{name}"
+        for task in job.tasks:
+            scores = result["evaluated"][name]["tasks"][task.stem]
+            row |= {f"{task.stem}_{metric}{suffix}": value for metric, value in scores.items()}
+    return row | _cosines(result)
+
+
+def _cosines(result: Mapping[str, Any]) -> dict[str, float]:
+    """Mean cosine between the replicas' outer gradients: in each third of training, and of each block."""
+    num_steps = result["summary"]["num_steps"]
+    values: dict[str, list[float | None]] = {}
+    for outer_step in result["outer_steps"]:
+        third = ("first", "middle", "last")[min(2, 3 * outer_step["sent_step"] // num_steps)]
+        values.setdefault(f"cosine_{third}_third", []).append(outer_step["cosine"])
+        for block, cosine in outer_step.get("layer_cosine", {}).items():
+            values.setdefault(f"cosine_block_{block.rpartition('.')[2]}", []).append(cosine)
+    cosines = {name: [value for value in each if value is not None] for name, each in sorted(values.items())}
+    return {name: statistics.mean(each) for name, each in cosines.items() if each}
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -22,23 +68,27 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What `write_rows` wrote, without empty values.
+    """The rows that `write_rows` wrote: numbers as numbers, empty cells left out.
 
     Raises:
-        UserError: if there is no such file, or it has no rows.
+        UserError: if the file can't be read as a table, or has no rows.
     """
     try:
         with path.open(newline="") as file:
-            rows = [_values(row.items()) for row in csv.DictReader(file)]
+            rows = [_values(row) for row in csv.DictReader(file, restkey="")]
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path} is no table: {error}") from None
     if not rows:
         raise UserError(f"{path} has no rows")
+    if any("" in row for row in rows):
+        raise UserError(f"{path} is no table: a row has more cells than the header")
     return rows
 
 
-def _values(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    return {name: _value(text) for name, text in items if text not in ("", None)}
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _value(cell) if isinstance(cell, str) else cell for name, cell in row.items() if cell}
 
 
 def _value(text: str) -> int | float | str:

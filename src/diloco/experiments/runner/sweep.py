@@ -1,4 +1,4 @@
-"""Grids over hyperparameters, extended while the best lies on their edge; their CSV is what scaling/ reads."""
+"""Sweeps: grids over hyperparameters, extended while the best run lies on an edge; scaling/ reads the table."""
 
 import itertools
 import math
@@ -10,78 +10,75 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import LabelledRun, Machines, digest_of, run_grid
-from diloco.models.ladder import num_matrix_params
+from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
+from diloco.experiments.runner.identity import base_name
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe
 
 Setting = tuple[tuple[str, float], ...]
-"""A value of each axis, by name."""
+"""A value for each axis, by the axis's name."""
 
 EXTENDED = {"learning_rate": math.sqrt(2), "batch_tokens": 2.0}
-"""Axes along which a grid is extended, and by what factor."""
+"""The axes along which a grid is extended, and by what factor."""
 _AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *EXTENDED)
+_OF_DILOCO = ("sync_every", "outer_learning_rate")
 _MAY_BE_0 = ("num_replicas", "seed")
-_WHOLE = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
+_INTEGERS = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
 _MOST_EXTENSIONS = 20
-_WITH_A_COLUMN = (
-    *("num_replicas", "seed", "global_batch", "num_tokens", "model.width", "optimizer.learning_rate"),
-    *("diloco.sync_every", "diloco.outer_learning_rate"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is varied around a config.
+    """The axes that are varied around a base config.
 
     Raises:
-        UserError: for an axis that is none, or has no value.
+        UserError: for an unknown axis, an axis without values, or a setting that can't be run.
     """
 
     base: TrainConfig
-    """Everything that is not varied; its budget follows from the size."""
+    """The config of everything that is not varied; a run's token budget follows from its size."""
     axes: Mapping[str, Sequence[float]]
-    """Of width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed, learning_rate and
-    batch_tokens: all combinations."""
+    """The values of width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed, learning_rate
+    and batch_tokens, of which all combinations are run."""
     then: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Varied alone, afterwards, at the best of each combination of the axes that are not extended; the best on
-    average over the axis seed."""
+    """Axes that are varied one at a time, afterwards, at the best setting of each group: of the runs that differ
+    only in extended axes and the seed, the setting with the lowest mean loss over the seeds."""
     tokens_per_param: float = 20.0
-    """Budget of a run."""
+    """Token budget of a run, in tokens a parameter."""
     vocab_size: int
-    """Of the tokenizer, of which the number of parameters depends."""
+    """The tokenizer's, on which the number of parameters depends."""
 
     def __post_init__(self) -> None:
-        """Refuse axes that are none."""
+        """Check the axes and every setting."""
         if self.base.method == "data_parallel":
-            raise UserError(
-                "leave out --method data_parallel: in a sweep the axis num_replicas=0 is Data-Parallel"
-            )
+            message = "method=data_parallel is no base of a sweep: leave it out, and take the axis num_replicas=0"
+            raise UserError(message, "method")
         if not 0 < self.tokens_per_param < math.inf:
-            raise UserError(f"tokens_per_param={self.tokens_per_param:g} must be above 0 and finite")
+            message = f"tokens_per_param={self.tokens_per_param:g} must be above 0 and finite"
+            raise UserError(message, "tokens_per_param")
         for name, values in {**self.axes, **self.then}.items():
             if name not in _AXES:
                 raise UserError(f"{name!r} is not an axis: choose from {', '.join(_AXES)}")
             least = 0.0 if name in _MAY_BE_0 else math.ulp(0.0)
-            told = ", ".join(f"{value:g}" for value in values)
+            given = ", ".join(f"{value:g}" for value in values) or "none"
             if not values or not all(least <= value < math.inf for value in values):
                 bound = "of 0 or more" if name in _MAY_BE_0 else "above 0"
-                raise UserError(f"the axis {name} takes finite numbers {bound}, not {told or 'none'}")
-            if name in _WHOLE and any(value != int(value) for value in values):
-                raise UserError(f"the axis {name} takes whole numbers, not {told}")
+                raise UserError(f"the axis {name} takes finite numbers {bound}, not {given}")
+            if name in _INTEGERS and any(value != int(value) for value in values):
+                raise UserError(f"the axis {name} takes whole numbers, not {given}")
         for setting in (*self.settings(), *self.later(self.settings())):
             self.run(setting)
 
     def settings(self) -> list[Setting]:
-        """All combinations of the axes, without those that differ in what Data-Parallel does not have."""
-        found = [tuple(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
-        return list(dict.fromkeys(map(_without_what_is_unused, found)))
+        """All combinations of the axes; Data-Parallel once, since it has neither H nor an outer learning rate."""
+        products = itertools.product(*self.axes.values())
+        return _different_settings(tuple(zip(self.axes, values, strict=True)) for values in products)
 
     @cached_property
     def name_of_base(self) -> str:
-        """What everything that has no column is known by: runs of one name belong in one table."""
-        return f"base-{digest_of(self.base, without=_WITH_A_COLUMN)}"
+        """The value of the column `base`: runs with the same value belong in one table."""
+        return base_name(self.base)
 
     def with_seeds(self, setting: Setting) -> list[Setting]:
         """The setting with each value of the axis seed, if there is one."""
@@ -90,20 +87,19 @@ class Sweep:
         return [tuple((dict(setting) | {"seed": seed}).items()) for seed in self.axes["seed"]]
 
     def later(self, settings: Iterable[Setting]) -> list[Setting]:
-        """Settings with each value of `then`, without those that differ in what Data-Parallel does not have."""
-        found = (
+        """Each setting with each value of `then`; Data-Parallel as in `settings`."""
+        return _different_settings(
             tuple((dict(setting) | {name: value}).items())
             for setting in settings
             for name, values in self.then.items()
             for value in values
         )
-        return list(dict.fromkeys(map(_without_what_is_unused, found)))
 
     def run(self, setting: Setting) -> LabelledRun:
         """The run of a setting, labelled with the columns that `diloco.scaling.table` reads.
 
         Raises:
-            UserError: if it can't be run, as its batch can't be cut into sequences for each replica.
+            UserError: if its batch can't be cut into whole sequences for each replica.
         """
         values = dict(setting)
         replicas = int(values.get("num_replicas", self.base.num_replicas))
@@ -115,7 +111,7 @@ class Sweep:
                 f"sequence_length={base.sequence_length}"
             )
         model = replace(base.model, width=int(values.get("width", base.model.width)))
-        num_params = num_matrix_params(replace(model, vocab_size=self.vocab_size))
+        num_params = replace(model, vocab_size=self.vocab_size).num_matrix_params
         global_batch = int(batch) // base.sequence_length
         step_tokens = global_batch * base.sequence_length
         diloco = {
@@ -145,57 +141,59 @@ class Sweep:
 def run_sweep(
     sweep: Sweep, directory: Path, machines: Machines, *, on_finished: Any = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run the grid, extend it while a best run lacks a neighbour, then vary `then`; yields as `run_grid` does.
+    """Run the grid, extend it while a group's best run lacks a neighbour, then vary `then`; yields as `run_grid`.
 
     Raises:
-        UserError: if a best run still lies on the edge after so many extensions that something else is wrong.
+        UserError: if a best run still lies on an edge after 20 extensions.
     """
-    settings, rows = _different(sweep, sweep.settings()), []
+    settings, rows = _different_runs(sweep, sweep.settings()), []
     for _ in range(_MOST_EXTENSIONS):
         for rows in run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished):
             yield rows
-        extended = _different(sweep, [*settings, *_beyond_edges(sweep, settings, rows)])
+        extended = _different_runs(sweep, [*settings, *_beyond_edges(sweep, settings, rows)])
         if len(extended) == len(settings):
             break
         settings = extended
     else:
-        raise UserError(f"after {_MOST_EXTENSIONS} extensions a best run lies on the edge: look at the table")
+        raise UserError(f"after {_MOST_EXTENSIONS} extensions a best run lies on an edge: look at the table")
     if sweep.then:
         groups = [losses for losses in _groups(settings, rows) if min(losses.values()) < math.inf]
         best = [min(losses, key=losses.__getitem__) for losses in groups]
         later = sweep.later(setting for one in best for setting in sweep.with_seeds(one))
-        settings = _different(sweep, [*settings, *later])
+        settings = _different_runs(sweep, [*settings, *later])
         yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
 
 
-def _different(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
-    """Without those that make the same run as an earlier one."""
+def _different_settings(settings: Iterable[Setting]) -> list[Setting]:
+    return list(dict.fromkeys(map(_without_unused_values, settings)))
+
+
+def _without_unused_values(setting: Setting) -> Setting:
+    is_baseline = dict(setting).get("num_replicas") == 0
+    return tuple((name, value) for name, value in setting if not (is_baseline and name in _OF_DILOCO))
+
+
+def _different_runs(sweep: Sweep, settings: Sequence[Setting]) -> list[Setting]:
+    """The settings without those that make the same run as an earlier one."""
     return list({sweep.run(setting).config: setting for setting in reversed(settings)}.values())[::-1]
 
 
-def _without_what_is_unused(setting: Setting) -> Setting:
-    values = dict(setting)
-    if values.get("num_replicas") == 0:
-        values = {k: v for k, v in values.items() if k not in ("sync_every", "outer_learning_rate")}
-    return tuple(values.items())
-
-
 def _groups(settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[Setting, float]]:
-    """Mean losses over seeds by setting, of the settings that differ in nothing but the axes that are extended."""
-    found: dict[Setting, dict[Setting, list[float]]] = {}
+    """Groups of settings that differ only in extended axes: mean losses over the seeds, by setting."""
+    groups: dict[Setting, dict[Setting, list[float]]] = {}
     for setting, row in zip(settings, rows, strict=True):
         seedless = tuple((name, value) for name, value in setting if name != "seed")
-        rest = tuple((name, value) for name, value in seedless if name not in EXTENDED)
+        group = tuple((name, value) for name, value in seedless if name not in EXTENDED)
         loss = float(row["eval_loss"]) if not row.get("failed") else math.inf
-        found.setdefault(rest, {}).setdefault(seedless, []).append(loss)
-    for group in found.values():
-        yield {setting: statistics.mean(losses) for setting, losses in group.items()}
+        groups.setdefault(group, {}).setdefault(seedless, []).append(loss)
+    for losses_of in groups.values():
+        yield {setting: statistics.mean(losses) for setting, losses in losses_of.items()}
 
 
 def _beyond_edges(
     sweep: Sweep, settings: Sequence[Setting], rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[Setting]:
-    """Of the best of each group the neighbours along the extended axes, diagonal ones too, not tried yet."""
+    """The untried neighbours along the extended axes, diagonals included, of each group's best setting."""
     axes = [axis for axis in EXTENDED if len(sweep.axes.get(axis, ())) > 1]
     for losses in _groups(settings, rows):
         best = dict(min(losses, key=losses.__getitem__))
@@ -211,15 +209,15 @@ def _beyond_edges(
 
 
 def _around(value: float, tried: Collection[float], step: float) -> tuple[float, float, float]:
-    """The values next to one, of those tried or a step beyond, and itself."""
+    """The next smaller value that was tried, or else value / step; the value; the next larger, or value · step."""
     below, above = (other for other in tried if other < value), (other for other in tried if other > value)
     return max(below, default=value / step), value, min(above, default=value * step)
 
 
 def _can_run(sweep: Sweep, setting: Setting) -> bool:
-    """Whether its batch can still be cut into sequences."""
+    """Whether the batch can be cut into sequences, which halving may have made impossible."""
     try:
         sweep.run(setting)
-    except ValueError:
+    except UserError:
         return False
     return True

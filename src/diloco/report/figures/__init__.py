@@ -1,1 +1,1 @@
-"""Figures as files."""
+"""Figures as SVG and PNG files."""

@@ -1,10 +1,11 @@
-"""An experiment for a person: its figure beside the paper's, and what was found."""
+"""The figure of an experiment: our panels beside the paper's."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from diloco.experiments.papers.experiment import Experiment, Panel, Row
-from diloco.report.figures.pictures import MARKERS, STYLES, new_figure, viridis
+from diloco.experiments.papers.comparison import Row
+from diloco.experiments.papers.experiment import Experiment, Panel
+from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, viridis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_experiment(experiment: Experiment, rows: Sequence[Row]) -> "Figure":
-    """All panels side by side; the paper's are named as such."""
+    """All panels of an experiment, side by side."""
     panels = experiment.panels(rows)
     figure = new_figure(4.2 * len(panels) + 0.4, 3.9)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
@@ -21,7 +22,7 @@ def draw_experiment(experiment: Experiment, rows: Sequence[Row]) -> "Figure":
 
 
 def draw_panel(panel: Panel, axes: "Axes") -> None:
-    """Curves with the range over the seeds; where x is a name, points over names."""
+    """Curves with the range over the seeds; where x is a name, unconnected points over the names."""
     names = [p.x for points in panel.curves.values() for p in points if isinstance(p.x, str)]
     ticks = {name: index for index, name in enumerate(dict.fromkeys(names))}
     shades = len(panel.curves) - 1 or 1

@@ -1,4 +1,4 @@
-"""Pictures of scaling laws: a sweep's, or the published ones'."""
+"""Figures of scaling laws: those of a sweep, or the published ones."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.experiments.papers.experiment import Panel, Point
+from diloco.report.figures.drawing import new_figure, save, viridis
 from diloco.report.figures.experiments import draw_panel
-from diloco.report.figures.pictures import new_figure, save, viridis
 from diloco.scaling.batches import losses_beside
 from diloco.scaling.laws import Laws
 from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, method_name
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def loss_over_params(laws: Laws) -> "Figure":
-    """Loss over N with its laws, and a decade beyond (Figure 13 of arXiv 2503.09799).
+    """Loss over N with its laws, to ten times the largest N (Figure 13 of arXiv 2503.09799).
 
-    Of the published losses with those that were measured later, at 4B and 10B, as circles.
+    Beside the published losses, circles are those that were measured later, at 4B and 10B.
     """
     curves = _curves(laws, lambda m: [_point(p.params, p.eval_loss) for p in _of(laws.best, m)])
     figure, axes = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
@@ -55,12 +55,12 @@ def _set_log_losses(axes: "Axes") -> None:
 
 
 def difference_to_data_parallel(laws: Laws) -> "Figure":
-    """How far each M's loss lies above Data-Parallel's (Figure 2)."""
+    """Loss of each M over Data-Parallel's, in percent (Figure 2)."""
     baseline = {point.params: point.eval_loss for point in _of(laws.best, 0)}
 
     def points(replicas: int) -> list[Point]:
-        found = [point for point in _of(laws.best, replicas) if replicas and point.params in baseline]
-        return [_point(p.params, 100 * (p.eval_loss / baseline[p.params] - 1)) for p in found]
+        comparable = [point for point in _of(laws.best, replicas) if replicas and point.params in baseline]
+        return [_point(p.params, 100 * (p.eval_loss / baseline[p.params] - 1)) for p in comparable]
 
     label = "loss over Data-Parallel's, %"
     return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
@@ -69,7 +69,7 @@ def difference_to_data_parallel(laws: Laws) -> "Figure":
 
 
 def loss_over_batch(laws: Laws) -> "Figure":
-    """The best loss at each batch, a panel a size (Figure 4)."""
+    """The best loss at each batch, a panel for each size (Figure 4)."""
     figure = _panels(laws, "batch_tokens", _loss_of_batches, "global batch, tokens")
     for axes in figure.axes:
         axes.set_xscale("log", base=2)
@@ -82,7 +82,7 @@ def _loss_of_batches(runs: Sequence[Run]) -> dict[float, float]:
 
 
 def loss_over_outer_learning_rate(laws: Laws) -> "Figure":
-    """The best loss at each outer learning rate, a panel a size; its minima are those of Figure 7."""
+    """The best loss at each outer learning rate, a panel for each size; Figure 7 shows the minima."""
     return _panels(laws, "outer_learning_rate", _loss_of_rates, "outer learning rate η")
 
 
@@ -95,12 +95,12 @@ def _loss_of_rates(runs: Sequence[Run]) -> dict[float, float]:
 
 
 def best_outer_learning_rate(laws: Laws) -> "Figure":
-    """Of those tried, over N (Figure 7)."""
+    """The best outer learning rate that was tried, over N (Figure 7)."""
     runs = _with(laws, "outer_learning_rate")
 
     def points(replicas: int) -> list[Point]:
         losses = {n: _loss_of_rates(_where(runs, n, replicas)) for n in sorted({run.params for run in runs})}
-        return [_point(n, min(of, key=of.__getitem__)) for n, of in losses.items() if of]
+        return [_point(n, min(at_n, key=at_n.__getitem__)) for n, at_n in losses.items() if at_n]
 
     label = "best outer learning rate"
     return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
@@ -121,7 +121,7 @@ FIGURES: dict[str, Callable[[Laws], "Figure"]] = {
 
 
 def draw_laws(laws: Laws, directory: Path) -> list[Path]:
-    """Write every figure that the table has the columns for."""
+    """Write every figure for which the table has the columns, and return the paths."""
     names = [name for name in FIGURES if _can_draw(name, laws)]
     return [path for name in names for path in save(FIGURES[name](laws), directory, name)]
 
@@ -165,8 +165,8 @@ def _panels(
     for params, axes in zip(sizes, figure.subplots(1, len(sizes), squeeze=False)[0], strict=True):
 
         def points(replicas: int, params: float = params) -> list[Point]:
-            found = _where(runs, params, replicas)
-            return [_point(x, y) for x, y in losses(found).items()] if found else []
+            chosen = _where(runs, params, replicas)
+            return [_point(x, y) for x, y in losses(chosen).items()] if chosen else []
 
         draw_panel(Panel(title="", x_label=label, curves=_curves(laws, points)), axes)
         axes.set_title(f"{params / 1e6:.3g} million parameters", fontsize=9)
@@ -179,7 +179,7 @@ def _panels(
 
 
 def _curves(laws: Laws, points: Callable[[int], list[Point]]) -> dict[str, list[Point]]:
-    """A curve an M, empty ones too, so that each looks the same in every figure."""
+    """A curve for each M, even an empty one, so that each M looks the same in every figure."""
     return {method_name(m): points(m) for m in laws.replicas}
 
 

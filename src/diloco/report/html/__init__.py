@@ -1,1 +1,1 @@
-"""The HTML report."""
+"""The HTML page of `diloco report`."""

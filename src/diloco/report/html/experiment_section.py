@@ -1,16 +1,17 @@
-"""An experiment for a person: the claim, the figure beside the paper's, every run, and the verdict."""
+"""The section of an experiment: the claim, the finding, figures beside the paper's, and every run."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
-from diloco.experiments.papers.experiment import Experiment, Row, finished
+from diloco.experiments.papers.comparison import Row, finished
+from diloco.experiments.papers.experiment import Experiment
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
+from diloco.report.figures.drawing import new_figure
 from diloco.report.figures.experiments import draw_panel
-from diloco.report.figures.pictures import new_figure
 from diloco.report.html.page import facts, figures, heading, paragraph, table
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ _HIDDEN = ("tier", "outer_hash")
 
 
 def experiment_section(path: Path) -> str:
-    """The experiment of a CSV that `diloco experiment` wrote.
+    """The section of the experiment whose CSV `diloco experiment` wrote.
 
     Raises:
-        UserError: if the file's name is not an experiment's, or it lacks the column `tier`.
+        UserError: if the file is not named for an experiment, or lacks the column `tier`.
     """
     if path.stem not in EXPERIMENTS:
         raise UserError(
@@ -37,7 +38,7 @@ def experiment_section(path: Path) -> str:
 
 
 def section_of(one: Experiment, rows: Sequence[Row]) -> str:
-    """The same of rows that were read."""
+    """The section of an experiment with these rows."""
     failed = len(rows) - len(finished(rows))
     parts = [heading(one.name), paragraph(f"The paper ({one.source}): {one.claim}")]
     if finished(rows):

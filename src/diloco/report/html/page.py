@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no network at view time, legible on a phone and in print."""
+"""A self-contained HTML page: it loads nothing from a network, and is legible on a phone and in print."""
 
 import base64
 import html
@@ -38,7 +38,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def write_page(title: str, sections: Iterable[str], path: Path) -> None:
-    """Write the page of some sections."""
+    """Write a page of sections, each a piece of HTML."""
     body = "\n".join(sections)
     text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -51,17 +51,17 @@ def write_page(title: str, sections: Iterable[str], path: Path) -> None:
 
 
 def heading(text: str) -> str:
-    """Of a section."""
+    """The heading of a section."""
     return f"<h2>{html.escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """Some sentences."""
+    """A paragraph of text."""
     return f"<p>{html.escape(text)}</p>"
 
 
 def facts(values: Mapping[str, str]) -> str:
-    """Names and numbers, which a program can find by the names."""
+    """A list of names with their values; `data-fact` lets a program find a value by its name."""
     items = (
         f'<div><dt>{html.escape(name)}</dt><dd data-fact="{html.escape(name)}">{html.escape(value)}</dd></div>'
         for name, value in values.items()
@@ -70,7 +70,7 @@ def facts(values: Mapping[str, str]) -> str:
 
 
 def figures(drawn: Mapping[str, "Figure"]) -> str:
-    """Pictures by caption, as many beside each other as fit."""
+    """Figures with their captions, as many side by side as fit."""
     return f'<div class="figures">{"".join(_figure(caption, one) for caption, one in drawn.items())}</div>'
 
 
@@ -87,7 +87,7 @@ def _figure(caption: str, drawn: "Figure") -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text; wider than the page, it scrolls by itself."""
+    """A table; one that is wider than the page scrolls by itself."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""A run for a person: its curves, what it sent and when, and how it compares with Data-Parallel."""
+"""The section of a run: its results, its curves, and what it sent and when, beside Data-Parallel."""
 
 import json
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.errors import UserError
-from diloco.report.figures.pictures import MARKERS, STYLES, new_figure, viridis
+from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, viridis
 from diloco.report.html.page import facts, figures, heading, paragraph
-from diloco.report.terminal.progress import megabytes
+from diloco.report.terminal.training import megabytes
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.runs import read_config
@@ -23,7 +23,7 @@ _Metrics = list[dict[str, Any]]
 
 
 def run_section(directory: Path) -> str:
-    """A run, over or not.
+    """The section of a run, finished or not.
 
     Raises:
         UserError: if the directory holds no run, or one that has taken no step.
@@ -44,7 +44,7 @@ def run_section(directory: Path) -> str:
     if absent:
         parts.insert(1, paragraph(f"The metrics of replica {', '.join(absent)} are on another machine."))
     if not summary:
-        parts.insert(1, paragraph(f"The run is not over: step {_last(metrics)} of {config.num_steps}."))
+        parts.insert(1, paragraph(f"The run is not finished: step {_last(metrics)} of {config.num_steps}."))
     return "\n".join(parts)
 
 
@@ -70,7 +70,7 @@ def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
     seconds = sum(step["step_seconds"] for step in first)
     blocked = sum(step["blocked_seconds"] for step in first)
     sent = sum(step["bytes_sent"] for step in first)
-    found = {
+    facts_of_run = {
         "method": config.method,
         "replicas": str(config.num_replicas),
         "steps": f"{_last(metrics):,} of {config.num_steps:,}",
@@ -83,7 +83,7 @@ def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
         data_parallel = summary["data_parallel_bytes_per_replica"]
         fewer = f", {data_parallel / sent:,.0f}× as much" if sent else ""
         error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] else ""
-        found |= {
+        facts_of_run |= {
             "parameters": f"{summary['num_params']:,}",
             "tokens": f"{summary['num_tokens']:,}",
             "held-out loss": f"{summary['eval_loss']:.4f}{error}",
@@ -93,12 +93,13 @@ def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
         }
     if config.method != "data_parallel":
         diloco = config.diloco
-        found |= {"H": str(diloco.sync_every), "τ": str(diloco.overlap_steps), "α": f"{diloco.mixing:g}"}
-        found |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
-    return found
+        facts_of_run |= {"H": str(diloco.sync_every), "τ": str(diloco.overlap_steps), "α": f"{diloco.mixing:g}"}
+        facts_of_run |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+    return facts_of_run
 
 
 def _tail(steps: _Metrics) -> float:
+    """The mean loss of the last 5 % of the steps."""
     return float(np.mean([step["loss"] for step in steps[-max(1, len(steps) // 20) :]]))
 
 
@@ -126,7 +127,7 @@ def _figures(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _M
 
 
 def _held_out(metrics: dict[int, _Metrics]) -> dict[int, float]:
-    """By step, the mean over the replicas, of which each evaluates a share of the text."""
+    """The held-out loss by step: the mean over the replicas, each of which evaluates a share of the text."""
     shares: dict[int, list[float]] = {}
     for steps in metrics.values():
         for step in steps:
@@ -140,7 +141,7 @@ def _merges(steps: _Metrics) -> list[dict[str, Any]]:
 
 
 def _axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
-    """Small, so that its text is legible on a phone."""
+    """A figure so small that its text is legible on a phone."""
     figure = new_figure(4.4, 3.1)
     axes = figure.subplots()
     axes.set(xlabel=x_label, ylabel=y_label)
@@ -150,7 +151,7 @@ def _axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
 
 
 def _binned(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and means over as many equal stretches as a picture can show."""
+    """Cut into `most` equal parts at the most: the last step and the mean of each."""
     parts = np.array_split(np.arange(len(values)), min(most, len(values)))
     return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
 
@@ -180,18 +181,17 @@ def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
 
 
 def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
-    """Over the replicas, of each step that all have taken."""
-    of_each = ([float(step[name]) for step in steps] for steps in metrics.values())
-    return [sum(values) / len(values) for values in zip(*of_each, strict=False)]
+    """The mean over the replicas, for each step that all have taken."""
+    by_replica = ([float(step[name]) for step in steps] for steps in metrics.values())
+    return [sum(values) / len(values) for values in zip(*by_replica, strict=False)]
 
 
 def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "Figure":
-    from diloco.models.ladder import num_matrix_params
 
     figure, axes = _axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
     x = [step["step"] for step in steps]
-    num_params = summary.get("num_params", num_matrix_params(config.model))
+    num_params = summary.get("num_params", config.model.num_matrix_params)
     each = ring_all_reduce_bytes(num_params, config.num_replicas)
     sent = np.cumsum([step["bytes_sent"] for step in steps])
     axes.plot(x, sent, color=viridis(0.0), label=config.method)
@@ -204,16 +204,16 @@ def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
 
 
 def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
-    """A lane a fragment, in it a bar a replica from the step of sending to that of merging."""
+    """A lane for each fragment; in it, for each replica, bars from the step of sending to that of merging."""
     merges = {replica: _merges(steps) for replica, steps in metrics.items()}
-    first = min(outer["sent_step"] for found in merges.values() for outer in found)
+    first = min(outer["sent_step"] for merged in merges.values() for outer in merged)
     end = first + 2 * config.diloco.sync_every
-    fragments = sorted({outer["fragment"] for found in merges.values() for outer in found})
+    fragments = sorted({outer["fragment"] for merged in merges.values() for outer in merged})
     figure, axes = _axes("step", "fragment")
     height = 0.8 / len(merges)
-    for index, (replica, found) in enumerate(merges.items()):
+    for index, (replica, merged) in enumerate(merges.items()):
         shade = viridis(0.6 * index / max(1, len(merges) - 1))
-        shown = [outer for outer in found if outer["sent_step"] <= end]
+        shown = [outer for outer in merged if outer["sent_step"] <= end]
         for outer in shown:
             lane = fragments.index(outer["fragment"]) - 0.4 + (index + 0.5) * height
             width = outer["merged_step"] - outer["sent_step"]

@@ -1,1 +1,1 @@
-"""Progress and tables for a terminal."""
+"""Tables and progress in a terminal, and the same numbers as JSON."""

@@ -2,28 +2,31 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from diloco.simulator.planner import Plan, Remedy, Task
+from diloco.simulator.planner import Plan, Task
+from diloco.simulator.remedy import Remedy
 
 
-def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str) -> str:
-    """One object: the task; the settings, the least risky first; and what would help, where there are none."""
+def plan_json(
+    task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str, flags: Callable[[Plan], str]
+) -> str:
+    """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
     answer: dict[str, Any] = {
         "target": task.target,
         "num_steps": task.num_steps,
         "replicas": [asdict(replica) for replica in task.replicas],
         "most_utilization": task.most_utilization,
-        "plans": [_values(plan, command) for plan in plans],
+        "plans": [_values(plan, command, flags(plan)) for plan in plans],
     }
     if remedy is not None:
         answer["remedy"] = {
-            "best": _values(remedy.best, command),
+            "best": _values(remedy.best, command, flags(remedy.best)),
             "link_gbit_s": remedy.link_gbit_s,
             "latency_seconds": remedy.latency_seconds,
             "step_factor": remedy.step_factor,
@@ -31,7 +34,7 @@ def plan_json(task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, comma
     return json.dumps(answer, indent=1)
 
 
-def _values(plan: Plan, command: str) -> dict[str, Any]:
+def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
     settings = plan.model.settings
     return {
         "sync_every": settings.sync_every,
@@ -45,13 +48,15 @@ def _values(plan: Plan, command: str) -> dict[str, Any]:
         "peak_gbit_s": plan.peak_gbit_s,
         "device_memory_gib": plan.device_memory_gib(),
         "device_memory_offload_gib": plan.device_memory_gib(offload=True),
-        "flags": plan.flags,
-        "command": f"{command} {plan.flags}",
+        "flags": flags,
+        "command": f"{command} {flags}",
     }
 
 
-def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command: str) -> None:
-    """A row a setting, and the command of the first."""
+def print_plans(
+    task: Task, plans: Sequence[Plan], console: Console, *, command: str, flags: Callable[[Plan], str]
+) -> None:
+    """Print a row for each setting, and the command of the first."""
     table = Table(box=None, header_style="bold")
     for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
         table.add_column(name, justify="right")
@@ -81,7 +86,7 @@ def print_plans(task: Task, plans: Sequence[Plan], console: Console, *, command:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"    {command} {plans[0].flags}", highlight=False, soft_wrap=True)
+    console.print(f"    {command} {flags(plans[0])}", highlight=False, soft_wrap=True)
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""What `diloco simulate` shows."""
+"""The output of `diloco simulate`: bandwidth, compute utilization, wall-clock time, and the published tables."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from diloco.presets import Method
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import Method
 from diloco.simulator.published import (
     TARGETS,
     WALL_CLOCK_GBIT_S,
@@ -19,37 +19,37 @@ from diloco.simulator.published import (
 from diloco.simulator.wall_clock import IdealizedRun
 
 BEYOND = "1000+"
-"""More than the largest bandwidth of the grid."""
+"""A bandwidth above the grid's largest."""
 
 
 def wide_console() -> Console:
-    """Wide enough for the tables, also where nobody looks on."""
+    """A console wide enough for the tables, even where the output is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
 def bandwidth_json(needed: Mapping[str, float | None]) -> str:
-    """Gbit/s by target, the targets as they were typed."""
+    """Gbit/s by target, as JSON; the targets as they were typed."""
     return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})
 
 
 def utilization_json(compute_utilization: float) -> str:
-    """That one number."""
+    """A compute utilization as JSON."""
     return json.dumps({"compute_utilization": compute_utilization})
 
 
 def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
-    """A row a target."""
+    """Print a row for each target."""
     table = Table("compute utilization", box=None, header_style="bold")
     table.add_column("Gbit/s", justify="right")
     for target, gbit_s in needed.items():
-        # What the least of the grid is enough for, less may be, too.
+        # Below the grid's smallest bandwidth nothing was tried.
         table.add_row(target, ("≤ " if gbit_s == GBIT_S[0] else "") + _gbit_s(gbit_s))
     console.print(table)
 
 
 def print_published(console: Console) -> None:
-    """Both tables of the paper beside ours."""
+    """Print both tables of the paper, with our numbers beside its own."""
     table = Table("model", "method", box=None, header_style="bold", title="Gbit/s for a compute utilization")
     for target in TARGETS:
         table.add_column(f"{target:.0%}", justify="right")
@@ -74,7 +74,7 @@ def print_published(console: Console) -> None:
         hours.add_row(method, *_beside(method, row))
     console.print(hours)
     console.print(
-        "Published · simulated. data_parallel's row can't follow from the volume that its row above fits.",
+        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.",
         highlight=False,
         soft_wrap=True,
     )
@@ -94,13 +94,13 @@ def _distance(cell: Cell) -> str:
 
 
 def wall_clock_json(run: IdealizedRun) -> str:
-    """Seconds of each part."""
+    """The seconds of each part, as JSON."""
     parts = {name: getattr(run, f"{name}_seconds") for name in ("compute", "inside", "between")}
     return json.dumps({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
 
 
 def print_wall_clock(run: IdealizedRun, console: Console) -> None:
-    """A row a part."""
+    """Print a row for each part."""
     table = Table("part", box=None, header_style="bold")
     table.add_column("hours", justify="right")
     table.add_row("compute", f"{run.compute_seconds / 3600:,.2f}")

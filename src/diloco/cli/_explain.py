@@ -1,0 +1,55 @@
+"""How a command ends when something goes wrong: one sentence and an exit code, or a bug's traceback."""
+
+import os
+import select
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diloco.errors import UserError, exit_code_of
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """End the process with one sentence and an exit code where something goes wrong that can be expected to.
+
+    A bug shows its traceback; with DILOCO_TRACEBACK set every error does. A pipe that `| head` closed is silent.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        exit_code = exit_code_of(error)
+        if exit_code is None:
+            raise
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        elif os.environ.get("DILOCO_TRACEBACK"):
+            traceback.print_exception(error)
+        else:
+            sentence = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            notes = getattr(error, "__notes__", ())
+            print("diloco: " + "; ".join([sentence, *notes]), file=sys.stderr, flush=True)
+        raise SystemExit(exit_code) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has closed it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def hinted(hint: str, *, where: Path | None = None) -> Iterator[None]:
+    """Add to a failure's sentence how to go on; not to a user's mistake, nor before the file `where` exists."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if exit_code_of(error) != UserError.exit_code and (where is None or where.exists()):
+            error.add_note(hint)
+        raise

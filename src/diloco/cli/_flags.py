@@ -1,0 +1,79 @@
+"""Flags: which a command has, how errors name them, and which make a config of its recipe."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+import tyro
+
+from diloco.errors import DilocoError
+
+if TYPE_CHECKING:
+    from diloco.training.config import TrainConfig
+
+
+@contextmanager
+def spelled(command: Callable[..., Any]) -> Iterator[None]:
+    """Write the settings in an error's message as the flags of a command."""
+    try:
+        yield
+    except DilocoError as error:
+        if error.fields:
+            fields = set(fields_of(command))
+            error.args = (error.spelled(lambda field: flag(field, fields)), *error.args[1:])
+        raise
+
+
+def fields_of(command: Callable[..., Any]) -> Iterator[str]:
+    """The dotted names of what a command takes as flags, such as `diloco.sync_every`."""
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if isinstance(kind, type) and is_dataclass(kind):
+            prefix = "" if any(getattr(extra, "name", None) == "" for extra in extras) else f"{name}."
+            yield from (prefix + field for field in fields_of(kind))
+        elif name != "return" and not _NO_FLAG & set(extras):
+            yield name
+
+
+_NO_FLAG = {get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress)}
+
+
+def flag(field: str, fields: Collection[str]) -> str:
+    """The flag of a setting among a command's; the setting as it is where it has none.
+
+    Args:
+        field: the setting's dotted name in the library, such as `data.train`.
+        fields: the command's own names, of which one may lack the first words, or have more of them.
+
+    >>> flag("data.train", {"output", "train"})
+    '--train'
+    >>> flag("checkpoint.every_steps", {"limit"})
+    'checkpoint.every_steps'
+    """
+    alike = [one for one in fields if f".{field}".endswith(f".{one}") or one.endswith(f".{field}")]
+    name = field if field in fields else alike[0] if len(alike) == 1 else None
+    return field if name is None else "--" + name.replace("_", "-")
+
+
+def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The words of a command line that give settings their values, by dotted name.
+
+    >>> flags({"diloco.sync_every": 30, "compile": False})
+    {'diloco.sync_every': ['--diloco.sync-every', '30'], 'compile': ['--no-compile']}
+    """
+    words = {}
+    for name, value in settings.items():
+        path, dot, field = name.replace("_", "-").rpartition(".")
+        negated = "no-" if value is False else ""
+        values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+        words[name] = [f"--{path}{dot}{negated}{field}", *map(str, values)]
+    return words
+
+
+def changes(config: "TrainConfig") -> dict[str, list[str]]:
+    """The words after `diloco train RECIPE` that make a config of its recipe, by dotted name."""
+    from diloco.training.recipes import recipe
+    from diloco.training.traits import differences
+
+    return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})

@@ -1,0 +1,41 @@
+"""`diloco data`: text, prepared for training."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from diloco.cli._command import choose
+from diloco.data.config import DataConfig
+from diloco.data.index import read_index, total
+from diloco.data.prepare import prepare
+from diloco.errors import UserError
+from diloco.report.terminal.training import preparation_progress
+
+HELP = "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]"
+
+
+def run(arguments: list[str]) -> None:
+    """Prepare the text that a command line names."""
+    choose({"prepare": _prepare}, arguments, prog="diloco data")
+
+
+def _prepare(output: Path, data: Annotated[DataConfig, tyro.conf.arg(name="")] = DataConfig()) -> None:  # noqa: B008
+    """Tokenize text into memory-mapped shards; the same command continues after an interruption.
+
+    Args:
+        output: Directory to write to.
+        data: The text and its tokenizer.
+    """
+    if data.prepared is not None or data.cache != DataConfig.cache:
+        raise UserError(
+            "data.prepared and data.cache mean nothing here, where text is prepared in output: leave both out",
+            *("data.prepared", "data.cache", "output"),
+        )
+    with preparation_progress(Console(stderr=True)) as progress:
+        prepare(data, output, progress=progress)
+    index = read_index(output)
+    for split, shards in index.splits.items():
+        print(f"{split}: {total(shards).num_documents:,} documents, {total(shards).num_tokens:,} tokens")
+    print(f"digest {index.digest}")

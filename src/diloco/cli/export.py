@@ -1,0 +1,28 @@
+"""`diloco export`: the outer parameters of a run, for other programs."""
+
+from pathlib import Path
+
+import tyro
+
+from diloco.cli._command import call
+from diloco.training.export import Format, export_run
+
+HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
+
+
+def run(arguments: list[str]) -> None:
+    """Export the run that a command line names."""
+    call(_export, arguments, prog="diloco export")
+
+
+def _export(run: tyro.conf.Positional[Path], to: Format, output: Path, prepared: Path | None = None) -> None:
+    """Write a run's outer parameters, with config and tokenizer, for other programs.
+
+    Args:
+        run: Directory of the run.
+        to: safetensors, with this project's names; or hf, for transformers' AutoModelForCausalLM.from_pretrained.
+        output: A new directory to write to.
+        prepared: Directory of the run's data, if it was moved.
+    """
+    export_run(run, to, output, prepared=prepared)
+    print(output)

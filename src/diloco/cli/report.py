@@ -1,0 +1,32 @@
+"""`diloco report`: one HTML page about runs and experiments."""
+
+from pathlib import Path
+
+import tyro
+
+from diloco.cli._command import call
+from diloco.errors import UserError
+from diloco.report.html.experiment_section import experiment_section
+from diloco.report.html.page import write_page
+from diloco.report.html.run_section import run_section
+
+HELP = "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]"
+
+
+def run(arguments: list[str]) -> None:
+    """Report on the runs and experiments that a command line names."""
+    call(_report, arguments, prog="diloco report")
+
+
+def _report(sources: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("report.html")) -> None:
+    """Write one self-contained HTML page about runs and experiments.
+
+    Args:
+        sources: Directories of runs, and CSV files that `diloco experiment` wrote.
+        output: File to write the page to.
+    """
+    if not sources:
+        raise UserError("name a run's directory, or an experiment's CSV")
+    sections = [experiment_section(path) if path.suffix == ".csv" else run_section(path) for path in sources]
+    write_page("diloco: " + ", ".join(path.stem for path in sources[:4]), sections, output)
+    print(output)

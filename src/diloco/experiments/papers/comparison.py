@@ -1,0 +1,84 @@
+"""Comparisons of rows, seed by seed, and the verdicts on a claim that follow from them."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Row = Mapping[str, Any]
+Verdict = Literal["agrees", "disagrees", "cannot tell"]
+
+
+def finished(rows: Iterable[Row]) -> list[Row]:
+    """The rows of runs that did not fail."""
+    return [row for row in rows if not row.get("failed")]
+
+
+def chosen(rows: Iterable[Row], **labels: Any) -> list[Row]:
+    """The finished rows with these labels."""
+    return [row for row in finished(rows) if all(row[name] == value for name, value in labels.items())]
+
+
+def flops(row: Row) -> float:
+    """Floating-point operations of a run: the paper's number, or 6·N·tokens."""
+    return float(row["flops"]) if "flops" in row else 6.0 * float(row["num_params"]) * float(row["num_tokens"])
+
+
+def change(rows: Sequence[Row], of: Mapping[str, Any], to: Mapping[str, Any], y: str = "eval_loss") -> "Change":
+    """How much higher `y` is in the rows labelled `of` than in those labelled `to`, seed by seed."""
+    one, other = ({row["seed"]: float(row[y]) for row in chosen(rows, **labels)} for labels in (of, to))
+    return Change({seed: one[seed] / other[seed] - 1 for seed in sorted(one.keys() & other.keys())})
+
+
+class Change(NamedTuple):
+    """Relative differences, one a seed.
+
+    >>> str(Change({0: 0.02, 1: 0.03}))
+    '+2.50 % (+2.00 … +3.00)'
+    """
+
+    by_seed: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        """The mean over the seeds; NaN where no seed has both runs."""
+        return statistics.mean(self.by_seed.values()) if self.by_seed else float("nan")
+
+    def __str__(self) -> str:
+        if not self.by_seed:
+            return "no run"
+        low, high = 100 * min(self.by_seed.values()), 100 * max(self.by_seed.values())
+        return f"{100 * self.mean:+.2f} % ({low:+.2f} … {high:+.2f})"
+
+    def rises(self, at_least: float = 0.0) -> Verdict:
+        """Agrees if every seed is above the bound, disagrees if none is.
+
+        The mean must be further from the bound than the seeds are from each other; one seed cannot tell.
+        """
+        values = self.by_seed.values()
+        if len(values) < 2 or abs(self.mean - at_least) <= max(values) - min(values):
+            return "cannot tell"
+        return common(value > at_least for value in values)
+
+    def rises_over(self, other: "Change") -> Verdict:
+        """The verdict of `rises` on the difference to another change, over the seeds that both have."""
+        both = self.by_seed.keys() & other.by_seed.keys()
+        return Change({seed: self.by_seed[seed] - other.by_seed[seed] for seed in sorted(both)}).rises()
+
+    def within(self, bound: float) -> Verdict:
+        """Agrees if every seed lies between −bound and bound, disagrees if none does."""
+        return common(abs(value) <= bound for value in self.by_seed.values())
+
+    def at_most(self, bound: float) -> Verdict:
+        """Agrees if every seed lies at the bound or below, disagrees if none does."""
+        return common(value <= bound for value in self.by_seed.values())
+
+
+def common(answers: Iterable[bool]) -> Verdict:
+    """Agrees if all answers are yes, disagrees if all are no; no answer cannot tell."""
+    answers = set(answers)
+    return "cannot tell" if len(answers) != 1 else "agrees" if answers.pop() else "disagrees"
+
+
+def all_of(*verdicts: str) -> Verdict:
+    """Agrees if all do, disagrees if any does."""
+    return "disagrees" if "disagrees" in verdicts else "cannot tell" if "cannot tell" in verdicts else "agrees"

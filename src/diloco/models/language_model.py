@@ -1,0 +1,90 @@
+"""The module of a model family: its base class, its default loss, and sampling from it.
+
+Shapes: B sequences, T tokens, V vocabulary, R rows taken from B.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor, nn
+
+from diloco.errors import UserError
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What a model keeps of the tokens that it has read in each of B sequences."""
+
+    def select(self, rows_R: Tensor) -> "Cache":
+        """A cache of R sequences, each a copy of one of the B."""
+        ...
+
+
+class LanguageModel(nn.Module):
+    """Tokens to the logits of the next token."""
+
+    blocks: nn.ModuleList
+    """The transformer blocks, from which fragments are made and which are sharded one by one."""
+
+    def forward(self, tokens_BxT: Tensor, cache: Any = None) -> Tensor:
+        """The logits (B, T, V) of the next token at each position.
+
+        Args:
+            tokens_BxT: int64.
+            cache: of this model's `new_cache`; the tokens then follow those read before, and are added to it.
+        """
+        raise NotImplementedError
+
+    def new_cache(self) -> Cache:
+        """An empty cache, with which zero-shot tasks are scored.
+
+        Raises:
+            UserError: if the family offers none.
+        """
+        raise UserError(f"{type(self).__name__} offers no cache: zero-shot tasks can't be scored with it", "tasks")
+
+    def loss(self, logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+        """The cross-entropy to report and the objective to train on, as of `next_token_loss`."""
+        return next_token_loss(logits_BxTxV, targets_BxT, z_loss)
+
+
+def next_token_loss(
+    logits_BxTxV: Float[Tensor, "B T V"], targets_BxT: Int64[Tensor, "B T"], z_loss: float = 0.0
+) -> tuple[Float32[Tensor, ""], Float32[Tensor, ""]]:
+    """Mean cross-entropy in nats a token, and the objective: cross-entropy + z_loss · mean((log Z)²).
+
+    Returns:
+        Two scalars, FP32: (cross-entropy, objective).
+    """
+    logits_BxTxV = logits_BxTxV.float()
+    log_z_BxT = logits_BxTxV.logsumexp(dim=-1)
+    target_logit_BxT = logits_BxTxV.gather(-1, targets_BxT[..., None]).squeeze(-1)
+    cross_entropy = (log_z_BxT - target_logit_BxT).mean()
+    return cross_entropy, cross_entropy + z_loss * log_z_BxT.square().mean()
+
+
+def generate(
+    model: LanguageModel,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    seed: int,
+    context: int,
+    vocab_size: int | None = None,
+    top_k: int = 40,
+) -> list[int]:
+    """Sample `num_tokens` after a prompt, each from the `top_k` likeliest given the last `context` tokens.
+
+    `vocab_size` is the tokenizer's; the model may know more tokens than that.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab_size].float().cpu()
+            top = logits_V.topk(min(top_k, len(logits_V)))
+            choice = torch.multinomial(top.values.softmax(dim=-1), 1, generator=generator)
+            tokens.append(int(top.indices[choice]))
+    return tokens[len(prompt) :]

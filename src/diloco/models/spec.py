@@ -1,0 +1,100 @@
+"""What a model family offers: a config that is its size, and builds, names and exports its model. No torch.
+
+A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the module that the config builds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diloco.models.language_model import LanguageModel
+
+DEFAULT_FAMILY = "diloco.models.decoder_config.DecoderConfig"
+"""The family of a stored config that names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """The size of a model; each family adds its own fields.
+
+    Raises:
+        UserError: if a size is out of its range.
+    """
+
+    num_layers: int
+    """Transformer blocks."""
+    width: int = field(metadata={"column": "params"})
+    """D, of the residual stream."""
+    vocab_size: int = 0
+    """V; 0 takes the tokenizer's."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes out of range; a family checks its own fields after these."""
+        for name, least in (("num_layers", 1), ("width", 1), ("vocab_size", 0)):
+            self._check_at_least(name, least)
+
+    def _check_at_least(self, name: str, least: int) -> None:
+        if (value := getattr(self, name)) < least:
+            raise UserError(f"model.{name}={value} must be at least {least}", f"model.{name}")
+
+    @abstractmethod
+    def build(self, *, seed: int) -> "LanguageModel":
+        """The model, its parameters drawn by `seed`, on the current default device; `vocab_size` is above 0."""
+
+    @property
+    @abstractmethod
+    def num_matrix_params(self) -> int:
+        """The parameters that scaling laws count: all but gains and biases."""
+
+    @property
+    def family(self) -> str:
+        """The import path of this class, by which a stored config names it."""
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    def to_hugging_face(
+        self, state: Mapping[str, "Tensor"], *, context: int, bos_id: int
+    ) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
+        """The contents of `config.json` and `model.safetensors` for a stock class of `transformers`.
+
+        Args:
+            state: the model's `state_dict()`.
+            context: tokens in the sequences that it was trained on.
+            bos_id: the token that precedes each document.
+
+        Raises:
+            UserError: if no stock class computes this family's function.
+        """
+        raise UserError(
+            f"transformers has no class that computes {type(self).__name__}'s model: take to=safetensors", "to"
+        )
+
+
+def load_family(path: str) -> type[ModelConfig]:
+    """The config class of a family.
+
+    Args:
+        path: its import path, as `ModelConfig.family` gives it.
+
+    Raises:
+        UserError: if there is no such class here.
+
+    >>> load_family(DEFAULT_FAMILY).__name__
+    'DecoderConfig'
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        family = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"model.family={path!r} can't be imported here ({error}): install it", "model.family"
+        ) from error
+    if not (isinstance(family, type) and issubclass(family, ModelConfig)):
+        raise UserError(f"model.family={path!r} is no subclass of ModelConfig", "model.family")
+    return family

@@ -1,0 +1,47 @@
+"""The style of all figures: readable in grey, and the same file for the same picture."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.files import require
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "x")
+"""Curves differ in style, marker and darkness."""
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure.
+
+    Args:
+        width: inches.
+        height: inches.
+
+    Raises:
+        UserError: if matplotlib is not installed.
+    """
+    figure = require("matplotlib.figure", extra="pictures")
+    return figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
+    """Write NAME.svg and NAME.png, and return their paths."""
+    import matplotlib as mpl
+
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.svg", directory / f"{name}.png"]
+    # Without these settings the ids and the date in the SVG would differ each time; its text stays text.
+    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}):
+        figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=150)
+    return paths
+
+
+def viridis(part: float) -> tuple[float, float, float, float]:
+    """A colour whose darkness follows `part`, from 0 (dark) to 0.6 (light)."""
+    import matplotlib as mpl
+
+    return mpl.colormaps["viridis"](1.4 * part)

@@ -1,0 +1,139 @@
+"""A run in a terminal: its data while it is prepared, its steps while it trains, and its results."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from diloco.data.prepare import PrepareProgress, ProgressCallback
+from diloco.training.config import TrainConfig
+from diloco.training.metrics import StepMetrics
+from diloco.training.summary import Outcome
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def preparation_progress(console: Console) -> Iterator[ProgressCallback]:
+    """A callback for `prepare` that shows its progress in a line, if the console is a terminal."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("")
+
+    def show(progress: PrepareProgress) -> None:
+        """Update the line."""
+        bar.start()
+        bar.update(
+            task,
+            description=f"{progress.stage}: {progress.num_documents:,} documents, {progress.num_bytes:,} bytes, "
+            f"{progress.num_tokens:,} tokens",
+        )
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+class TrainingProgress:
+    """One replica's progress since it started: two live lines in a terminal, elsewhere a line every 10 seconds.
+
+    Args:
+        config: the run's.
+        console: to write to.
+    """
+
+    def __init__(self, config: TrainConfig, console: Console) -> None:
+        self._config, self._console = config, console
+        self._bar = Progress(
+            BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("{task.fields[eta]}"), expand=True
+        )
+        self._task = self._bar.add_task("train", total=config.num_steps, eta="")
+        self._line = Text()
+        self._view = Live(Group(self._line, self._bar), console=console)
+        self._num_steps, self._seconds, self._blocked_seconds, self._bytes_sent = 0, 0.0, 0.0, 0
+        self._loss = 0.0
+        self._last_line = time.monotonic()
+
+    def resumed(self, step: int) -> None:
+        """Show the step from which the run goes on."""
+        line = f"going on from step {step}" if step else "no step was saved by every replica: starting over"
+        self._console.print(line, highlight=False)
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        """Show a step."""
+        self._loss = 0.9 * self._loss + 0.1 * metrics.loss if self._num_steps else metrics.loss
+        self._num_steps += 1
+        self._seconds += metrics.step_seconds
+        self._blocked_seconds += metrics.blocked_seconds
+        self._bytes_sent += metrics.bytes_sent
+        if self._console.is_terminal:
+            self._view.start()
+            self._line.plain = self._status(metrics)
+            self._bar.update(self._task, completed=metrics.step, eta=self._eta(metrics))
+        elif self._is_time_for_a_line() or metrics.step == self._config.num_steps:
+            self._console.print(f"{self._status(metrics)}  {self._eta(metrics)}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Stop the live lines."""
+        self._view.stop()
+
+    def _status(self, metrics: StepMetrics) -> str:
+        return (
+            f"step {metrics.step}/{self._config.num_steps}  loss {self._loss:.3f}  "
+            f"{self._num_steps * self._config.tokens_per_step / self._seconds:,.0f} tokens/s  "
+            f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
+            f"sent {megabytes(self._bytes_sent)}"
+        )
+
+    def _eta(self, metrics: StepMetrics) -> str:
+        seconds = (self._config.num_steps - metrics.step) * self._seconds / self._num_steps
+        return f"ETA {int(seconds // 60)}:{int(seconds % 60):02}"
+
+    def _is_time_for_a_line(self) -> bool:
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return True
+
+
+def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> None:
+    """Print the held-out loss, bytes beside Data-Parallel's, the run's directory, and a sample."""
+    summary = outcome.summary
+    sent, data_parallel = summary["bytes_sent_per_replica"], summary["data_parallel_bytes_per_replica"]
+    error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] is not None else ""
+    rows = {
+        "held-out loss": f"{summary['eval_loss']:.4f}{error} nats a token (of the outer parameters)",
+        "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
+        "trained on": f"{summary['num_tokens']:,} tokens in {summary['wall_seconds']:.0f} s: "
+        f"{summary['num_params']:,} parameters, {summary['num_replicas']} replicas",
+        "compute utilization": f"{summary['compute_utilization']:.1%}",
+        "sent per replica": megabytes(sent),
+        "Data-Parallel": f"would have sent {megabytes(data_parallel)}"
+        + (f", {data_parallel / sent:,.0f}× as much" if sent else ""),
+        "outer hash": summary["outer_hash"][:16],
+        "files": str(config.directory),
+    }
+    for name, value in rows.items():
+        console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+
+
+def megabytes(num_bytes: float) -> str:
+    """A number of bytes in MB, or GB from a thousand on.
+
+    >>> megabytes(2_540_000), megabytes(3.2e9)
+    ('2.54 MB', '3.20 GB')
+    """
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,101 @@
+"""From the settings asked for to the settings that run: values that follow from others are filled in."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import UserError
+from diloco.presets import PRESETS
+from diloco.training.config import TrainConfig
+from diloco.training.traits import differences_from_defaults, fields_with, to_json
+
+
+def with_method_values(config: TrainConfig) -> TrainConfig:
+    """The same config with the values of its method's preset in the fields that were left out."""
+    if config.method == "data_parallel":
+        return config
+    preset = vars(PRESETS[config.method])
+    left_out = {name: value for name, value in preset.items() if getattr(config.diloco, name) is None}
+    return replace(config, diloco=replace(config.diloco, **left_out))
+
+
+def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
+    """The config with every value filled in that follows from the method, the tokenizer or the length of the run.
+
+    Args:
+        config: as asked for.
+        vocab_size: of the tokenizer.
+        prepared: directory of the prepared data.
+
+    Raises:
+        UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
+            not end before the run, or there would be nothing to freeze.
+    """
+    _check_vocabulary(config.model.vocab_size, vocab_size)
+    config = with_method_values(config)
+    optimizer, num_steps = config.optimizer, config.num_steps
+    if optimizer.warmup_steps is not None and optimizer.warmup_steps >= num_steps:
+        raise UserError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {num_steps} steps: take "
+            "fewer, or a larger num_tokens",
+            *("optimizer.warmup_steps", "num_tokens"),
+        )
+    if config.diloco.freeze and config.diloco.fragments == "whole":
+        raise UserError(
+            "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
+            *("diloco.freeze", "diloco.fragments"),
+        )
+    return replace(
+        config,
+        model=replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
+        data=replace(config.data, prepared=prepared),
+        checkpoint=replace(
+            config.checkpoint,
+            keep=config.default_keep if config.checkpoint.keep is None else config.checkpoint.keep,
+        ),
+        shards_per_replica=config.num_shards,
+        micro_batch=config.micro_batch or config.process_batch,
+        optimizer=replace(
+            optimizer,
+            weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,
+            warmup_steps=min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps,
+        ),
+    )
+
+
+def _check_vocabulary(asked: int, vocab_size: int) -> None:
+    if asked and asked < vocab_size:
+        raise UserError(
+            f"model.vocab_size={asked} is smaller than the tokenizer's {vocab_size}: leave it 0, or choose "
+            "another data.tokenizer",
+            *("model.vocab_size", "data.tokenizer"),
+        )
+    if asked > 2 * vocab_size:
+        raise UserError(
+            f"model.vocab_size={asked} is more than twice the tokenizer's {vocab_size}, so that most of it would "
+            "never be read: choose another data.tokenizer, and text in data.train, or leave it 0",
+            *("model.vocab_size", "data.tokenizer", "data.train"),
+        )
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
+
+    A value that is the method's own counts as the default. Incidental fields, such as the run's name, are left
+    out, and so are those of `data`: text is known by its content, not by the place where it lies.
+    """
+    incidental = fields_with(TrainConfig, "incidental")
+    preset = {} if config.method == "data_parallel" else vars(PRESETS[config.method])
+    left_out = {name: None for name, value in preset.items() if getattr(config.diloco, name) == value}
+    config = replace(config, diloco=replace(config.diloco, **left_out))
+    return {
+        name: value
+        for name, value in differences_from_defaults(config).items()
+        if name not in incidental and not name.startswith("data.")
+    }
+
+
+def shared_facts(config: TrainConfig) -> dict[str, Any]:
+    """The settings that all replicas of a run must share, by field, as JSON; text is compared by its digest."""
+    own = fields_with(TrainConfig, "own_to_a_replica")
+    return {name: value for name, value in to_json(config).items() if name not in own}

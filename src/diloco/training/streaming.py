@@ -1,0 +1,85 @@
+"""The engine's settings that a config asks for, and their check before anything is started."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from diloco.engine.settings import Settings
+from diloco.errors import UserError
+from diloco.fragments import Fragments, sequential, strided, whole
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.schedule import Schedule
+from diloco.training.config import TrainConfig
+from diloco.wire import codec
+
+
+def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
+    """The settings of the engine around a run's model.
+
+    Raises:
+        UserError: if the schedule, the codec or the model refuses them.
+    """
+    diloco = config.diloco
+    assert diloco.overlap_steps is not None, "the config is resolved"
+    assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
+    fragments = _fragments(config, model)
+    schedule = Schedule(
+        sync_every=diloco.sync_every,
+        num_fragments=len(fragments),
+        overlap_steps=diloco.overlap_steps,
+        offsets=diloco.offsets,
+        first_sync=diloco.first_sync,
+    )
+    return Settings(
+        fragments=fragments,
+        schedule=schedule,
+        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
+        mixing=Mixing(diloco.mixing),
+        wire=codec(diloco.wire),
+        combine=diloco.combine,
+        error_feedback=diloco.error_feedback,
+        seed=config.seed,
+    )
+
+
+def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
+    if config.diloco.fragments == "whole":
+        return whole(model)
+    cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
+    return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+
+
+def frozen_parameters(settings: Settings, model: nn.Module) -> Callable[[int], Iterable[nn.Parameter]]:
+    """A function of the step: the parameters outside the fragment that is sent next."""
+
+    def frozen(step: int) -> Iterable[nn.Parameter]:
+        trained = settings.schedule.next_sent(step)
+        for index, fragment in enumerate(settings.fragments):
+            if index not in trained:
+                yield from (model.get_parameter(name) for name in fragment.parameters)
+
+    return frozen
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse settings that the engine would refuse, or with which a fragment is never sent.
+
+    Raises:
+        UserError: naming both values of a contradiction.
+    """
+    if config.method == "data_parallel":
+        return
+    with torch.device("meta"):
+        model = config.model.build(seed=config.seed)
+    settings = engine_settings(config, model)
+    settings.check(model, config.num_replicas)
+    schedule = settings.schedule
+    last = max(range(schedule.num_fragments), key=schedule.send_step)
+    if (step := schedule.send_step(last)) > config.num_steps:
+        raise UserError(
+            f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
+            "parameters would stay the initial ones; lower diloco.sync_every, or raise num_tokens",
+            *("diloco.sync_every", "num_tokens"),
+        )

@@ -1,0 +1,48 @@
+"""`diloco experiment`: the commands of a cluster, and tables of the runs that are finished."""
+
+import json
+
+import pytest
+
+from diloco.cli import experiment as cli_experiment
+from diloco.cli.main import main
+from diloco.experiments.papers.recipes import experiment
+from diloco.experiments.papers.tiers import TIERS
+from diloco.experiments.runner.grid import make_job
+
+
+def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):
+    main(["experiment", "freezing", "--tier", "paper", "--commands", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# freezing: {'frozen': 'no', 'seed': 0}"
+    assert lines[1].startswith("torchrun --nproc-per-node 2 -m diloco train 550m ")
+    assert lines[3].split().count("--diloco.freeze") == 1 and "hf:allenai/c4:en:train" in lines[3]
+
+
+def test_equal_runs_are_one_command_with_all_labels(capsys, tmp_path):
+    main(["experiment", "all", "--commands", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line for line in lines if line.startswith("torchrun ")]
+    assert len(set(commands)) == len(commands) < len(lines) - len(commands)
+
+
+def test_only_finished_runs_are_tabulated(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        main(["experiment", "freezing", "--tabulate", "--output", str(tmp_path)])
+    assert "no run of freezing is over in" in capsys.readouterr().err
+    one = experiment("freezing", TIERS["small"]())
+    jobs = [make_job(run.config, tmp_path / "runs") for run in one.runs]
+    jobs[1].directory.mkdir(parents=True)
+    (jobs[1].directory / "summary.json").touch()
+    assert list(cli_experiment._finished(one, tmp_path, ()).runs) == [one.runs[1]]
+    # A run that took place on another machine left its result; a failed run is not finished.
+    for job, result in (
+        (jobs[0], {"summary": {}, "evaluated": {"outer": {"tasks": {}}}}),
+        (jobs[2], {"failed": "no"}),
+    ):
+        job.directory.mkdir(parents=True)
+        (job.directory / "result.json").write_text(json.dumps(result))
+    assert list(cli_experiment._finished(one, tmp_path, ()).runs) == list(one.runs[:2])
+    # A result that lacks a task is not finished: the run would have to be trained again for it.
+    (tmp_path / "mine.jsonl").write_text("a question")
+    assert list(cli_experiment._finished(one, tmp_path, (tmp_path / "mine.jsonl",)).runs) == [one.runs[1]]

@@ -1,0 +1,96 @@
+"""Every experiment, at both tiers, on rows that are made up: its runs, its panels and its finding."""
+
+import pytest
+from tests.experiments.papers.made_up import made_up
+
+from diloco.errors import UserError
+from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
+from diloco.experiments.papers.tiers import BASELINE, STREAMING, TIERS
+from diloco.training.resolve import resolve
+from diloco.training.state import check
+
+
+@pytest.fixture(params=list(TIERS), scope="module")
+def experiments(request):
+    """All experiments of a tier, by name."""
+    tier = TIERS[request.param]()
+    return {name: experiment(name, tier) for name in EXPERIMENTS}
+
+
+def test_every_run_can_be_started(experiments, tmp_path):
+    runs = [run for one in experiments.values() for run in one.runs]
+    assert all("seed" in run.labels for run in runs)
+    for config in {run.config for run in runs if run.config.seed == 0}:
+        vocab_size = 32_000 if config.data.tokenizer == "bpe:32000" else 257
+        check(resolve(config, vocab_size=vocab_size, prepared=tmp_path))
+
+
+def test_rows_are_drawn_and_judged(experiments):
+    for name, one in experiments.items():
+        rows = made_up(one)
+        panels = one.panels(rows)
+        assert any(not panel.published for panel in panels)
+        assert all(points for panel in panels for points in panel.curves.values()), name
+        measured, verdict = one.finding(rows)
+        assert measured and "nan" not in measured and verdict in ("agrees", "disagrees", "cannot tell")
+        if one.with_accuracy:
+            ours = [panel.curves.values() for panel in panels if "piqa" in panel.title and not panel.published]
+            assert ours and all(0.4 <= p.mean <= 0.5 for curves in ours for points in curves for p in points)
+        # With half of the runs, of which some failed, there is still a figure.
+        half = [row if number % 4 else {**row, "failed": "lost"} for number, row in enumerate(rows)]
+        half = half[: len(rows) // 2]
+        one.panels(half)
+        one.finding(half)
+
+
+SIZES = {"0.10M": 0, "0.15M": 1, "0.24M": 2}
+WIRES = {"topk": 0.06, "e3m0": 0.001} | {f"{wire}:density=0.25": 0.02 for wire in ("topk", "feddropout", "dare")}
+BEST_RATE = {5: 0.4, 30: 0.6, 100: 0.8}
+# By how much the loss of a run is larger, so that the claim holds, and so that it does not.
+EFFECTS = {
+    "scaling": (
+        lambda r: 0.009 - 0.003 * SIZES[r["size"]] if r["method"] == STREAMING else 0.0,
+        lambda r: 0.02 if r["method"] == STREAMING else 0.0,
+    ),
+    "overtraining": (
+        lambda r: 0.005 * (r["method"] != "Data-Parallel"),
+        lambda r: 0.02 * (r["method"] != "Data-Parallel"),
+    ),
+    "overlap": (lambda r: 0.001 * r["tau"], lambda r: 0.01 * r["tau"]),
+    "compression": (lambda r: WIRES.get(r["wire"], 0.0), lambda r: 0.01 * (r["wire"] == "e3m0")),
+    "fragment_size": (lambda r: 0.001 * r["layers"], lambda r: 0.02 * r["layers"]),
+    "freezing": (lambda r: 0.2 * (r["frozen"] == "yes"), lambda r: 0.001 * (r["frozen"] == "yes")),
+    "num_replicas": (lambda r: 0.01 * r["replicas"], lambda r: 0.2 - 0.01 * r["replicas"]),
+    "sync_every": (lambda r: 0.001 * r["H"], lambda r: 0.2 - 0.001 * r["H"]),
+    "evaluated_parameters": (lambda r: 0.0, lambda r: -0.1),
+    "slack": (lambda r: 0.001 * r["tau_2"], lambda r: 0.01 * r["tau_2"]),
+    "outer_cosine": (lambda r: 0.0, lambda r: -0.1),
+    "sync_cadence": (
+        lambda r: (r["outer_learning_rate"] - BEST_RATE[r["H"]]) ** 2,
+        lambda r: (r["outer_learning_rate"] - 0.6) ** 2,
+    ),
+    "batch_size": (
+        lambda r: r["batch_tokens"] * (2e-5 if r["method"] == "Data-Parallel" else 1e-5),
+        lambda r: r["batch_tokens"] * (1e-5 if r["method"] == "Data-Parallel" else 2e-5),
+    ),
+    "single_replica": (
+        lambda r: 0.02 * (r["method"] == BASELINE),
+        lambda r: 0.02 * (r["method"] != BASELINE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_a_verdict_follows_the_losses(name):
+    one = experiment(name, TIERS["small"]())
+    holds, fails = EFFECTS[name]
+    assert one.finding(made_up(one, lambda r: 1 + holds(r))).verdict == "agrees"
+    assert one.finding(made_up(one, lambda r: 1 + fails(r))).verdict == "disagrees"
+    mixed = made_up(one, lambda r: 1 + (holds if r["seed"] else fails)(r))
+    assert one.finding(mixed).verdict == "cannot tell"
+    assert one.finding([{**row, "failed": "lost"} for row in mixed]).verdict == "cannot tell"
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are():
+    with pytest.raises(UserError, match="'scale' is not an experiment: choose from .*scaling"):
+        experiment("scale", TIERS["small"]())

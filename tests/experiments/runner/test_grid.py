@@ -1,0 +1,232 @@
+"""Grids of runs: which jobs are run, and what remains after a kill."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+from tests.experiments.runner.machines import FakeMachine, labelled_runs, tiny_config
+
+from diloco.errors import UserError
+from diloco.experiments.runner import grid
+from diloco.experiments.runner.grid import LocalMachine, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.rows import read_rows
+
+
+def rows_of(runs, directory, machine, **options):
+    return list(run_grid(runs, directory, machine, **options))[-1]
+
+
+def test_equal_configs_are_run_once_even_by_another_grid(small_corpus, tmp_path):
+    runs, machine, shares = labelled_runs(small_corpus, tmp_path), FakeMachine(), []
+    rows = rows_of(runs, tmp_path / "runs", machine, on_finished=shares.append)
+    assert len(machine.jobs) == 3 and [row["kind"] for row in rows] == ["first", "same", "two", "wrong"]
+    assert rows[0]["run"] == rows[1]["run"] != rows[2]["run"]
+    assert [job.config.num_processes for job in machine.jobs] == [1, 1, 2]
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    again = FakeMachine()
+    assert rows_of(runs[1:], tmp_path / "runs", again) == rows[1:] and not again.jobs
+
+
+def test_a_grid_goes_on_from_its_rows_alone(small_corpus, tmp_path):
+    runs = labelled_runs(small_corpus, tmp_path)[1:3]
+    rows = rows_of(runs, tmp_path / "here", FakeMachine())
+    adopt([rows[0], {**rows[1], "failed": "lost"}], tmp_path / "there")
+    machine = FakeMachine()
+    assert rows_of(runs, tmp_path / "there", machine) == rows
+    assert [job.config.num_replicas for job in machine.jobs] == [2], "a failed run is run again"
+    # A table does not hold the parameters that a task would need.
+    machine = FakeMachine()
+    rows_of(runs[:1], tmp_path / "there", machine, tasks=(tmp_path / "task.jsonl",))
+    assert len(machine.jobs) == 1
+
+
+def test_a_run_is_scored_again_only_if_a_task_is_new_or_has_changed(small_corpus, tmp_path):
+    runs, machine = labelled_runs(small_corpus, tmp_path)[2:3], FakeMachine()
+    mine, theirs = tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"
+    mine.write_text("a")
+    theirs.write_text("b")
+    options = {"parameters": ("replica",)}
+
+    def num_jobs_after(*tasks: Path) -> int:
+        (row,) = rows_of(runs, tmp_path / "runs", machine, tasks=tasks, **options)
+        assert {name for name in row if name.endswith("_acc")} == {f"{task.stem}_acc" for task in tasks}
+        return len(machine.jobs)
+
+    counts = [num_jobs_after(*tasks) for tasks in ((), (mine,), (mine,), (), (theirs,), (mine,))]
+    assert counts == [1, 2, 2, 2, 3, 3]
+    options["parameters"] = ()
+    mine.write_text("c")
+    assert [num_jobs_after(mine), num_jobs_after(mine), num_jobs_after(theirs)] == [4, 4, 4]
+    # The replica's own parameters were scored on the earlier questions.
+    options["parameters"] = ("replica",)
+    assert num_jobs_after(mine) == 5
+
+
+def test_a_failure_replaces_no_result(small_corpus, tmp_path):
+    runs, task = labelled_runs(small_corpus, tmp_path)[:1], tmp_path / "mine.jsonl"
+    (row,) = rows_of(runs, tmp_path / "runs", FakeMachine())
+    task.write_text("a question")
+    failing = FakeMachine({"failed": "not so", "is_final": True})
+    (failed,) = rows_of(runs, tmp_path / "runs", failing, tasks=(task,))
+    assert failed["failed"] == "not so" and len(failing.jobs) == 1
+    assert rows_of(runs, tmp_path / "runs", failing) == [row] and len(failing.jobs) == 1
+
+
+def test_scores_without_a_digest_count_as_scores_of_these_questions(small_corpus, tmp_path):
+    runs, machine, task = labelled_runs(small_corpus, tmp_path)[:1], FakeMachine(), tmp_path / "mine.jsonl"
+    task.write_text("a question")
+    rows = rows_of(runs, tmp_path / "runs", machine, tasks=(task,))
+    path = make_job(runs[0].config, tmp_path / "runs").directory / "result.json"
+    result = json.loads(path.read_text())
+    del result["questions"]
+    path.write_text(json.dumps(result))
+    assert rows_of(runs, tmp_path / "runs", machine, tasks=(task,)) == rows and len(machine.jobs) == 1
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"result\.json is damaged: delete it"):
+        read_result(make_job(runs[0].config, tmp_path / "runs"))
+
+
+def test_cosines_are_averaged_by_third_and_by_block(small_corpus, tmp_path):
+    (row,) = rows_of(labelled_runs(small_corpus, tmp_path)[:1], tmp_path / "runs", FakeMachine())
+    assert row["cosine_first_third"] == pytest.approx(0.15) and row["cosine_middle_third"] == 0.5
+    assert row["cosine_last_third"] == 0.9 and row["cosine_block_1"] == 0.5
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.experiments.runner.machines import labelled_runs
+from diloco.experiments.runner.grid import LocalMachine, run_grid
+from diloco.experiments.runner.rows import write_rows
+
+corpus, output = map(Path, sys.argv[1:])
+options = {"parameters": ("replica", "average")}
+for rows in run_grid(labelled_runs(corpus, output), output / "runs", LocalMachine(1), **options):
+    write_rows(rows, output / "grid.csv")
+"""
+
+
+def start(corpus: Path, output: Path) -> subprocess.Popen:
+    output.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", SCRIPT, str(corpus), str(output)]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.DEVNULL)
+
+
+def results(output: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in (output / "runs").glob("*/result.json")}
+
+
+@pytest.fixture(scope="module")
+def trained(small_corpus, tmp_path_factory) -> Path:
+    """A grid that was killed in its second run, and called again."""
+    folder = tmp_path_factory.mktemp("grids")
+    output = folder / "killed"
+    undisturbed, process = start(small_corpus, folder / "undisturbed"), start(small_corpus, output)
+    deadline = time.monotonic() + 100
+    while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = results(output)
+    assert 0 < len(finished) < 3
+    process = start(small_corpus, output)  # while the job that the first one started may still be running
+    assert process.wait(timeout=100) == 0 and undisturbed.wait(timeout=100) == 0
+    assert finished.items() <= results(output).items()
+    assert (output / "grid.csv").read_text() == (folder / "undisturbed" / "grid.csv").read_text()
+    return output
+
+
+def test_a_killed_grid_goes_on_and_repeats_nothing(trained):
+    first, same, two, wrong = read_rows(trained / "grid.csv")
+    assert first["eval_loss"] == same["eval_loss"] != two["eval_loss"]
+    assert len({two[f"eval_loss{suffix}"] for suffix in ("", "_replica", "_average")}) == 3
+    assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
+
+
+def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, trained, monkeypatch):
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    runs = labelled_runs(small_corpus, trained)
+    again = FakeMachine()
+    (row,) = rows_of(runs[-1:], tmp_path / "runs", again)
+    assert "layers_per_fragment=7" in row["failed"] and not again.jobs
+    (row,) = rows_of(runs[:1], tmp_path / "runs", LocalMachine(), tasks=(tmp_path / "piqa.jsonl",))
+    assert "piqa.jsonl can't be read" in row["failed"]
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (row,) = rows_of(runs[:1], tmp_path / "others", LocalMachine())
+    assert "the run's process ended with exit code 1: see" in row["failed"]
+    (row,) = rows_of(runs[:1], tmp_path / "others", again)
+    assert "failed" not in row and len(again.jobs) == 1
+
+
+@pytest.mark.filterwarnings("default")  # of ray
+def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
+    ray = pytest.importorskip("ray")
+    from diloco.experiments.runner.cluster import RayCluster
+
+    with pytest.raises(UserError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        RayCluster("127.0.0.1:1")
+    runs = labelled_runs(small_corpus, trained)[:1]
+    name = make_job(runs[0].config, tmp_path).config.name
+    shutil.copytree(trained / "runs" / name, tmp_path / name)
+    (tmp_path / name / "result.json").unlink()
+    cluster = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = rows_of(runs, tmp_path, RayCluster(cluster.address_info["gcs_address"]))
+    finally:
+        ray.shutdown()
+    assert rows == read_rows(trained / "grid.csv")[:1] and (tmp_path / name / "result.json").exists()
+
+
+def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, monkeypatch):
+    one = make_job(tiny_config(small_corpus, tmp_path), tmp_path)
+    two = make_job(tiny_config(small_corpus, tmp_path, num_replicas=2), tmp_path)
+    num_busy, most, lock = 0, 0, threading.Lock()
+
+    def run(job):
+        nonlocal num_busy, most
+        with lock:
+            num_busy += job.config.num_processes
+            most = max(most, num_busy)
+        time.sleep(0.05)
+        with lock:
+            num_busy -= job.config.num_processes
+        return {}
+
+    monkeypatch.setattr(grid, "run_job", run)
+    machine = LocalMachine(3)
+    for future in [machine.submit(job) for job in (two, one, two, one, one, two)]:
+        future.result(timeout=20)
+    assert most == 3
+    with pytest.raises(UserError, match="cores=0 must be at least 1"):
+        LocalMachine(0)
+
+
+def test_a_closed_machine_begins_nothing(small_corpus, tmp_path, monkeypatch):
+    begun, may_end, jobs = threading.Event(), threading.Event(), []
+
+    def run(job):
+        jobs.append(job)
+        begun.set()
+        assert may_end.wait(20)
+        return {}
+
+    monkeypatch.setattr(grid, "run_job", run)
+    two = make_job(tiny_config(small_corpus, tmp_path, num_replicas=2), tmp_path)
+    machine = LocalMachine(2)
+    first, second = machine.submit(two), machine.submit(two)
+    assert begun.wait(20)
+    machine.close()
+    may_end.set()
+    assert first.result(timeout=20) == {}
+    with pytest.raises(CancelledError):
+        second.result(timeout=20)
+    assert jobs == [two]

@@ -1,0 +1,45 @@
+"""Errors of torch, explained."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diloco.errors import ExchangeError, TrainingError
+from diloco.training.failures import lack_of_memory_explained, lost_processes_named
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+from diloco.training.world import alone
+
+
+def too_much() -> None:
+    torch.empty(1 << 62, dtype=torch.uint8)
+
+
+def too_much_for_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 39.00 GiB.\nAnd more.")
+
+
+@pytest.mark.parametrize("allocate", [too_much, too_much_for_a_gpu])
+def test_a_lack_of_memory_names_the_settings_that_take_it(allocate):
+    config = resolve(replace(tiny(), num_replicas=1, name="r"), vocab_size=257, prepared=Path())
+    expected = r"not enough memory on its cpu: .*micro_batch \(now 8\).*resume runs/r \(.*allocate.*\)$"
+    with pytest.raises(TrainingError, match=expected), lack_of_memory_explained(config, alone(config)):
+        allocate()
+
+
+def test_other_errors_pass():
+    config = resolve(replace(tiny(), num_replicas=1), vocab_size=257, prepared=Path())
+    with pytest.raises(RuntimeError, match=r"^shapes"), lack_of_memory_explained(config, alone(config)):
+        raise RuntimeError("shapes differ")
+
+
+def test_a_collective_that_lost_a_process_names_the_step():
+    state = SimpleNamespace(step=3)
+    expected = r"^step 4: another process of the run is gone: .*gloo.*closed by peer$"
+    with pytest.raises(ExchangeError, match=expected), lost_processes_named(state):
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer\nmore")
+    with pytest.raises(ExchangeError, match=r"^fragment 1"), lost_processes_named(state):
+        raise ExchangeError("fragment 1")

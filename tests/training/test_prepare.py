@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.training.config import CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.prepare import prepare_run
+from diloco.training.recipes import recipe
+from diloco.training.runs import read_config
+
+
+@pytest.fixture(scope="module")
+def tiny(folder) -> TrainConfig:
+    """The recipe on the folder's text."""
+    config = recipe("tiny")
+    data = replace(config.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data")
+    return replace(config, data=data, runs=folder / "runs")
+
+
+def diloco(**values) -> dict:
+    return {"diloco": replace(recipe("tiny").diloco, **values)}
+
+
+MISTAKES = {
+    "overlap": (diloco(overlap_steps=10), "overlap_steps must be at least 0 and below sync_every=10, not 10"),
+    "mixing": (diloco(mixing=1.5), "mixing must lie between 0 and 1, not 1.5"),
+    "period": (diloco(sync_every=0), "sync_every must be at least 1 step, not 0"),
+    "wire": (diloco(wire="e9m9"), "'e9m9' is not a wire format: choose one of fp32, bf16, fp16, e4m3"),
+    "never sent": (diloco(sync_every=58), "fragment 2 is first sent at step 96, and the run has 60"),
+    "no whole gradient": (
+        {"log_layer_cosine": True, **diloco(combine="reduce_scatter")},
+        "log_layer_cosine means nothing to diloco.combine=reduce_scatter",
+    ),
+    "one fragment": (
+        {"method": "diloco", "diloco": DilocoConfig(sync_every=10, layers_per_fragment=1)},
+        "diloco.layers_per_fragment=1 means nothing to one whole fragment",
+    ),
+    "no outer step": (
+        {"method": "data_parallel", **diloco(mixing=1.0)},
+        "diloco.mixing means nothing to data_parallel",
+    ),
+    "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
+    "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
+    "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, "fewer than the 1048577"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming, changes, sentence):
+    before = sorted(folder.glob("runs/*"))
+    with pytest.raises(UserError, match=sentence):
+        prepare_run(replace(tiny, **changes), resume=None)
+    assert sorted(folder.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train": ("nowhere.txt",)}, "'nowhere.txt' matches no file"),
+        ({"train": ("empty.txt",)}, "empty.txt"),
+        ({"tokenizer": "bpe:300", "prepared": True}, "tokenizer='bpe:300' contradicts .*tokenizer='bytes'"),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused(tiny, folder, streaming, changes, sentence, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "empty.txt").touch()
+    if "prepared" in changes:
+        changes = changes | {"prepared": read_config(streaming).data.prepared}
+    with pytest.raises(UserError, match=sentence):
+        prepare_run(replace(tiny, data=replace(recipe("tiny").data, **changes)), resume=None)
+
+
+def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_torchrun(tiny, monkeypatch):
+    config = prepare_run(replace(tiny, checkpoint=CheckpointConfig(every_steps=5)), resume=None)
+    assert config.name.startswith("tiny-") and config.checkpoint.keep == 5 and config.model.vocab_size == 257
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="under torchrun set name") as error:
+        prepare_run(tiny, resume=None)
+    assert error.value.fields == ("name",)

@@ -1,0 +1,166 @@
+"""The directory of a run: claimed, read, and taken up again, or refused in a sentence that says why not."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.training import runs
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+from diloco.training.runs import (
+    check_same_text,
+    claim,
+    claim_together,
+    newest_common_step,
+    read_config,
+    resumable,
+    resume_config,
+)
+from diloco.training.world import alone
+
+INDEX = {"digest": "abc", "splits": {"train": [{"num_tokens": 40}, {"num_tokens": 2}]}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    (prepared / "index.json").write_text(json.dumps(INDEX))
+    config = resolve(replace(tiny(), name="r", runs=tmp_path), vocab_size=257, prepared=prepared)
+    claim(config)
+    return config
+
+
+def test_a_resume_takes_the_runs_own_config(run):
+    assert resume_config(run.directory, resumable(run.directory)) == run
+
+
+def test_a_resume_may_change_what_does_not_change_the_run(run):
+    saved = resumable(run.directory)
+    asked = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9), micro_batch=2)
+    asked = replace(asked, evaluation=replace(saved.evaluation, batch=1))
+    resumed = resume_config(run.directory, asked)
+    assert (resumed.timeout_seconds, resumed.checkpoint.keep) == (5.0, 9)
+    assert (resumed.micro_batch, resumed.evaluation.batch) == (2, 1)
+    left_out = replace(saved, model=replace(saved.model, vocab_size=0))
+    assert resume_config(run.directory, left_out) == run
+    often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
+    assert resume_config(run.directory, often).checkpoint.keep == 13
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence", "field"),
+    [
+        ({"seed": 3}, "was started with seed=0, and now 3 is asked for", "seed"),
+        ({"num_tokens": 61440}, "num_tokens=30720, and now 61440", "num_tokens"),
+        (
+            {"data": replace(tiny().data, tokenizer="bpe:500")},
+            "data.tokenizer=bytes, and now bpe:500",
+            "data.tokenizer",
+        ),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused(run, change, sentence, field):
+    with pytest.raises(UserError, match=sentence) as error:
+        resume_config(run.directory, replace(resumable(run.directory), **change))
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
+def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
+    """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
+    (tmp_path / "index.json").write_text("{}")
+    asked = replace(
+        tiny(), name="r", runs=tmp_path, global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2
+    )
+    claim(resolve(asked, vocab_size=257, prepared=tmp_path))
+    resumed = resume_config(asked.directory, replace(resumable(asked.directory), shards_per_replica=num_shards))
+    assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
+
+
+def test_a_run_of_the_method_that_was_called_streaming_goes_on_unchanged(run):
+    """Its config has the values that the method stood for then, and none of the fields that came later."""
+    path = run.directory / "config.json"
+    stored = json.loads(path.read_text())
+    stored["method"] = "streaming"
+    del stored["log_layer_cosine"]
+    path.write_text(json.dumps(stored))
+    resumed = resume_config(run.directory, resumable(run.directory))
+    assert resumed == replace(run, method="streaming")
+    diloco = resumed.diloco
+    assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == (1, "strided", 0.5, "e3m0")
+
+
+def test_a_resume_without_its_data_names_the_setting(run):
+    (run.data.prepared / "index.json").unlink()
+    with pytest.raises(UserError, match=r"the data of run r is no longer in .*prepared: .* by data.prepared"):
+        resume_config(run.directory, resumable(run.directory))
+
+
+def test_a_resume_on_other_text_is_refused(run):
+    check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+    for digest, num_tokens in (("abc", 41), ("abd", 42)):
+        with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
+            check_same_text(run, SimpleNamespace(digest=digest, num_tokens=num_tokens))
+    (run.directory / "data.json").write_text("{")
+    with pytest.raises(UserError, match=r"data.json can't be read"):
+        check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+
+
+@pytest.mark.parametrize("name", ["r", "seeds/r"])
+def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
+    (tmp_path / "index.json").write_text("{}")
+    config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
+    claim_together(config, alone(config))
+    with pytest.raises(UserError, match="already holds a run"):
+        claim_together(config, alone(config))
+
+
+def test_a_directory_is_claimed_once(run):
+    with pytest.raises(UserError, match="already holds a run: choose another name"):
+        claim(run)
+
+
+def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        resumable(tmp_path)
+    for content, sentence in (
+        (b"{", "can't be read"),
+        (b"\xff", "can't be read"),
+        (b"{}", "num_tokens is missing"),
+    ):
+        (run.directory / "config.json").write_bytes(content)
+        with pytest.raises(UserError, match=rf"config.json.* {sentence}"):
+            read_config(run.directory)
+
+
+@pytest.mark.parametrize(
+    ("held", "here", "expected"),
+    [
+        ([[], []], [], 0),
+        ([[20, 40], [20]], [0], 20),
+        ([[20], []], [0], 0),  # replica 1 was killed while it wrote its first
+        ([[80], [60]], [0], "no step is held by every replica .they hold .80., .60."),
+        ([[80, 100], []], [0], "bring the checkpoints that are missing back, or delete .*checkpoints"),
+        ([[20], [20]], [0, 1], 20),
+        ([[], [20]], [0], "holds checkpoints of replica 0, which now runs elsewhere: .* the node rank it had"),
+    ],
+)
+def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held, here, expected):
+    """Of two replicas, at most 11 steps apart; those in `here` have checkpoints on this disk."""
+    for replica in here:
+        folder = run.checkpoints / f"replica-{replica}"
+        folder.mkdir(parents=True)
+        for step in held[replica] or [40]:
+            (folder / f"step-{step:08d}.sha256").touch()
+    monkeypatch.setattr(runs, "share", lambda exchange, mine: held)
+    world = SimpleNamespace(everyone=None, num_replicas=2, num_shards=1)
+    checkpoints = SimpleNamespace(steps=lambda: held[0])
+    if isinstance(expected, int):
+        assert newest_common_step(run, world, checkpoints) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            newest_common_step(run, world, checkpoints)

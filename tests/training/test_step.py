@@ -1,0 +1,102 @@
+"""The inner step against AdamW written out by hand."""
+
+import copy
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.errors import TrainingError
+from diloco.training.config import AdamWConfig
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+from diloco.training.state import initial_state
+from diloco.training.step import inner_step, learning_rate
+from diloco.training.world import alone
+
+# Far from the usual, so that each of them is seen in the parameters.
+OPTIMIZER = AdamWConfig(
+    learning_rate=0.02,
+    beta1=0.8,
+    beta2=0.7,
+    epsilon=1e-3,
+    weight_decay=0.3,
+    warmup_steps=2,
+    clip_norm=0.4,
+    z_loss=0.05,
+)
+
+
+def config_of(micro_batch: int | None = None, optimizer: AdamWConfig = OPTIMIZER):
+    asked = replace(tiny(), num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
+    return resolve(asked, vocab_size=257, prepared=Path())
+
+
+def batch_of(config, step: int) -> np.ndarray:
+    tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
+    return np.sort(tokens)
+
+
+def by_hand(config, model, num_steps: int):
+    """Losses, gradient norms and parameters; AdamW (arXiv 1711.05101) in float64."""
+    model, o = copy.deepcopy(model), config.optimizer
+    theta = {name: p.detach().double() for name, p in model.named_parameters()}
+    m, v = ({name: torch.zeros_like(p) for name, p in theta.items()} for _ in range(2))
+    measured = []
+    for t in range(1, num_steps + 1):
+        window = torch.from_numpy(batch_of(config, t))
+        logits = model(window[:, :-1]).double()
+        z = torch.log(torch.exp(logits).sum(-1))
+        loss = (z - logits.gather(-1, window[:, 1:, None])[..., 0]).mean()
+        gradients = torch.autograd.grad(loss + o.z_loss * (z**2).mean(), tuple(model.parameters()))
+        norm = torch.sqrt(sum((g**2).sum() for g in gradients))
+        rate = learning_rate(config, t)
+        measured.append((loss.item(), norm.item()))
+        for name, gradient in zip(theta, gradients, strict=True):
+            g = gradient.double() * min(1.0, o.clip_norm / norm)
+            m[name] = o.beta1 * m[name] + (1 - o.beta1) * g
+            v[name] = o.beta2 * v[name] + (1 - o.beta2) * g**2
+            direction = (m[name] / (1 - o.beta1**t)) / ((v[name] / (1 - o.beta2**t)).sqrt() + o.epsilon)
+            theta[name] = theta[name] - rate * (direction + o.weight_decay * theta[name])
+        model.load_state_dict(theta)
+    return measured, theta
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2, 1])
+def test_inner_steps_equal_adamw_by_hand(micro_batch):
+    config = config_of(micro_batch)
+    world = alone(config)
+    state = initial_state(config, world)
+    expected, parameters = by_hand(config, state.model, 4)
+    assert all(norm > config.optimizer.clip_norm for _, norm in expected), "gradients are clipped"
+    for step, loss_and_norm in enumerate(expected, start=1):
+        measured = inner_step(state, batch_of(config, step), config, world, learning_rate(config, step))
+        assert measured == pytest.approx(loss_and_norm, rel=1e-5)
+    for name, parameter in state.model.named_parameters():
+        torch.testing.assert_close(parameter.detach().double(), parameters[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
+    config = config_of()
+    world = alone(config)
+    state = initial_state(config, world)
+    with torch.no_grad():
+        state.model.embedding.weight[3, 0] = torch.nan
+    before = copy.deepcopy(state.model.state_dict())
+    with pytest.raises(TrainingError, match="step 1: the loss of replica 0 is nan"):
+        inner_step(state, batch_of(config, 1), config, world, 0.1)
+    for name, value in state.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
+    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    peak = config.optimizer.learning_rate
+    rates = [learning_rate(config, step) for step in range(1, 61)]
+    assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
+    assert rates[5 + 27] == pytest.approx(peak * (0.05 + 0.95 / 2))
+    assert rates[-1] == pytest.approx(0.05 * peak)
+    assert all(a > b for a, b in pairwise(rates[5:]))
