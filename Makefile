@@ -1,10 +1,12 @@
-# make train: train a language model with Streaming DiLoCo, here, now.   make test: lint, types, tests.
+# make train: train a language model with Streaming DiLoCo, here, now.
+# make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train test format clean
+.PHONY: env train check test test-all coverage format clean
 
 env: .venv/installed
 
@@ -18,11 +20,23 @@ env: .venv/installed
 train: env
 	$(BIN)/diloco train laptop
 
-test: env
+check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --warnings
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+
+test: check
+	$(PYTEST) -m "not slow"
+
+test-all: check
+	$(PYTEST)
+
+# In one process, since the replicas that tests start are measured, too; .coverage.* is one file a process.
+coverage: env
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 format: env
 	$(BIN)/ruff check --fix .

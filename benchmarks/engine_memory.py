@@ -1,9 +1,9 @@
-"""What memory the engine takes beside a plain training loop: the peak of a replica's process, on CPUs.
+"""The memory of the engine beside a plain training loop: peaks of a replica's process, on CPUs.
 
     python benchmarks/engine_memory.py
 
-Two replicas train on this machine, with the engine called by the optimizer, that is while the gradients are there;
-and without it. Prints the difference of the peaks in FP32 copies of the parameters.
+Two replicas train on this machine: without the engine, and with the engine attached to the optimizer, so that it
+runs while the gradients are in memory. Prints the difference of the peaks in FP32 copies of the parameters.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _run(environment: dict[str, str]) -> int:
-    """The mean peak of two replicas, bytes."""
+    """The mean peak of two replicas, in bytes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -49,7 +49,7 @@ KILLED_AFTER_STEP = 45
 
 
 def golden(name: str, folder: Path) -> dict[str, str | float]:
-    """What a run must give again, to the last bit."""
+    """The numbers of a run that must not change in any bit."""
     flags = ["--name", name, "--data.train", "text.jsonl", "--data.held-out-fraction", "0.1", *RUNS[name]]
     run = folder / "runs" / name
     if name.startswith("resumed"):

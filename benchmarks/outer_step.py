@@ -1,10 +1,10 @@
-"""What a sync of one fragment costs in passes over memory, beside copies of as many bytes.
+"""The time of one fragment's sync in passes over memory, beside copies of as many bytes.
 
     python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T]
 
-Each stage of a sync, timed by itself: the outer gradient, encoding, decoding and adding up M payloads, the outer
-step with the merge. Bytes are those that the stage must read and write of each parameter; the floor is what they
-would take at the speed of a copy in the same run (bytes read and written, both counted).
+Each stage of a sync is timed by itself: the outer gradient, encoding, decoding and adding M payloads, the outer
+step with the merge. Bytes are those that a stage must read and write for each parameter; the floor is their time
+at the speed of a copy in the same run (bytes read and written, both counted).
 """
 
 import argparse
@@ -15,8 +15,13 @@ import numpy as np
 import torch
 
 from diloco.kernels.memory import empty
-from diloco.outer.nesterov import Nesterov, take_outer_step
-from diloco.reduction.combine import Gather
+from diloco.outer.mixing import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.gather import Gather
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
 from diloco.wire import Key, codec
 
 
@@ -35,12 +40,9 @@ def main() -> None:
     torch.sub(outer_N, theta_N, out=delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N
-    gather = Gather(wire)
-
-    def outer_step() -> None:
-        take_outer_step(
-            outer_N, velocity_N, total_N, divisor=M, outer=Nesterov(), parameters=[theta_N], mixing=0.5
-        )
+    gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
+    vectors = {"outer": outer_N, "velocity": velocity_N}
+    fragment = FragmentState(vectors.__getitem__, rule.slots, [theta_N], Mixing(0.5))
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -48,9 +50,12 @@ def main() -> None:
         "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
         f"decode and add {M} payloads": (
             payload_bytes + 4 + (M - 1) * (payload_bytes + 4 + 4),
-            lambda: gather.total(received, total_N, Key()),
+            lambda: gather.average(received, total_N, Key(), cohort),
         ),
-        "outer step and merge": (16 + 12, outer_step),
+        "outer step and merge": (
+            16 + 12,
+            lambda: rule.on_average(fragment, Average(total_N, M), Sync(fragment=0, round=1, step=1), cohort),
+        ),
     }
     copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), theta_N.numpy()))
     bytes_a_second = 8 * N / copy_seconds
@@ -71,7 +76,7 @@ def report(name: str, bytes_a_parameter: float, seconds: float, floor_seconds: f
 
 
 def shortest_seconds(stage: Callable[[], object], runs: int = 7) -> float:
-    """After one run to warm up: others on the machine only ever make it longer."""
+    """The shortest of several runs, after one to warm up: other programs only ever make a run longer."""
     stage()
     seconds = []
     for _ in range(runs):

@@ -2,7 +2,8 @@
 
     python benchmarks/train_on_links.py --mbit-s 18 -- laptop --name slow --global-batch 8 …
 
-What follows `--` is what `diloco train` is told. Prints what left each replica's interface, headers included.
+The words after `--` are the arguments of `diloco train`. Prints the bytes that left each replica's interface,
+headers included.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def main() -> None:
 
 
 def start(laboratory: Laboratory, replica: int, train: list[str]) -> "subprocess.Popen[str]":
-    """A replica, as torchrun would start it on a machine of its own."""
+    """Start a replica as torchrun would on a machine of its own."""
     flags = [*train, "--num-replicas", str(laboratory.num_replicas)]
     return laboratory.start(
         replica,

@@ -1,9 +1,9 @@
-"""On paper: how far gather and reduce_scatter carry, from 2 to 64 replicas, by the physical model.
+"""Compute utilization of gather and reduce_scatter from 2 to 64 replicas, by the physical model.
 
     python benchmarks/weak_scaling.py [--link-gbit-s 1.0] [--overlap-steps 5] …
 
-Each replica brings a machine and a link of its own, and a step takes as long however many there are. `speed` is
-how many replicas' worth of tokens the run makes in the same time, M · compute utilization.
+Each replica brings a machine and a link of its own, and a step takes as long for any number of replicas. `speed`
+is the run's tokens a second over those of one replica without exchange: M · compute utilization.
 """
 
 import argparse

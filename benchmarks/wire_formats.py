@@ -3,11 +3,12 @@
     python benchmarks/wire_formats.py --train TRAIN.jsonl --held-out HELD_OUT.jsonl --output DIR
 
 A model of 0.3M parameters, 1,048,576 tokens a run, everything but the codec the same. The learning rate is the
-best of a grid for FP32 on the wire and the first seed. A run that is finished is not run again, one that was
-interrupted is resumed. Writes DIR/results.csv after every run and prints mean and spread over the seeds.
+best of a grid for FP32 on the wire and the first seed. A finished run is not run again, an interrupted one is
+resumed. Writes DIR/results.csv after every run and prints mean and spread over the seeds.
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +53,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    arguments = parser(__doc__, seeds=(0, 1, 2)).parse_args()
-    base = base_config(arguments)
-    base = replace(base, num_tokens=1_048_576, model=replace(base.model, width=64))
+    options = parser(__doc__, seeds=(0, 1, 2), learning_rates=LEARNING_RATES)
+    options.add_argument("--width", type=int, default=64)
+    options.add_argument("--num-tokens", type=int, default=1_048_576)
+    options.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT"
+    )
+    arguments = options.parse_args()
+    base = base_config(arguments, num_tokens=arguments.num_tokens)
+    base = replace(base, model=replace(base.model, width=arguments.width))
 
     def run(variant: str, seed: int, rate: float) -> LabelledRun:
         diloco = {"num_replicas": base.num_replicas, **VARIANTS[variant]}
@@ -67,19 +74,19 @@ def main() -> None:
         )
         return LabelledRun(labels={"variant": variant, "seed": seed, "learning_rate": rate}, config=config)
 
-    grid = [run("fp32", arguments.seeds[0], rate) for rate in LEARNING_RATES]
+    grid = [run("fp32", arguments.seeds[0], rate) for rate in arguments.learning_rates]
     best = min(finish(grid, arguments.output), key=lambda row: row["eval_loss"])["learning_rate"]
-    others = [run(variant, seed, best) for seed in arguments.seeds for variant in VARIANTS]
+    others = [run(variant, seed, best) for seed in arguments.seeds for variant in arguments.variants]
     rows = finish(list({one.config: one for one in grid + others}.values()), arguments.output)
-    print_table([row for row in rows if row["learning_rate"] == best])
+    print_table([row for row in rows if row["learning_rate"] == best], arguments.variants)
 
 
-def print_table(rows: list[dict]) -> None:
-    """Mean over the seeds, its ratio to FP32 with the same settings, and the range of that over the seeds."""
+def print_table(rows: Sequence[dict[str, Any]], variants: Sequence[str]) -> None:
+    """Print the mean over the seeds, its ratio to FP32 with the same settings, and the ratio's range."""
     losses = {(row["variant"], row["seed"]): row["eval_loss"] for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     print(f"{'variant':36} {'loss':>7} {'to FP32':>9} {'over the seeds':>19} {'MB sent':>8}")
-    for variant in VARIANTS:
+    for variant in variants:
         baseline = ", ".join(["fp32", *(part for part in variant.split(", ")[1:] if "=" in part)])
         baseline = next(name for name in VARIANTS if name.startswith(baseline))
         ratios = [losses[variant, seed] / losses[baseline, seed] - 1 for seed in seeds]

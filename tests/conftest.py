@@ -1,11 +1,16 @@
+"""What all tests share: settings of the libraries, and fixtures that are made once for all test processes."""
+
+import fcntl
 import json
 import os
+import shutil
 
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,15 +30,43 @@ CHECKED = [
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 
-# The same examples in every run, however slow the computer is.
-settings.register_profile("diloco", deadline=None, derandomize=True)
-settings.load_profile("diloco")
+# The same examples in every run, however slow the computer is; the quick tests try fewer of each property.
+settings.register_profile("all", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
 
 
 @pytest.fixture(scope="session")
-def small_corpus(tmp_path_factory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`once(name, make)`: a folder that `make` has filled, by the first of the test processes that asks for it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, finished = root / name, root / f"{name}.finished"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not finished.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                finished.touch()
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def small_corpus(once) -> Path:
     """A file of sentences that a tiny model can learn something of."""
-    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    return once("corpus", _write_corpus) / "text.jsonl"
+
+
+def _write_corpus(folder: Path) -> None:
     subjects, verbs, objects = (
         ("the cat", "a ship", "my aunt"),
         ("sees", "carries", "forgets"),
@@ -41,17 +74,18 @@ def small_corpus(tmp_path_factory) -> Path:
     )
     sentences = [f"{s} {v} {o}, {i}." for i in range(40) for s in subjects for v in verbs for o in objects]
     rows = [{"id": str(i), "text": " ".join(sentences[i : i + 30])} for i in range(0, len(sentences), 10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory, small_corpus) -> Path:
-    """A run of two replicas that is over."""
-    folder = tmp_path_factory.mktemp("finished")
-    command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "finished", "--runs", str(folder)]
-    command += ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1"]
-    command += ["--data.cache", str(folder / "data"), "--evaluation.every-steps", "20", "--seed", "3"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert process.returncode == 0, process.stderr
-    return folder / "finished"
+def finished_run(once, small_corpus: Path) -> Path:
+    """A finished run of two replicas; a test that changes it copies it first."""
+
+    def train(folder: Path) -> None:
+        command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "finished", "--runs", str(folder)]
+        command += ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1"]
+        command += ["--data.cache", str(folder / "data"), "--evaluation.every-steps", "20", "--seed", "3"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert process.returncode == 0, process.stderr
+
+    return once("finished_runs", train) / "finished"

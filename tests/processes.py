@@ -1,11 +1,11 @@
-"""Real processes for what is collective: each is one replica of a gloo process group on this computer."""
+"""Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
 import os
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -31,10 +31,17 @@ def run_replicas(
     timeout_seconds: float = 60.0,
     mortal: Collection[int] = (),
 ) -> list[Any]:
-    """What `function(*args)` returns on each of the replicas, in their order.
+    """The results of `function(*args)` on each replica of a new process group, in replica order.
 
-    `function` stands at the top level of its module. The replicas in `mortal` may end without a word: theirs is
-    None.
+    Args:
+        function: a function at the top level of its module.
+        num_replicas: M, one process each.
+        args: its arguments, pickled.
+        timeout_seconds: for all of it.
+        mortal: replicas that may end without a result; theirs is None.
+
+    Raises:
+        ReplicaError: with the traceback of the first replica that failed.
     """
     deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -49,25 +56,28 @@ def run_replicas(
                 theirs.close()
             return _results([ours for ours, _ in pipes], deadline, mortal)
         finally:
+            for process in processes:
+                process.terminate()  # a signal that coverage can catch
             for process, (ours, _) in zip(processes, pipes, strict=True):
+                process.join(5)
                 process.kill()
                 process.join()
                 ours.close()
 
 
-def _results(connections: list[Connection], deadline: float, mortal: Collection[int]) -> list[Any]:
+def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int]) -> list[Any]:
     results: list[Any] = [None] * len(connections)
-    waiting = dict(zip(connections, range(len(connections)), strict=True))
+    waiting = set(range(len(connections)))
     while waiting:
-        ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        ready = wait([connections[replica] for replica in waiting], max(deadline - time.monotonic(), 0))
         if not ready:
-            raise ReplicaError(f"replicas {sorted(waiting.values())} have not finished in time")
-        for connection in ready:
-            replica = waiting.pop(connection)
+            raise ReplicaError(f"replicas {sorted(waiting)} have not finished in time")
+        for replica in [replica for replica in waiting if connections[replica] in ready]:
+            waiting.remove(replica)
             try:
-                results[replica], error = connection.recv()
+                results[replica], error = connections[replica].recv()
             except EOFError:
-                error = None if replica in mortal else "it died"
+                error = None if replica in mortal else "it ended without a result"
             if error is not None:
                 raise ReplicaError(f"replica {replica} of {len(connections)}: {error}")
     return results
@@ -90,5 +100,5 @@ def _replica(
         connection.send((function(*args), None))
     except BaseException:
         connection.send((None, traceback.format_exc()))
-    # Whoever leaves breaks the connections that others may still use: stay until the parent kills everyone.
+    # A replica that leaves breaks connections which others may still use: stay until the parent ends all.
     connection.poll(None)

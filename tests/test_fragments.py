@@ -111,7 +111,7 @@ def test_a_block_may_stand_in_several_places_of_one_fragment():
     assert second.parameters == ("blocks.1.weight", "blocks.1.bias")
     assert (first.blocks, second.blocks, rest.blocks) == (("blocks.0",), ("blocks.1",), ())
     holes = Decoder(4)
-    holes.blocks[1] = None  # pyright: ignore[reportArgumentType] - which torch allows
+    holes.blocks[1] = None  # torch allows it
     assert [fragment.blocks for fragment in strided(holes, layers_per_fragment=3)] == [
         ("blocks.0", "blocks.2", "blocks.3"),
         (),
@@ -152,11 +152,11 @@ def test_the_parameters_of_a_block_follow_one_another():
 
 def test_the_list_of_blocks_is_named_where_it_is_not_plain():
     model = nn.Module()
-    with pytest.raises(ValueError, match="none was found: name it with blocks="):
+    with pytest.raises(ValueError, match="it has none: name the list with blocks="):
         strided(model)
     model.encoder = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     model.decoder = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    with pytest.raises(ValueError, match="encoder, decoder was found: name it with blocks="):
+    with pytest.raises(ValueError, match="it has encoder, decoder: name the list with blocks="):
         strided(model)
     only, outside = strided(model, layers_per_fragment=2, blocks="decoder")
     assert only.blocks == ("decoder.0", "decoder.1")

@@ -1,4 +1,4 @@
-"""Namespaces, one a replica, joined by links of a given bandwidth; needs root, and leaves nothing behind.
+"""Network namespaces, one a replica, joined by links of a given bandwidth; needs root, and removes them again.
 
     with Laboratory(2) as laboratory:
         laboratory.set_links(gbit_s=0.1)
@@ -6,8 +6,8 @@
 
 Each namespace has an interface with the address 10.77.0.{replica + 1}. Without an emulator it is one end of a veth
 pair whose other end hangs on a bridge, and `tc tbf` limits what leaves either end: a replica sends and receives
-at the bandwidth of its link. That has no latency and loses nothing. With an emulator, a C program that joins TUN
-interfaces (usage: RATE_MBIT DELAY_MS LOSS MTU QUEUE_KB NAMESPACE…), both can be chosen.
+at the bandwidth of its link. These links have no latency and lose nothing. With an emulator, a C program that
+joins TUN interfaces (usage: RATE_MBIT DELAY_MS LOSS MTU QUEUE_KB NAMESPACE…), latency and loss can be chosen.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _QUEUE_SECONDS = 0.05
 
 
 class Laboratory:
-    """A context; what was started in it ends with it, and its namespaces go whatever happens.
+    """A context that ends its processes and removes its namespaces however it is left.
 
     Args:
-        num_replicas: how many namespaces there are.
-        emulator: source of a C program that joins them, for latency and loss.
-        congestion_control: TCP's, by the kernel's name for it; cubic is what most machines have. None is this
-            kernel's default. BBR, which some have, halts an exchange of some 0.5 MB for 50 ms now and then.
+        num_replicas: the number of namespaces.
+        emulator: C source of a program that joins them, for latency and loss.
+        congestion_control: the kernel's name of TCP's algorithm; cubic is the most common. None is this kernel's
+            default. With BBR an exchange of some 0.5 MB now and then halts for 50 ms.
 
     Raises:
         PermissionError: without root.
@@ -55,7 +55,7 @@ class Laboratory:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Laboratory":
-        """Make the namespaces, and join them at full speed."""
+        """Make the namespaces, and join them without a bandwidth limit."""
         for number in (signal.SIGTERM, signal.SIGHUP):
             if threading.current_thread() is threading.main_thread():
                 self._cleanup.callback(signal.signal, number, signal.signal(number, _leave))
@@ -85,15 +85,15 @@ class Laboratory:
 
     @property
     def interface(self) -> str:
-        """Its name within a namespace: what GLOO_SOCKET_IFNAME wants."""
+        """The interface's name within a namespace, for GLOO_SOCKET_IFNAME."""
         return "slow0" if self._emulator is None else "wan0"
 
     def namespace(self, replica: int) -> str:
-        """The name of a replica's."""
+        """The name of a replica's namespace."""
         return f"{self._name}-{replica}"
 
     def address(self, replica: int) -> str:
-        """The replica's, on the interface."""
+        """A replica's IP address on the interface."""
         return f"10.77.0.{replica + 1}"
 
     def set_links(self, *, gbit_s: float, latency_seconds: float = 0.0, loss: float = 0.0) -> None:
@@ -149,10 +149,10 @@ class Laboratory:
         return process
 
     def bytes_sent(self, replica: int) -> int:
-        """Over the replica's interface since the links were set, told by the kernel, headers included.
+        """Bytes that left the replica's interface since the links were set, headers included.
 
-        A veth pair takes packets of up to 64 kB, to be cut to its MTU, and its interface counts the headers of
-        each once: tbf counts them as often as a wire would carry them.
+        A veth interface counts the headers of a 64 kB packet once, before it is cut to the MTU; tbf counts them
+        as often as a wire would carry them.
         """
         inside = ["ip", "netns", "exec", self.namespace(replica)]
         if self._binary is not None:
@@ -205,7 +205,7 @@ class Laboratory:
 
 
 def _leave(number: int, frame: object) -> None:
-    """A signal that would end this process without a word: leave by the context's end."""
+    """Leave by the context's end at a signal that would otherwise end this process at once."""
     raise SystemExit(128 + number)
 
 

@@ -11,14 +11,14 @@ from diloco.errors import UserError
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `chunks`, one after another, to `path`: under another name first, renamed once on disk."""
+    """Write `chunks`, one after another, to `path`: first under another name, which is renamed once on disk."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    # Without it a power failure may undo the rename, though not the writes before it.
+    # Otherwise a power failure could undo the rename, though not the writes before it.
     sync(path.parent)
 
 
@@ -31,14 +31,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(*paths: Path) -> str:
+    """The SHA-256, in hexadecimal, of the bytes of files, one after another."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def expanded(path: str | Path) -> Path:
+    """A path whose `~` or `~user` is replaced by the home directory.
+
+    Raises:
+        UserError: if there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def require(module: str, *, extra: str) -> Any:
-    """Import `module`, a part of a library that the extra `extra` of diloco installs.
+    """Import `module` from a library that diloco's optional dependencies `extra` install.
 
     Raises:
         UserError: if the library is not installed.
@@ -49,4 +64,4 @@ def require(module: str, *, extra: str) -> Any:
         library = module.partition(".")[0]
         if error.name != library:
             raise
-        raise UserError(f"{library} is needed here: pip install '.[{extra}]' in diloco's clone") from error
+        raise UserError(f"{library} is not installed: run pip install '.[{extra}]' in diloco's clone") from error

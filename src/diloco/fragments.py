@@ -1,4 +1,4 @@
-"""Which parameters form fragment p: strided, sequential or whole."""
+"""The parameters of each fragment: strided, sequential or whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Fragment:
     parameters: tuple[str, ...]
     """Names as in `model.named_parameters()`, in that order."""
     blocks: tuple[str, ...] = ()
-    """Module paths of the blocks it holds, e.g. `blocks.0`; none for what is outside every block."""
+    """Module paths of its blocks, such as `blocks.0`; none for the fragment outside the blocks."""
 
 
 Fragments = tuple[Fragment, ...]
@@ -28,13 +28,13 @@ def strided(
 
     Args:
         model: any module that holds its blocks in an `nn.ModuleList`.
-        layers_per_fragment: blocks a fragment holds at the most.
-        blocks: path of that list (or paths, one after the other); found by itself where there is only one.
+        layers_per_fragment: the most blocks in a fragment.
+        blocks: path of that list, or paths of several, one after another; needless where there is only one list.
 
     Returns:
         The B block fragments, then one with the parameters outside every block (embeddings, final norm, head).
-        Parameters that need no gradient are in none, and blocks without any other don't count; tied parameters
-        are in one, once.
+        Parameters that need no gradient are in no fragment, and blocks without others do not count; a tied
+        parameter is in one fragment, once.
 
     Raises:
         UserError: if the blocks can't be found, or a parameter belongs to two fragments.
@@ -53,7 +53,7 @@ def strided(
 def sequential(
     model: nn.Module, *, layers_per_fragment: int = 3, blocks: str | Sequence[str] | None = None
 ) -> Fragments:
-    """Fragment b takes `layers_per_fragment` consecutive blocks; otherwise as `strided`.
+    """Fragment b takes `layers_per_fragment` consecutive blocks; else as `strided`.
 
     >>> from torch import nn
     >>> model = nn.Sequential()
@@ -97,7 +97,7 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
 
 
 def block_spans(fragment: Fragment, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Where each block lies in the fragment's flat vector: its first element, and the one after its last."""
+    """The span of each block in the fragment's flat vector: its first element, and the one after its last."""
     spans: dict[str, tuple[int, int]] = {}
     start = 0
     for name in fragment.parameters:
@@ -118,9 +118,12 @@ def _check_blocks(index: int, fragment: Fragment) -> None:
 
 def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
     if layers_per_fragment < 1:
-        raise UserError(f"layers_per_fragment must be at least 1, not {layers_per_fragment}")
+        raise UserError(f"layers_per_fragment={layers_per_fragment} must be at least 1", "layers_per_fragment")
     if layers_per_fragment > len(paths):
-        raise UserError(f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks")
+        raise UserError(
+            f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks",
+            "layers_per_fragment",
+        )
     return -(-len(paths) // layers_per_fragment)
 
 
@@ -129,10 +132,9 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
     if blocks is None:
         lists = _outermost_module_lists(model)
         if len(lists) != 1:
-            found = _listed(lists) if lists else "none"
             raise UserError(
-                f"the model should hold its blocks in one nn.ModuleList, and {found} was found: "
-                "name it with blocks='path.to.the.list'"
+                f"the model should hold its blocks in one nn.ModuleList, and it has {_listed(lists) or 'none'}: "
+                "name the list with blocks='path.to.the.list'"
             )
         blocks = lists
     paths = []
@@ -143,14 +145,14 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
             raise UserError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
             raise UserError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
-        # Not named_children, which tells a block once that stands in two places.
+        # Not named_children, which names a block that stands in two places only once.
         paths += [f"{path}.{name}" for name, block in module._modules.items() if block is not None]
     if len(set(paths)) < len(paths):
         raise UserError(f"blocks={blocks!r} names a list of blocks twice")
     trained = [p for p in paths if any(w.requires_grad for w in model.get_submodule(p).parameters())]
     if not trained:
         raise UserError(
-            f"no block of {blocks!r} has a parameter that needs a gradient: unfreeze one, or take whole()"
+            f"no block of {blocks!r} has a parameter that needs a gradient: unfreeze one, or take whole(model)"
         )
     return trained
 
@@ -165,7 +167,7 @@ def _outermost_module_lists(model: nn.Module) -> list[str]:
 
 
 def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
-    """Fragments of the given blocks, and a last one with whatever is outside them."""
+    """Fragments of the given blocks, and a last one with the parameters outside them."""
     outside = len(blocks_of)
     fragment_of_block = {path: index for index, paths in enumerate(blocks_of) for path in paths}
     names_of: list[list[str]] = [[] for _ in range(outside + 1)]

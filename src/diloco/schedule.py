@@ -1,4 +1,4 @@
-"""Which fragment is sent, and which is merged, at step t on replica m: one pure function of (t, m)."""
+"""The fragments that replica m sends and merges at step t: one pure function of (t, m)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +13,13 @@ class Sync(NamedTuple):
     fragment: int
     """Index of the fragment, from 0."""
     round: int
-    """How often this fragment has been sent, this time included, from 1."""
+    """The number of this exchange among its fragment's, from 1."""
     step: int
     """The inner step after which it is sent."""
 
 
 class Due(NamedTuple):
-    """What a replica does after one inner step: first send, then merge, each in the order given."""
+    """The syncs that a replica starts and ends after one inner step: it sends, then merges, in the given order."""
 
     send: tuple[Sync, ...]
     merge: tuple[Sync, ...]
@@ -27,13 +27,13 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When each fragment is sent and merged (Streaming DiLoCo, arXiv 2501.18512, Algorithm 1).
+    """The steps at which each fragment is sent and merged (Streaming DiLoCo, arXiv 2501.18512, Algorithm 1).
 
     Steps t are counted from 1. Fragment p is sent after step t when t ≥ H and (t − t_p) mod H = 0, and replica
     m merges it after step t + τ_m.
 
     Raises:
-        UserError: if the fields contradict each other; the message names both values.
+        UserError: if a field is out of its range, or two contradict each other.
 
     >>> schedule = Schedule(sync_every=100, num_fragments=2, overlap_steps=1)
     >>> [t for t in range(1, 301) if schedule.due(t).send]
@@ -51,30 +51,37 @@ class Schedule:
     offsets: tuple[int, ...] | None = None
     """t_p, one a fragment; None is floor(p·H/P)."""
     first_sync: Literal["full_period", "early"] = "full_period"
-    """full_period: the first sync of fragment p is at the first due step t ≥ H; early: at the first t ≥ 1."""
+    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse fields out of their range, and contradictions."""
         self._check_types()
-        if self.sync_every < 1:
-            raise UserError(f"sync_every must be at least 1 step, not {self.sync_every}")
-        if self.num_fragments < 1:
-            raise UserError(f"num_fragments must be at least 1, not {self.num_fragments}")
+        for name in ("sync_every", "num_fragments"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1", name)
         overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
         if not overlaps or not all(0 <= overlap < self.sync_every for overlap in overlaps):
             raise UserError(
-                f"overlap_steps must be at least 0 and below sync_every={self.sync_every}, "
-                f"not {self.overlap_steps}: a fragment has to be merged before it is sent again"
+                f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}: "
+                "a fragment is merged before it is sent again",
+                "overlap_steps",
+                "sync_every",
             )
         if self.offsets is not None:
             if len(self.offsets) != self.num_fragments:
-                raise UserError(f"offsets={self.offsets} must hold num_fragments={self.num_fragments} steps")
+                raise UserError(
+                    f"offsets={self.offsets} must hold one step for each of num_fragments={self.num_fragments}",
+                    "offsets",
+                    "num_fragments",
+                )
             if not all(0 <= offset < self.sync_every for offset in self.offsets):
                 raise UserError(
-                    f"offsets={self.offsets} must each be at least 0 and below sync_every={self.sync_every}"
+                    f"offsets={self.offsets} must each be at least 0 and below sync_every={self.sync_every}",
+                    "offsets",
+                    "sync_every",
                 )
         if self.first_sync not in ("full_period", "early"):
-            raise UserError(f"first_sync must be 'full_period' or 'early', not {self.first_sync!r}")
+            raise UserError(f"first_sync={self.first_sync} must be full_period or early", "first_sync")
 
     def _check_types(self) -> None:
         overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
@@ -86,7 +93,7 @@ class Schedule:
         }
         for name, value in numbers.items():
             if not (isinstance(value, tuple) and all(isinstance(number, int) for number in value)):
-                raise UserError(f"{name} takes whole numbers, several as a tuple, not {getattr(self, name)!r}")
+                raise UserError(f"{name}={getattr(self, name)} must be a whole number, or a tuple of them", name)
 
     def offset(self, fragment: int) -> int:
         """t_p of a fragment."""
@@ -119,11 +126,11 @@ class Schedule:
         return tuple(syncs)
 
     def due(self, step: int, replica: int = 0) -> Due:
-        """What `replica` sends and merges after `step`."""
+        """The syncs that `replica` sends and merges after `step`."""
         return Due(send=self.sent(step), merge=self.sent(step - self.overlap(replica)))
 
     def next_sent(self, step: int) -> tuple[int, ...]:
-        """The fragments that are sent first after `step` or a later one.
+        """The fragments of the next sending, after `step` or a later step.
 
         >>> schedule = Schedule(sync_every=100, num_fragments=2)
         >>> schedule.next_sent(100), schedule.next_sent(101)
@@ -135,7 +142,7 @@ class Schedule:
 
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
-        """The fragments of each remainder t mod H, so that a step without a sync costs one look-up."""
+        """The fragments by t mod H, so that a step without a sync costs one look-up."""
         at: dict[int, tuple[int, ...]] = {}
         for fragment in range(self.num_fragments):
             offset = self.offset(fragment)

@@ -17,7 +17,7 @@ def _namespaces() -> set[str]:
     return {line.split()[0] for line in listed.splitlines()}
 
 
-def _can_make_namespaces() -> bool:
+def can_make_namespaces() -> bool:
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     try:
@@ -27,7 +27,7 @@ def _can_make_namespaces() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
+pytestmark = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
 
 NUM_BYTES = 4_000_000
 RECEIVE = """
@@ -61,12 +61,13 @@ def test_bytes_arrive_and_are_counted_with_their_headers():
     assert _namespaces() == before
 
 
-def test_whatever_happens_nothing_is_left():
+def test_an_error_in_the_context_leaves_nothing_behind():
     before = _namespaces()
+    started = []
     with pytest.raises(ZeroDivisionError), Laboratory(2) as laboratory:
-        process = laboratory.start(0, ["sleep", "1000"])
+        started.append(laboratory.start(0, ["sleep", "1000"]))
         raise ZeroDivisionError
-    assert process.poll() is not None
+    assert started[0].poll() is not None
     assert _namespaces() == before
 
 
@@ -80,7 +81,7 @@ with Laboratory(1) as laboratory:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing_either(number):
+def test_a_signal_leaves_nothing_behind(number):
     before = _namespaces()
     root = Path(__file__).parents[2]
     process = subprocess.Popen(

@@ -24,11 +24,6 @@ def test_a_damaged_summary_is_named(finished_run, tmp_path, capsys):
         (["report", "nowhere"], "nowhere holds no run"),
         (["report", "results.csv"], "results.csv is neither a run's directory nor an experiment's CSV"),
         (["report"], "name a run's directory, or an experiment's CSV"),
-        (["experiment", "speed"], "'speed' is not an experiment: choose from scaling, overtraining"),
-        (
-            ["eval", "RUN", "--tasks", "piqa", "--data", "arc.jsonl"],
-            "arc.jsonl begins with that of none of the tasks 'piqa'",
-        ),
         (["eval", "RUN", "--data", "nowhere.jsonl"], "nowhere.jsonl can't be read as questions"),
     ],
 )

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import os
 import platform
@@ -12,7 +13,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from diloco.data.corpora import Document, documents, fingerprint
+from diloco.data.corpora import Document, content, documents, file_digest, fingerprint
+from diloco.errors import UserError
 
 ROWS = [{"text": "one\r\ntwo\u2028three"}, {"text": "", "id": "empty"}, {"text": "né", "id": 7}]
 EXPECTED = [Document("a.jsonl:1", ROWS[0]["text"]), Document("empty", ""), Document("a.jsonl:3", "né")]
@@ -86,61 +88,67 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl cannot be read: line 2 has no field `text`"),
-        ("a.jsonl", b'{"text": "x"}\nnonsense\n', r"a\.jsonl cannot be read: line 2 is not JSON"),
-        ("a.jsonl", b"[]\n", r"a\.jsonl cannot be read: line 1 has no field `text`"),
-        ("a.txt", b"\xff", r"a\.txt cannot be read: .*utf-8"),
-        ("a.txt.gz", b"no gzip", r"a\.txt\.gz cannot be read"),
-        ("a.txt.gz", gzip.compress(os.urandom(9999))[:5000], r"a\.txt\.gz cannot be read"),
-        ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst cannot be read"),
-        ("a.txt.zst", zstandard.compress(b"x" * 99)[:-3], r"a\.txt\.zst cannot be read: Truncated"),
-        ("a.parquet", b"no parquet", r"a\.parquet cannot be read"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl can't be read: line 2 has no field `text`"),
+        ("a.jsonl", b'{"text": "x"}\nnonsense\n', r"a\.jsonl can't be read: line 2 is not JSON"),
+        ("a.jsonl", b"[]\n", r"a\.jsonl can't be read: line 1 has no field `text`"),
+        ("a.txt", b"\xff", r"a\.txt can't be read: .*utf-8"),
+        ("a.txt.gz", b"no gzip", r"a\.txt\.gz can't be read"),
+        ("a.txt.gz", gzip.compress(os.urandom(9999))[:5000], r"a\.txt\.gz can't be read"),
+        ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst can't be read"),
+        ("a.txt.zst", zstandard.compress(b"x" * 99)[:-3], r"a\.txt\.zst can't be read: Truncated"),
+        ("a.parquet", b"no parquet", r"a\.parquet can't be read"),
         ("a.csv", b"", r"a\.csv has none of the known suffixes: \.txt, .*\.parquet"),
         ("a.parquet.gz", b"", r"a\.parquet\.gz has none of the known suffixes"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         list(documents(str(tmp_path / name)))
 
 
 def test_an_unknown_suffix_is_refused_before_anything_is_read(tmp_path):
     for name in ("a.txt", "b.md"):
         (tmp_path / name).write_text("text")
-    with pytest.raises(ValueError, match=r"b\.md has none of the known suffixes"):
+    with pytest.raises(UserError, match=r"b\.md has none of the known suffixes"):
         documents(f"{tmp_path}/*")
 
 
 def test_a_parquet_file_without_text(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"null\.parquet cannot be read: row 2 has no field `text`"):
+    with pytest.raises(UserError, match=r"null\.parquet can't be read: row 2 has no field `text`"):
         list(documents(str(tmp_path / "null.parquet")))
-    with pytest.raises(ValueError, match=r"none\.parquet cannot be read: .*no field `text`"):
+    with pytest.raises(UserError, match=r"none\.parquet can't be read: .*no field `text`"):
         list(documents(str(tmp_path / "none.parquet")))
 
 
 @pytest.mark.parametrize("source", ["absent.txt", "*.txt", "absent/**/*.jsonl"])
 def test_no_match_names_the_pattern_before_anything_is_read(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="matches no file"):
+    with pytest.raises(UserError, match="matches no file"):
+        documents(source)
+
+
+@pytest.mark.parametrize("source", ["**.txt", "~nobody-of-that-name/a.txt"])
+def test_a_pattern_that_is_none_is_refused(source):
+    with pytest.raises(UserError, match=r"can't be looked up|home directory"):
         documents(source)
 
 
 @pytest.mark.parametrize("source", ["", ".", "/", "~"])
 def test_a_directory_is_not_searched_unasked(source):
-    with pytest.raises(ValueError, match=r"is a directory; name the files in it"):
+    with pytest.raises(UserError, match=r"is a directory: name the files in it"):
         documents(source)
 
 
 def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"pip install '.\[data\]' in diloco's clone"):
+    with pytest.raises(UserError, match=r"pip install '.\[data\]' in diloco's clone"):
         list(documents(str(tmp_path / "a.txt.zst")))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install '.\[hub\]' in diloco's clone"):
+    with pytest.raises(UserError, match=r"pip install '.\[hub\]' in diloco's clone"):
         list(documents("hf:allenai/c4:en"))
 
 
@@ -150,10 +158,12 @@ def test_the_hub_library_streams_a_local_dataset(tmp_path):
     rows = [{"text": "a", "id": "first"}, {"text": "b", "id": "second"}]
     (data / "train.jsonl").write_bytes(jsonl(rows))
     (data / "validation.jsonl").write_bytes(jsonl([{"text": "v"}]))
-    found = read_offline(tmp_path, f"hf:{data}", f"hf:{data}::validation", f"hf:{tmp_path}/absent")
+    found = read_offline(
+        tmp_path, f"hf:{data}", f"hf:{data}::validation", f"hf:{tmp_path}/absent", f"hf:{data}::absent"
+    )
     assert found[0] == [["first", "a"], ["second", "b"]]
     assert found[1] == [[f"hf:{data}::validation:1", "v"]]
-    assert "is not found" in found[2]
+    assert "absent' can't be read: " in found[2] and "can't be read: " in found[3]
 
 
 def read_offline(tmp_path, *sources):
@@ -175,7 +185,7 @@ print(json.dumps([read(source) for source in sys.argv[1:]]))
 
 @pytest.mark.parametrize("source", ["hf:", "hf::en", "hf:a:b:", "hf:a:b:c:d"])
 def test_a_malformed_hub_source(source):
-    with pytest.raises(ValueError, match=r"is not of the form hf:NAME"):
+    with pytest.raises(UserError, match=r"is not of the form hf:NAME"):
         list(documents(source))
 
 
@@ -188,3 +198,13 @@ def test_a_fingerprint_changes_with_the_files(tmp_path):
     assert fingerprint(str(path)) == [["a.txt", 3, 0]] != before
     assert fingerprint("stdlib") == [platform.python_version()]
     assert fingerprint("hf:allenai/c4:en") == []
+
+
+def test_content_is_the_same_wherever_the_files_lie(tmp_path):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("one")
+    here, there = (content(f"{tmp_path}/{folder}/*.txt") for folder in ("here", "there"))
+    assert here == there == [["a.txt", hashlib.sha256(b"one").hexdigest()]]
+    (tmp_path / "here/a.txt").write_text("another")
+    assert file_digest(tmp_path / "here/a.txt") == hashlib.sha256(b"another").hexdigest()

@@ -18,9 +18,9 @@ def test_it_is_a_bijection(size, seed, epoch):
     assert np.array_equal(np.sort(whole(size, seed, epoch)), np.arange(size))
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 65535, 65536, 65537])
-def test_it_is_a_bijection_at_the_edges_of_powers_of_two(size):
-    assert np.array_equal(np.sort(whole(size)), np.arange(size))
+def test_it_is_a_bijection_at_the_edges_of_powers_of_two():
+    for size in [*range(1, 70), 255, 256, 257, 65535, 65536, 65537]:
+        assert np.array_equal(np.sort(whole(size)), np.arange(size)), size
 
 
 @given(st.integers(2**40, 2**62), SEEDS)

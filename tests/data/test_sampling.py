@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards
+from diloco.errors import UserError
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 
@@ -55,24 +56,9 @@ def test_the_order_is_the_same_everywhere_and_forever():
     assert order == [916, 989, 827, 900, 856, 532, 466, 472]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"step": 0}, "step=0"),
-        ({"step": 1, "replica": 2, "num_replicas": 2}, "replica=2 of num_replicas=2"),
-        ({"step": 1, "replica": -1}, "replica=-1"),
-        ({"step": 1, "rank": 1}, "rank=1 of num_ranks=1"),
-        ({"step": 1, "num_replicas": 2, "num_ranks": 2}, "global_batch=6 is not divisible by .*4"),
-    ],
-)
-def test_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Sampler(num_windows=10, global_batch=6).windows(**arguments)
-
-
 @pytest.mark.parametrize("fields", [{"num_windows": 0}, {"global_batch": 0}, {"seed": -1}, {"seed": 2**64}])
 def test_fields_out_of_range(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
+    with pytest.raises(UserError, match=next(iter(fields))):
         Sampler(**{"num_windows": 10, "global_batch": 6} | fields)
 
 
@@ -91,13 +77,10 @@ def test_a_batch_is_the_windows_of_the_sampler():
     assert (np.diff(batch) == 1).all()
 
 
-def test_batches_refuse_a_sampler_of_another_split():
-    with pytest.raises(ValueError, match=r"num_windows=9, but the split holds 10 windows of sequence_length=10"):
-        Batches(shards=tokens_of(101), sampler=Sampler(num_windows=9, global_batch=4), sequence_length=10)
-
-
 def test_batches_refuse_a_share_that_is_not_whole_at_once():
-    with pytest.raises(ValueError, match="global_batch=4 is not divisible"):
+    with pytest.raises(
+        UserError, match="global_batch=4 must be a multiple of num_replicas=3 times the 1 processes"
+    ):
         Batches(
             shards=tokens_of(101),
             sampler=Sampler(num_windows=10, global_batch=4),

@@ -64,7 +64,7 @@ def test_a_continuation_that_is_long_itself_is_scored_in_parts():
 
 
 def test_what_has_no_token_has_no_likelihood():
-    with pytest.raises(ValueError, match="request 1: the tokenizer makes no token of its continuation"):
+    with pytest.raises(ValueError, match="request 1: its continuation has no token"):
         likelihoods(MODEL, [([1], [2]), ([1], [])], max_length=8, device=CPU)
 
 

@@ -6,12 +6,11 @@ from diloco.models.decoder_config import DecoderConfig
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("num_heads", [1, 4])
-def test_persimmon_computes_the_same_function(num_heads):
-    config = DecoderConfig(num_layers=3, num_heads=num_heads, width=32, vocab_size=50)
+def test_persimmon_computes_the_same_function():
+    config = DecoderConfig(num_layers=3, num_heads=4, width=32, vocab_size=50)
     ours = config.build(seed=0)
     with torch.no_grad():
-        for parameter in ours.parameters():  # gains, too, shall tell which is which
+        for parameter in ours.parameters():  # so that gains differ, too
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     values, state = config.to_hugging_face(ours.state_dict(), context=64, bos_id=0)
     theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()

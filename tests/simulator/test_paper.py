@@ -27,7 +27,7 @@ def models(draw) -> PaperModel:
             settings=settings, num_params=1e9, num_layers=num_layers, step_seconds=draw(st.floats(0.01, 2))
         )
     except UserError as error:  # the period was rounded down to the overlap, or to nothing
-        assert "overlap_steps must be" in str(error) or "is too short for" in str(error)
+        assert "overlap_steps=" in str(error) or "is too short for" in str(error)
         reject()
 
 

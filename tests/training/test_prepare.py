@@ -22,9 +22,9 @@ def diloco(**values) -> dict:
 
 
 MISTAKES = {
-    "overlap": (diloco(overlap_steps=10), "overlap_steps must be at least 0 and below sync_every=10, not 10"),
+    "overlap": (diloco(overlap_steps=10), "overlap_steps=10 must be at least 0 and below"),
     "mixing": (diloco(mixing=1.5), "mixing must lie between 0 and 1, not 1.5"),
-    "period": (diloco(sync_every=0), "sync_every must be at least 1 step, not 0"),
+    "period": (diloco(sync_every=0), "sync_every=0 must be at least 1"),
     "wire": (diloco(wire="e9m9"), "'e9m9' is not a wire format: choose one of fp32, bf16, fp16, e4m3"),
     "never sent": (diloco(sync_every=58), "fragment 2 is first sent at step 96, and the run has 60"),
     "no whole gradient": (
@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),
     "a run twice": ({"name": "streaming"}, "already holds a run: choose another name, or resume it"),
-    "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, "fewer than the 1048577"),
+    "long sequences": ({"sequence_length": 1 << 20, "num_tokens": 1 << 27}, " takes 1048577: add text"),
 }
 
 

@@ -1,23 +1,24 @@
 """Compiles the codecs' references, in a process that checks no types, since that can't be traced.
 
-python -m tests.wire.compiled bits: with inductor, as for a GPU; the bits must be the reference's.
-python -m tests.wire.compiled graphs: all block codecs, without inductor; counts the graphs.
+python -m tests.wire.compiled bits|graphs
 """
 
 import sys
+from functools import partial
 
 import torch
 
-from diloco.wire import codec
+from diloco.wire import CODECS, codec
+from diloco.wire.blocks import BlockCodec
 from diloco.wire.compiled import COMPILE_OPTIONS, compile_alone
-from diloco.wire.formats import FORMATS, Blocks
 
 
 def compare_bits(spec: str) -> None:
     torch.set_num_threads(1)
     wire = codec(spec)
     pack, unpack = (
-        compile_alone(wire, method, options=COMPILE_OPTIONS) for method in ("pack_reference", "unpack_reference")
+        partial(compile_alone(type(wire), f"{name}_reference", options=COMPILE_OPTIONS), wire)
+        for name in ("pack", "unpack")
     )
     for length in (700, 1024):
         generator = torch.Generator().manual_seed(length)
@@ -36,31 +37,29 @@ def compare_bits(spec: str) -> None:
 
 
 def count_graphs() -> None:
-    """Each codec with its options has one graph for all lengths; together they are more than dynamo's limit."""
+    """One graph of `pack` and two of `unpack` for each codec: together they are more than dynamo's limit."""
     graphs: list[str] = []
+    kinds = [kind for kind in CODECS.values() if issubclass(kind, BlockCodec)]
+    assert 2 * len(kinds) > torch._dynamo.config.recompile_limit
+    for kind in kinds:
 
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(spec)
-        return graph.forward
+        def backend(graph: torch.fx.GraphModule, inputs: list, name: str = kind.name) -> object:
+            graphs.append(name)
+            return graph.forward
 
-    specs = [f"{name}:block={block}" for name in FORMATS if issubclass(FORMATS[name], Blocks) for block in (8, 32)]
-    assert len(specs) > torch._dynamo.config.recompile_limit
-    for spec in specs:
-        wire = codec(spec)
-        pack, unpack = (
-            compile_alone(wire, method, backend=backend) for method in ("pack_reference", "unpack_reference")
-        )
-        for length in (33, 1024, 4097):
-            delta = torch.linspace(-1, 1, length)
+        pack, unpack = (compile_alone(kind, f"{name}_reference", backend=backend) for name in ("pack", "unpack"))
+        for block, length in ((8, 33), (8, 1024), (32, 4097), (640, 1280)):
+            wire, delta = kind(block=block), torch.linspace(-1, 1, length)
             payload = wire.encode(delta)
             end = 16 + wire.scales_bytes(length)
             scales, codes = torch.empty_like(payload[16:end]), torch.empty_like(payload[end:])
-            pack(delta, scales, codes, None)
+            pack(wire, delta, scales, codes, None)
             assert torch.equal(torch.cat([payload[:16], scales, codes]), payload)
             decoded = torch.empty(length)
-            unpack(scales, codes, decoded, False)
+            unpack(wire, scales, codes, decoded, False)
             assert torch.equal(decoded, wire.decode(payload, length))
-    assert graphs == [spec for spec in specs for _ in ("pack", "unpack")], graphs
+            unpack(wire, scales, codes, delta, True)
+    assert graphs == [kind.name for kind in kinds for _ in range(3)], graphs
 
 
 if __name__ == "__main__":

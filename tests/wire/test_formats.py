@@ -48,7 +48,7 @@ def test_bits_a_value_by_hand():
         if issubclass(kind, Blocks):
             assert parse(f"{name}:block=64").bits_per_value == kind.bits + kind.scale_bytes / 8
         elif issubclass(kind, Sparse):
-            # A place in 16 takes 4 low bits, its bit of the vector, and one for each of 16 passed over.
+            # One place in 16 takes 4 low bits, its own bit of the vector, and one bit for every 16 places.
             places = (4 + 1 + 1) / 16 if name == "topk" else 0
             assert parse(f"{name}:density=0.0625,values=bf16").bits_per_value == 1 + places
 

@@ -1,1 +1,1 @@
-"""From text to batches: corpora, tokenizers, packed shards, and which windows a replica reads."""
+"""From text to batches: corpora, tokenizers, packed shards, and the windows that each replica reads."""

@@ -1,5 +1,6 @@
-"""What a run reads: the sources of text, how they are held out, and how they become tokens."""
+"""The text of a run: its sources, its held-out part, and its tokenizer."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,10 +9,10 @@ from diloco.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text of a run.
+    """The text of a run; errors name its fields as `TrainConfig` does, `data.train`.
 
     Raises:
-        UserError: if the fields contradict each other; the message names both values.
+        UserError: if a field is out of its range, or two contradict each other.
     """
 
     train: tuple[str, ...] = ("stdlib",)
@@ -21,8 +22,8 @@ class DataConfig:
     held_out_fraction: float = 0.02
     """Share of the training documents that is held out, chosen by a hash of each document's id."""
     max_train_bytes: int | None = None
-    """Training text is read up to so many bytes of UTF-8, to the end of a document; None is all of it. A token of
-    32,000 is four to five bytes of English."""
+    """Bytes of UTF-8 after which training text ends, with the document that reaches them; None is all text. With a
+    vocabulary of 32,000, a token is four to five bytes of English."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
@@ -32,17 +33,26 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.train:
-            raise UserError("train=() names no source of training text; name one, such as 'stdlib'")
+            raise UserError("data.train names no source of training text: name one, such as stdlib", "data.train")
         if not 0 < self.held_out_fraction < 1:
-            raise UserError(f"held_out_fraction={self.held_out_fraction} must lie between 0 and 1")
+            raise UserError(
+                f"data.held_out_fraction={self.held_out_fraction} must lie between 0 and 1",
+                "data.held_out_fraction",
+            )
         if self.max_train_bytes is not None and self.max_train_bytes < 1:
             raise UserError(
-                f"max_train_bytes={self.max_train_bytes} must be at least 1; left out, all text is read"
+                f"data.max_train_bytes={self.max_train_bytes} must be at least 1: leave it out to read all text",
+                "data.max_train_bytes",
             )
-        if self.tokenizer.startswith("bpe:") and not self.tokenizer.removeprefix("bpe:").isdecimal():
-            raise UserError(f"tokenizer={self.tokenizer!r} is not of the form bpe:SIZE, such as 'bpe:8192'")
+        # Nine digits: a size fits the library's 32 bits.
+        if self.tokenizer.startswith("bpe:") and not re.fullmatch("bpe:[0-9]{1,9}", self.tokenizer):
+            raise UserError(
+                f"data.tokenizer={self.tokenizer} is not of the form bpe:SIZE, such as bpe:8192", "data.tokenizer"
+            )
         if self.held_out and self.held_out_fraction != DataConfig.held_out_fraction:
             raise UserError(
-                f"held_out={self.held_out} and held_out_fraction={self.held_out_fraction} contradict each "
-                "other; name held-out sources or a fraction of the training documents, not both"
+                f"data.held_out_fraction={self.held_out_fraction} contradicts data.held_out={self.held_out}: name "
+                "held-out sources or a fraction of the training documents, not both",
+                "data.held_out_fraction",
+                "data.held_out",
             )

@@ -1,7 +1,6 @@
 """Documents of text, streamed from the standard library, from files, or from the Hugging Face Hub."""
 
 import gzip
-import hashlib
 import io
 import json
 import platform
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from diloco.errors import UserError
-from diloco.files import require
+from diloco.files import expanded, require, sha256
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. Its `id` does not depend on where the source lies, so that all machines agree on it."""
+    """One text. Its `id` is the same wherever the source lies, so that all machines agree on it."""
 
     id: str
     text: str
@@ -38,7 +37,7 @@ def documents(source: str) -> Iterator[Document]:
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
     Raises:
-        UserError: if nothing matches, a suffix is unknown, or a file or row cannot be read.
+        UserError: if nothing matches, a suffix is unknown, or a file or row can't be read.
     """
     if source == "stdlib":
         return _stdlib()
@@ -48,9 +47,9 @@ def documents(source: str) -> Iterator[Document]:
 
 
 def fingerprint(source: str) -> list[Any]:
-    """What changes when the text of `source` does: Python's version, or each file's size and time.
+    """Facts that change with the text of `source`: Python's version, or each file's size and time.
 
-    Empty for the Hub, whose datasets are taken to be as constant as their names.
+    It is empty for a dataset of the Hub, which is taken to be as constant as its name.
     """
     if source == "stdlib":
         return [platform.python_version()]
@@ -62,7 +61,7 @@ def fingerprint(source: str) -> list[Any]:
 
 
 def parts(source: str) -> list[str]:
-    """What a source reads, under one name however it was asked for: files by their path, a dataset's split."""
+    """The parts of a source, each under one name however it was asked for: files by path, a dataset's split."""
     if source == "stdlib":
         return [source]
     if source.startswith("hf:"):
@@ -71,10 +70,7 @@ def parts(source: str) -> list[str]:
 
 
 def content(source: str) -> list[Any]:
-    """What is the same wherever the text of `source` lies: Python's version, or each file's name and SHA-256.
-
-    Of the Hub it is the dataset's name.
-    """
+    """The text of `source` wherever it lies: Python's version, files' names and SHA-256, or a dataset's name."""
     if source == "stdlib":
         return [source, platform.python_version()]
     if source.startswith("hf:"):
@@ -84,15 +80,14 @@ def content(source: str) -> list[Any]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256, in hex, of a file, which is read again only when its size or time has changed."""
+    """SHA-256 of a file in hexadecimal; it is read again only when its size or time has changed."""
     stat = path.stat()
     return _sha256(path.absolute(), stat.st_size, stat.st_mtime_ns)
 
 
 @cache
 def _sha256(path: Path, size: int, modified_ns: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(path)
 
 
 def _stdlib() -> Iterator[Document]:
@@ -112,11 +107,10 @@ def _hub(source: str) -> Iterator[Document]:
     name, config, split = _parse_hub(source)
     load_dataset = require("datasets", extra="hub").load_dataset
     try:
-        dataset = load_dataset(name, config, split=split, streaming=True)
-    except FileNotFoundError as error:
-        raise UserError(f"source {source!r} is not found: {error}") from error
-    for number, row in enumerate(dataset, start=1):
-        yield _document(row, default_id=f"{source}:{number}", place=f"{source}: row {number}")
+        for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
+            yield _document(row, default_id=f"{source}:{number}", place=f"row {number}")
+    except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
+        raise UserError(f"source {source!r} can't be read: {error}") from error
 
 
 def _parse_hub(source: str) -> tuple[str, str | None, str]:
@@ -137,18 +131,23 @@ def _files(source: str) -> Iterator[Document]:
 
 def _match(source: str) -> tuple[Path, list[Path]]:
     """The directory that ids are relative to, and the files that `source` names, sorted."""
-    pattern = Path(source).expanduser()
-    if pattern.is_dir():
+    pattern = expanded(source)
+    try:
+        if pattern.is_dir():
+            root, paths = pattern, []
+        elif pattern.is_file():
+            root, paths = pattern.parent, [pattern]
+        else:
+            root = Path(*takewhile(lambda part: not set("*?[") & set(part), pattern.parts[:-1]))
+            paths = sorted(path for path in root.glob(str(pattern.relative_to(root))) if path.is_file())
+    except (OSError, ValueError) as error:  # a directory closed to us, or a pattern that is none
+        raise UserError(f"source {source!r} can't be looked up: {error}") from error
+    if root == pattern:
         raise UserError(
-            f"source {source!r} is a directory; name the files in it, such as '{pattern / '**/*.txt'}'"
+            f"source {source!r} is a directory: name the files in it, such as '{pattern / '**/*.txt'}'"
         )
-    if pattern.is_file():
-        root, paths = pattern.parent, [pattern]
-    else:
-        root = Path(*takewhile(lambda part: not set("*?[") & set(part), pattern.parts[:-1]))
-        paths = sorted(path for path in root.glob(str(pattern.relative_to(root))) if path.is_file())
     if not paths:
-        raise UserError(f"source {source!r} matches no file; name a file, or a glob such as 'texts/**/*.txt'")
+        raise UserError(f"source {source!r} matches no file: name a file, or a glob such as 'texts/**/*.txt'")
     for path in paths:
         _reader(path)
     return root, paths
@@ -158,7 +157,7 @@ def _read(path: Path, name: str) -> Iterator[Document]:
     try:
         yield from _reader(path)(path, name)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} can't be read: {error}") from error
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterator[Document]]:
@@ -178,7 +177,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"line {number} is not JSON: {error}") from error
             yield _document(row, default_id=f"{name}:{number}", place=f"line {number}")
 
@@ -195,11 +194,11 @@ def _open(path: Path) -> TextIO:
     if path.suffix == ".gz":
         stream = gzip.open(path)  # noqa: SIM115 - closed by the wrapper below
     elif path.suffix == ".zst":
-        # Not zstandard's own reader, which takes a file cut short for one that ends there.
+        # zstandard's own reader would take a file that was cut short for a whole one.
         stream = require("pyarrow", extra="data").input_stream(str(path), compression="zstd")
     else:
         stream = path.open("rb")
-    # newline="\n": text keeps its line ends, and a row of JSON ends at "\n" alone.
+    # newline="\n": text keeps its line ends, and only "\n" ends a row of JSON.
     return io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
 
 

@@ -1,4 +1,4 @@
-"""The documents of one split, packed end to end into shards, whole ones kept across interruptions."""
+"""Pack the documents of one split end to end into shards; finished shards survive an interruption."""
 
 from itertools import count, takewhile
 from pathlib import Path
@@ -12,8 +12,8 @@ from diloco.files import write_atomically
 class SplitWriter:
     """Packs documents in the order in which they come; a shard ends with the document that fills it.
 
-    A shard is a function of the documents alone, so a writer that finds shards finished before it, and is
-    given the documents after theirs, writes what an uninterrupted one would have.
+    A shard is a function of the documents alone. So a writer that keeps the finished shards of an interrupted one,
+    and is given the documents after theirs, writes the same files as a writer that was never interrupted.
     """
 
     def __init__(self, directory: Path, split: Split, *, dtype: str, bos_id: int, shard_tokens: int) -> None:
@@ -26,7 +26,7 @@ class SplitWriter:
 
     @property
     def packed(self) -> Shard:
-        """Counts of all documents so far, those found finished included."""
+        """Counts of all documents so far, those of kept shards included."""
         return total([*self.shards, self._open_shard()])
 
     def add(self, ids: np.ndarray, *, num_bytes: int) -> None:

@@ -1,9 +1,8 @@
 """A keyed shuffle of [0, size) that is computed, not stored.
 
-A balanced Feistel network is a bijection of [0, 2^2h) whatever its round function. Walking its cycles,
-that is applying it again while the result is outside of [0, size), makes it a bijection of [0, size)
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). As 2^2h ≤ 4 size, a position takes
-four turns at most on average.
+A balanced Feistel network is a bijection of [0, 2^2h) for every round function. Walking its cycles, that is
+applying it again while the result is outside of [0, size), gives a bijection of [0, size) (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). As 2^2h ≤ 4 size, a position takes four turns at most on average.
 """
 
 import numpy as np
@@ -12,9 +11,9 @@ _NUM_ROUNDS = 8
 
 
 def permute(position_K: np.ndarray, *, size: int, seed: int, epoch_K: np.ndarray) -> np.ndarray:
-    """Where each position of [0, size) goes in its epoch's permutation.
+    """The image of each position of [0, size) under its epoch's permutation: uint64, shape (K,).
 
-    Positions and epochs are integers of shape (K,), 1 ≤ size ≤ 2^62, 0 ≤ seed < 2^64. Returns uint64, shape (K,).
+    Positions and epochs are integers of shape (K,); 1 ≤ size ≤ 2^62; 0 ≤ seed < 2^64.
 
     >>> permute(np.arange(5), size=5, seed=0, epoch_K=np.zeros(5)).tolist()
     [4, 3, 2, 0, 1]
@@ -37,7 +36,7 @@ def _feistel(value_K: np.ndarray, key_K: np.ndarray, half_bits: int) -> np.ndarr
 
 
 def _mix(value_K: np.ndarray) -> np.ndarray:
-    """The generator splitmix64 (Steele, Lea and Flood, 2014), its state being `value_K`."""
+    """One output of the generator splitmix64 (Steele, Lea and Flood, 2014) in the state `value_K`."""
     value_K = value_K + np.uint64(0x9E3779B97F4A7C15)
     value_K = (value_K ^ (value_K >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value_K = (value_K ^ (value_K >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

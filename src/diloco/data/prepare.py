@@ -1,7 +1,7 @@
 """From sources of text to a prepared directory of token shards (`diloco data prepare`).
 
-It may be killed at any moment. A later call with the same settings keeps the shards that are finished and
-ends with the same bytes as if nothing had happened.
+It may be killed at any moment. A later call with the same settings keeps the finished shards, and ends with the
+same bytes as a call that was never interrupted.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -30,10 +30,10 @@ from diloco.data.index import (
     write_record,
 )
 from diloco.data.packing import SplitWriter
-from diloco.data.splits import check_disjoint, explain_empty, split_documents
+from diloco.data.splits import check_disjoint, empty_split, split_documents
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
-from diloco.files import write_atomically
+from diloco.files import expanded, sha256, write_atomically
 
 SHARD_TOKENS = 2**26
 """Tokens in a shard, by default: 128 MiB of 16 bits each."""
@@ -46,23 +46,23 @@ _BATCH_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareProgress:
-    """How far `prepare` has come; what an earlier call had finished counts."""
+    """Progress of `prepare`, the work of earlier calls included."""
 
     stage: Literal["waiting for another process", "training the tokenizer", "packing"]
-    """What it is doing."""
+    """The present activity."""
     num_documents: int = 0
     """Documents packed."""
     num_bytes: int = 0
-    """UTF-8 bytes of their text."""
+    """UTF-8 bytes of the documents' text."""
     num_tokens: int = 0
-    """Their tokens, BOS included."""
+    """Tokens of the documents, BOS included."""
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
 def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> Path:
-    """The prepared directory that `config` means, prepared now if it is not yet.
+    """The prepared directory of `config`, prepared now if it is not yet.
 
     Raises:
         UserError: as `prepare` does, or if `config.prepared` was made from other sources or with another
@@ -70,17 +70,19 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     """
     if config.prepared is None:
         settings = _settings(config, SHARD_TOKENS)
-        told = {name: value for name, value in asdict(settings).items() if value is not None}
-        name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-        return prepare(config, config.cache.expanduser().absolute() / name, progress=progress)
-    directory = config.prepared.expanduser().absolute()
+        values = {name: value for name, value in asdict(settings).items() if value is not None}
+        name = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+        return prepare(config, expanded(config.cache).absolute() / name, progress=progress)
+    directory = expanded(config.prepared).absolute()
     made_with = read_index(directory).settings
-    for name in ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer"):
-        asked, found = getattr(config, name), getattr(made_with, name)
-        if asked not in (getattr(DataConfig, name), found):
+    for name in _CONFIGURED:
+        value, prepared_value = getattr(config, name), getattr(made_with, name)
+        if value not in (getattr(DataConfig, name), prepared_value):
             raise UserError(
-                f"{name}={asked!r} contradicts prepared={str(directory)!r}, which was made with "
-                f"{name}={found!r}; drop one of the two"
+                f"data.{name}={value} contradicts data.prepared={directory}, which was made with "
+                f"data.{name}={prepared_value}: drop one of the two",
+                f"data.{name}",
+                "data.prepared",
             )
     return directory
 
@@ -92,16 +94,19 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Tokenize the sources of `config` into `output`, and return it. Returns at once if that is done.
+    """Tokenize the sources of `config` into `output`, unless that is done; return `output`.
 
-    Several processes may ask for the same output at a time: one works, the others wait for it.
+    Several processes may prepare the same output at a time: one works, the others wait for it.
 
     Raises:
-        UserError: if a source cannot be read, a split holds no document, text is both trained on and held out, or
-            `output` was prepared with other settings.
+        UserError: if a source can't be read, a split holds no document, text is both trained on and held out, or
+            `output` is no directory, or one that was prepared with other settings.
     """
     settings = _settings(config, shard_tokens)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output} can't be made a directory: {error}") from error
     report = progress or (lambda _: None)
     with _lock(output, report):
         _claim(output, settings)
@@ -119,7 +124,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> Settings:
         held_out=config.held_out,
         held_out_fraction=config.held_out_fraction,
         tokenizer=config.tokenizer,
-        tokenizer_file_digest=_sha256([tokenizer_file(config.tokenizer)]) if is_file(config.tokenizer) else "",
+        tokenizer_file_digest=sha256(tokenizer_file(config.tokenizer)) if is_file(config.tokenizer) else "",
         source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
         shard_tokens=shard_tokens,
         max_train_bytes=config.max_train_bytes,
@@ -143,13 +148,23 @@ def _claim(output: Path, settings: Settings) -> None:
     is_made = any(file.name not in ("lock", SETTINGS_FILE) for file in output.iterdir())
     if not (path.exists() and is_made):
         write_record(path, settings)
-    found = read_settings(path)
-    for name, asked in asdict(settings).items():
-        if getattr(found, name) != asked:
+    earlier = read_settings(path)
+    for name, label in _LABELS.items():
+        before, now = getattr(earlier, name), getattr(settings, name)
+        if before != now:
             raise UserError(
-                f"{output} was prepared with {name}={getattr(found, name)!r}, not {name}={asked!r}; "
-                "choose another directory, or delete this one"
+                f"{output} was prepared with {label}={before}, not {label}={now}: choose another directory, or "
+                "delete this one",
+                *([label] if label.startswith("data.") else []),
             )
+
+
+_CONFIGURED = ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer")
+"""The settings of a prepared directory that `DataConfig` has, too."""
+
+_LABELS = {
+    field.name: f"data.{field.name}" if field.name in _CONFIGURED else field.name for field in fields(Settings)
+}
 
 
 def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallback) -> Tokenizer:
@@ -163,20 +178,20 @@ def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallbac
             train_bpe(_training_texts(config), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
-        load_tokenizer(original)  # what is wrong with it is told of the file that the user knows
+        load_tokenizer(original)  # an error then names the user's file, not the copy
         path = output / f"tokenizer{original.suffix}"
         write_atomically(path, [original.read_bytes()])
     return load_tokenizer(path)
 
 
 def _training_texts(config: DataConfig) -> Iterator[str]:
-    left_bytes = BPE_TRAINING_BYTES
+    bytes_left = BPE_TRAINING_BYTES
     for split, document in split_documents(config):
         if split == "train":
-            head = _utf8(document)[:left_bytes]
+            head = _utf8(document)[:bytes_left]
             yield head.decode(errors="ignore")  # The cut may fall inside a character.
-            left_bytes -= len(head)
-            if not left_bytes:
+            bytes_left -= len(head)
+            if not bytes_left:
                 return
 
 
@@ -197,7 +212,7 @@ def _pack(
     for split, writer in writers.items():
         writer.close()
         if not writer.shards:
-            raise UserError(explain_empty(config, split))
+            raise empty_split(config, split)
     splits: dict[Split, tuple[Shard, ...]] = {split: tuple(writer.shards) for split, writer in writers.items()}
     return Index(
         settings=settings,
@@ -206,8 +221,8 @@ def _pack(
         bos_id=tokenizer.bos_id,
         dtype=dtype,
         splits=splits,
-        digest=_sha256(
-            shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split]))
+        digest=sha256(
+            *(shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split])))
         ),
     )
 
@@ -215,10 +230,10 @@ def _pack(
 def _unfinished(
     assigned: Iterable[tuple[Split, Document]], writers: dict[Split, SplitWriter]
 ) -> Iterator[tuple[Split, Document]]:
-    left = {split: writer.packed.num_documents for split, writer in writers.items()}
+    num_packed = {split: writer.packed.num_documents for split, writer in writers.items()}
     for split, document in assigned:
-        if left[split]:
-            left[split] -= 1
+        if num_packed[split]:
+            num_packed[split] -= 1
         else:
             yield split, document
 
@@ -240,13 +255,4 @@ def _utf8(document: Document) -> bytes:
     try:
         return document.text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"document {document.id!r} holds text that UTF-8 cannot: {error}") from error
-
-
-def _sha256(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-    return digest.hexdigest()
+        raise UserError(f"the text of document {document.id!r} can't be encoded in UTF-8: {error}") from error

@@ -1,11 +1,11 @@
-"""Which windows a replica reads at step t: a pure function of (seed, t, replica, rank).
+"""The windows that a replica reads at step t: a pure function of (seed, t, replica, rank).
 
 With W windows and a global batch of B, step t (counted from 1) covers the positions (t−1)B … tB−1.
 Position k is window permutation_{seed,e}(k mod W) of epoch e = ⌊k / W⌋. Of M replicas, replica m takes
 the positions [mB/M, (m+1)B/M) of each step, and of R ranks in a replica each takes its share likewise.
 
-So each window is read once an epoch, no two replicas read the same one in an epoch, and M replicas
-together read what one would with the same global batch. Nothing needs saving to resume.
+So each window is read once an epoch, no two replicas read the same window in an epoch, and M replicas together
+read what one replica with the same global batch reads. A resume needs nothing saved.
 """
 
 from dataclasses import dataclass
@@ -39,12 +39,11 @@ class Sampler:
     """Key of the permutations, in [0, 2^64)."""
 
     def __post_init__(self) -> None:
-        if self.num_windows < 1 or self.global_batch < 1:
-            raise UserError(
-                f"num_windows={self.num_windows} and global_batch={self.global_batch} must be at least 1"
-            )
+        for name in ("num_windows", "global_batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1", name)
         if not 0 <= self.seed < 2**64:
-            raise UserError(f"seed={self.seed} must lie in [0, 2^64)")
+            raise UserError(f"seed={self.seed} must be at least 0 and below 2^64", "seed")
 
     def windows(
         self, step: int, replica: int = 0, num_replicas: int = 1, rank: int = 0, num_ranks: int = 1
@@ -52,20 +51,17 @@ class Sampler:
         """The windows that `rank` of `replica` reads at `step`: int64, shape (B / (M·R),).
 
         Raises:
-            UserError: if B is not divisible by M·R, or an argument is out of its range.
+            UserError: if B is not divisible by M·R.
         """
-        if step < 1:
-            raise UserError(f"step={step} must be at least 1: steps are counted from 1")
-        if not (0 <= replica < num_replicas and 0 <= rank < num_ranks):
-            raise UserError(
-                f"replica={replica} of num_replicas={num_replicas} and rank={rank} of num_ranks={num_ranks}: "
-                "both are counted from 0 and must be below their number"
-            )
+        assert step >= 1, "steps are counted from 1"
+        assert 0 <= replica < num_replicas and 0 <= rank < num_ranks, "both are counted from 0"
         share, rest = divmod(self.global_batch, num_replicas * num_ranks)
         if rest:
             raise UserError(
-                f"global_batch={self.global_batch} is not divisible by num_replicas·num_ranks="
-                f"{num_replicas * num_ranks}; choose a multiple of it"
+                f"global_batch={self.global_batch} must be a multiple of num_replicas={num_replicas} times the "
+                f"{num_ranks} processes of each",
+                "global_batch",
+                "num_replicas",
             )
         first = (step - 1) * self.global_batch + (replica * num_ranks + rank) * share
         position_K = np.arange(first, first + share)
@@ -78,9 +74,10 @@ class Sampler:
 class Batches:
     """The batches of one rank of one replica.
 
+    `sampler` orders as many windows as `shards` holds.
+
     Raises:
-        UserError: if `sampler` was made for another number of windows than `shards` holds, or its global batch
-            is not divisible by `num_replicas` · `num_ranks`.
+        UserError: if the global batch is not divisible by `num_replicas` · `num_ranks`.
     """
 
     shards: TokenShards
@@ -88,7 +85,7 @@ class Batches:
     sampler: Sampler
     """The order in which to read it."""
     sequence_length: int
-    """Tokens in a sequence; a window holds one more, the last one's target."""
+    """Tokens in a sequence; a window holds one more, the last token's target."""
     replica: int = 0
     """m, in [0, num_replicas)."""
     num_replicas: int = 1
@@ -99,12 +96,8 @@ class Batches:
     """R: processes in a replica."""
 
     def __post_init__(self) -> None:
-        held = self.shards.num_windows(self.sequence_length)
-        if self.sampler.num_windows != held:
-            raise UserError(
-                f"the sampler orders num_windows={self.sampler.num_windows}, but the split holds {held} "
-                f"windows of sequence_length={self.sequence_length}"
-            )
+        num_windows = self.shards.num_windows(self.sequence_length)
+        assert self.sampler.num_windows == num_windows, (self.sampler.num_windows, num_windows)
         self._windows(step=1)
 
     def batch(self, step: int) -> np.ndarray:

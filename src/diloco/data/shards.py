@@ -1,4 +1,4 @@
-"""One split of a prepared directory, read as one long line of tokens cut into windows."""
+"""One split of a prepared directory: a long line of tokens, cut into windows."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ class TokenShards:
     shards: tuple[np.ndarray, ...]
     """Unsigned integers, each of shape (num_tokens of the shard,)."""
     num_bytes: int
-    """UTF-8 bytes of the text: what bits per byte divides by."""
+    """UTF-8 bytes of the text, by which bits per byte divides."""
     vocab_size: int
     """All tokens are below it."""
     bos_id: int
@@ -42,30 +42,25 @@ class TokenShards:
         return np.cumsum([len(shard) for shard in self.shards])
 
     def num_windows(self, length: int) -> int:
-        """How many windows of `length` + 1 tokens there are at stride `length`: (num_tokens − 1) // length.
+        """The number of windows of `length` + 1 tokens at stride `length`: (num_tokens − 1) // length.
 
-        Each token but the first is then the target of one prediction, save a remainder at the end.
+        Each token but the first, and but a remainder at the end, is then the target of one prediction.
 
         Raises:
             UserError: if the split is shorter than one window.
         """
-        if length < 1:
-            raise UserError(f"length={length} must be at least 1 token")
+        assert length >= 1, length
         if self.num_tokens < length + 1:
             raise UserError(
-                f"the split holds {self.num_tokens} tokens, fewer than the {length + 1} of one window; "
-                "add text, or choose shorter sequences"
+                f"the split holds {self.num_tokens} tokens, and a window of sequence_length={length} takes "
+                f"{length + 1}: add text, or choose shorter sequences",
+                "sequence_length",
             )
         return (self.num_tokens - 1) // length
 
     def window(self, i: int, length: int) -> np.ndarray:
-        """Tokens i·`length` … (i + 1)·`length`, both included: int64, shape (length + 1,).
-
-        Raises:
-            UserError: if there is no such window.
-        """
-        if not 0 <= i < self.num_windows(length):
-            raise UserError(f"window {i} is not one of the {self.num_windows(length)} of length {length}")
+        """Tokens i·`length` … (i + 1)·`length`, both included: int64, shape (length + 1,)."""
+        assert 0 <= i < self.num_windows(length), (i, self.num_windows(length))
         first, stop = i * length, (i + 1) * length + 1
         pieces = []
         for number in range(int(np.searchsorted(self._ends, first, side="right")), len(self.shards)):
@@ -96,7 +91,7 @@ def open_split(directory: Path, split: Split) -> TokenShards:
 def _map_shard(directory: Path, index: Index, split: Split, number: int) -> np.ndarray:
     path = shard_path(directory, split, number, ".bin")
     expected = index.splits[split][number].num_tokens * np.dtype(index.dtype).itemsize
-    found = path.stat().st_size if path.is_file() else 0
-    if found != expected:
-        raise UserError(f"{path} holds {found} bytes, not the {expected} of the index; prepare the data again")
+    num_bytes = path.stat().st_size if path.is_file() else 0
+    if num_bytes != expected:
+        raise UserError(f"{path} holds {num_bytes} bytes, not the {expected} of the index: prepare the data again")
     return np.memmap(path, dtype=index.dtype, mode="r")

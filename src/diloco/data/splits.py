@@ -1,4 +1,4 @@
-"""Which split a document belongs to."""
+"""The split that each document belongs to."""
 
 import hashlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
 
 
 def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document]]:
-    """Those of the training sources, with those among them that are held out."""
+    """The documents of the training sources, held-out ones included."""
     num_bytes = 0
     for source in config.train:
         for document in documents(source):
@@ -37,36 +37,40 @@ def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document
 
 
 def check_disjoint(config: DataConfig) -> None:
-    """Refuse to hold out what is trained on.
+    """Refuse to hold out text that is trained on.
 
     Raises:
-        UserError: naming a file or dataset that is among both.
+        UserError: with the file or dataset that is among both.
     """
     trained = {part for source in config.train for part in parts(source)}
     for source in config.held_out:
         for part in parts(source):
             if part in trained:
                 raise UserError(
-                    f"{part} is both training and held-out text: leave it out of --held-out or --train"
+                    f"{part} is both training and held-out text: leave it out of data.held_out or data.train",
+                    "data.held_out",
+                    "data.train",
                 )
 
 
 def is_held_out(document_id: str, fraction: float) -> bool:
-    """Whether a document is among the `fraction` of all ids whose hash is lowest.
+    """True for the `fraction` of all ids whose hash is lowest.
 
-    It depends on nothing else: whatever is read beside it, in whatever order, a document stays in its split.
+    Nothing else counts: a document stays in its split whatever is read beside it, in whatever order.
     """
     digest = hashlib.sha256(document_id.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def explain_empty(config: DataConfig, split: Split) -> str:
-    """What to say of a split that no document belongs to."""
-    if split == "train":
-        return f"train={config.train} holds no document for the training split; name sources that do"
-    if config.held_out:
-        return f"held_out={config.held_out} holds no document; name sources that do"
-    return (
-        f"held_out_fraction={config.held_out_fraction} of the documents of train={config.train} came to none; "
-        "raise it, or name held_out sources"
-    )
+def empty_split(config: DataConfig, split: Split) -> UserError:
+    """The error for a split that no document belongs to."""
+    if split == "held_out" and not config.held_out:
+        return UserError(
+            f"data.held_out_fraction={config.held_out_fraction} holds out none of the documents of "
+            f"data.train={config.train}: raise it, or name data.held_out",
+            "data.held_out_fraction",
+            "data.train",
+            "data.held_out",
+        )
+    name = f"data.{split}"
+    return UserError(f"{name}={getattr(config, split)} holds no document for its split: name other sources", name)

@@ -9,18 +9,18 @@ import numpy as np
 
 from diloco.data.index import INDEX_FILE, read_index
 from diloco.errors import UserError
-from diloco.files import require, write_atomically
+from diloco.files import expanded, require, write_atomically
 
 FILES = ("tokenizer.json", "tokenizer.model")
-"""Names under which a directory holds its tokenizer: Hugging Face's, SentencePiece's."""
+"""Names of a tokenizer's file in a directory: Hugging Face's, SentencePiece's."""
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer has to offer."""
+    """A mapping between text and token ids."""
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """A name for people."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of what defines the mapping."""
+        """SHA-256, in hexadecimal, of the data that define the mapping."""
         ...
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text that ids stand for; BOS stands for none."""
+        """The text of ids; BOS stands for none."""
         ...
 
 
@@ -53,7 +53,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     A directory made by `diloco data prepare` gives the tokenizer that it was prepared with.
 
     Raises:
-        UserError: if it is none of these, has no BOS, or is not what the directory was prepared with.
+        UserError: if it is none of these, has no BOS, or did not make the tokens of its directory.
 
     >>> tokenizer = load_tokenizer("bytes")
     >>> tokenizer.encode(["né"])
@@ -64,15 +64,15 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     if str(spec).startswith("bpe:"):
-        raise UserError(f"tokenizer {spec!r} exists once it is trained; name the prepared directory instead")
-    if (Path(spec).expanduser() / INDEX_FILE).is_file():
-        return _load_prepared(Path(spec).expanduser())
+        raise UserError(f"tokenizer {spec!r} exists once it is trained: name the prepared directory instead")
+    if (expanded(spec) / INDEX_FILE).is_file():
+        return _load_prepared(expanded(spec))
     path = tokenizer_file(spec)
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
 
 
 def is_file(spec: str) -> bool:
-    """Whether a tokenizer is named by its path."""
+    """True for a tokenizer that is named by its path."""
     return spec != "bytes" and not spec.startswith("bpe:")
 
 
@@ -82,24 +82,28 @@ def tokenizer_file(spec: str | Path) -> Path:
     Raises:
         UserError: if there is no such file.
     """
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     for candidate in (path, *(path / name for name in FILES)):
         if candidate.is_file() and candidate.suffix in (".json", ".model"):
             return candidate
     raise UserError(
-        f"tokenizer {str(spec)!r} is neither 'bytes', nor 'bpe:SIZE', nor the path of a tokenizer.json, of a "
-        "SentencePiece .model, or of a directory that holds one"
+        f"data.tokenizer={spec} is neither bytes, nor bpe:SIZE, nor the path of a tokenizer.json, of a "
+        "SentencePiece .model, or of a directory that holds one",
+        "data.tokenizer",
     )
 
 
 def _load_prepared(directory: Path) -> Tokenizer:
     index = read_index(directory)
-    bytewise = index.tokenizer_digest == ByteTokenizer.digest
-    tokenizer = ByteTokenizer() if bytewise else load_tokenizer(tokenizer_file(directory))
+    if index.tokenizer_digest == ByteTokenizer.digest:
+        return ByteTokenizer()
+    if not any((directory / name).is_file() for name in FILES):
+        raise UserError(f"{directory} has lost its tokenizer, {' or '.join(FILES)}: prepare it again")
+    tokenizer = load_tokenizer(tokenizer_file(directory))
     if tokenizer.digest != index.tokenizer_digest:
         raise UserError(
-            f"the tokenizer in {directory} has digest {tokenizer.digest}, but its tokens were made with "
-            f"{index.tokenizer_digest}; prepare it again"
+            f"the tokenizer in {directory} has digest {tokenizer.digest}, but the tokens were made with "
+            f"{index.tokenizer_digest}: prepare it again"
         )
     return tokenizer
 
@@ -127,27 +131,27 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        content = path.read_bytes()
+        content = _content(path)
         try:
             self._backend = Backend.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
             raise UserError(f"{path} is not a tokenizer.json: {error}") from error
-        # A file may ask for them.
+        # The file may switch them on.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.name, self._content = path.name, content
         self.digest = hashlib.sha256(content).hexdigest()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
         bos = _find_bos(vocabulary, path)
         self.bos_id = vocabulary[bos]
-        # A text may spell BOS out, and must not get one: special tokens are not looked for, and BOS is made one.
+        self.vocab_size = max(vocabulary.values()) + 1
+        # A text that spells BOS out must not get one: BOS is made a special token, and those are not looked for.
         self._backend.add_special_tokens([bos])
         self._backend.encode_special_tokens = True
 
     @property
     def backend(self) -> Any:
-        """A copy of the library's tokenizer, as its file has it."""
+        """A new tokenizer of the library, as the file defines it."""
         backend = type(self._backend).from_buffer(self._content)
         backend.no_truncation()
         backend.no_padding()
@@ -155,7 +159,10 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, special tokens neither added nor recognised."""
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # such as a word that is unknown, and no token for unknown words
+            raise UserError(f"{self.name} can't encode the text: {error}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -176,13 +183,13 @@ def hugging_face_json(tokenizer: "ByteTokenizer | HuggingFaceTokenizer") -> tupl
 
 
 def _bytewise() -> Any:
-    """A token a byte, with the byte's value as its id, in the library's terms."""
+    """`ByteTokenizer` as the library's tokenizer: a token a byte, its value the id."""
     from tokenizers import Tokenizer as Backend
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
-    # Each byte goes by a printable character: its own, or the next free one from U+0100 on.
+    # A printable character stands for each byte: its own, or the next free one from U+0100 on.
     own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in own)
     vocabulary = {chr(byte): byte for byte in own}
@@ -199,16 +206,17 @@ def _find_bos(vocabulary: dict[str, int], path: Path) -> str:
     for name in names:
         if name in vocabulary:
             return name
-    raise UserError(f"{path} has no token to precede a document; add one of {', '.join(names)}")
+    raise UserError(f"{path} has no token to precede a document: add one of {', '.join(names)}")
 
 
 class SentencePieceTokenizer:
     """A SentencePiece `.model`. Most of them normalise white space, so that decoding does not restore it."""
 
     def __init__(self, path: Path) -> None:
-        content = path.read_bytes()
+        content = _content(path)
+        self._backend = require("sentencepiece", extra="data").SentencePieceProcessor()
         try:
-            self._backend = require("sentencepiece", extra="data").SentencePieceProcessor(model_proto=content)
+            self._backend.LoadFromSerializedProto(content)
         except RuntimeError as error:
             raise UserError(f"{path} is not a SentencePiece model: {error}") from error
         self.name = path.name
@@ -216,7 +224,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._backend.vocab_size()
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:
-            raise UserError(f"{path} has no BOS to precede a document; train it with one")
+            raise UserError(f"{path} has no BOS to precede a document: train it with one")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text."""
@@ -225,6 +233,13 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, control tokens left out."""
         return self._backend.decode([int(i) for i in ids])
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"the tokenizer {path} can't be read: {error}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -240,7 +255,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     from tokenizers.trainers import BpeTrainer
 
     if vocab_size < ByteTokenizer.vocab_size:
-        raise UserError(f"bpe:{vocab_size} cannot hold 256 bytes and BOS; ask for at least bpe:257")
+        raise UserError(
+            f"data.tokenizer=bpe:{vocab_size} can't hold 256 bytes and BOS: take bpe:257 at least",
+            "data.tokenizer",
+        )
     backend = Backend(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -253,6 +271,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() != vocab_size:
         raise UserError(
-            f"the text yields only {backend.get_vocab_size()} entries, not the {vocab_size} of bpe:{vocab_size}"
+            f"data.tokenizer=bpe:{vocab_size} is more than the {backend.get_vocab_size()} entries that the text "
+            "yields: take fewer, or more text",
+            "data.tokenizer",
         )
     write_atomically(path, [backend.to_str(pretty=True).encode()])

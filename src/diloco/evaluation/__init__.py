@@ -1,1 +1,1 @@
-"""Held-out loss and zero-shot tasks: take a model, know no run."""
+"""Held-out loss and zero-shot tasks of a model."""

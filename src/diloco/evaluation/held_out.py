@@ -12,16 +12,16 @@ from diloco.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """How well a model predicts text that it was not trained on."""
+    """The loss of a model on text that it was not trained on."""
 
     loss: float
     """Mean cross-entropy, nats a token."""
     standard_error: float | None
-    """Of the loss, over sequences; None for one alone."""
+    """Standard error of the loss, over sequences; None for a single sequence."""
     bits_per_byte: float
-    """Nats a token · tokens a byte of the text / ln 2; tokens that begin documents cost bits and hold no byte."""
+    """loss · tokens a byte / ln 2; the tokens that begin documents cost bits and hold no byte."""
     num_tokens: int
-    """Tokens predicted."""
+    """Number of tokens that were predicted."""
 
 
 def sequence_losses(model: LanguageModel, batches: Iterable[np.ndarray], device: torch.device) -> list[float]:
@@ -43,12 +43,12 @@ def sequence_losses(model: LanguageModel, batches: Iterable[np.ndarray], device:
 
 
 def held_out_loss(losses: Sequence[float], *, sequence_length: int, bytes_per_token: float) -> HeldOutLoss:
-    """The mean over sequences of equal length.
+    """The mean loss over sequences of equal length.
 
     Args:
-        losses: of each sequence, nats a token.
+        losses: mean cross-entropy of each sequence, nats a token.
         sequence_length: tokens predicted in each.
-        bytes_per_token: UTF-8 bytes of the text for each of its tokens.
+        bytes_per_token: UTF-8 bytes of the text divided by its tokens.
 
     >>> held_out_loss([2.0, 3.0], sequence_length=8, bytes_per_token=1.0)
     HeldOutLoss(loss=2.5, standard_error=0.5, bits_per_byte=3.6067376022224087, num_tokens=16)

@@ -1,6 +1,6 @@
 """Log-likelihoods of continuations, in batches, each distinct context read once.
 
-Shapes: G contexts of T tokens, R continuations of them, U tokens of the longest but its last, V vocabulary.
+Shapes: G contexts of T tokens; R continuations of them, the longest of U + 1 tokens; V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from diloco.models.language_model import LanguageModel
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation, given its context."""
+    """The likelihood of a continuation, given its context."""
 
     log_likelihood: float
     """Nats."""
     is_greedy: bool
-    """Whether each of its tokens is the likeliest one."""
+    """True if each of its tokens is the likeliest."""
 
 
 def likelihoods(
@@ -31,26 +31,29 @@ def likelihoods(
 ) -> list[Likelihood]:
     """The likelihood of each (context, continuation), both at least a token long.
 
-    Contexts of equal length are read together, and one that several continuations share is read once. What is
-    too long loses its beginning; a continuation of more than half of `max_length` is scored in parts.
-
-    Raises:
-        UserError: if a continuation has no token.
+    Contexts of equal length are read together, and a context that several continuations share is read once. A
+    context that is too long loses its beginning; a continuation of more than half of `max_length` is scored in
+    parts.
 
     Args:
-        model: tokens to logits.
-        requests: token ids.
-        max_length: tokens that the model may read at once.
+        model: a model that offers a cache.
+        requests: token ids of each context and continuation.
+        max_length: the most tokens that the model may read in one sequence.
         device: where the model is.
-        batch_tokens: read at once, about.
+        batch_tokens: tokens in one forward pass, about.
+
+    Raises:
+        UserError: if a continuation has no token, or the model offers no cache.
     """
     parts = [part for index, request in enumerate(requests) for part in _parts(index, request, max_length)]
     totals = [Likelihood(0.0, True)] * len(requests)
     with torch.inference_mode():
         for group in _batches(parts, batch_tokens):
-            for (index, *_), found in zip(group, _score(model, group, device), strict=True):
+            for (index, *_), part in zip(group, _score(model, group, device), strict=True):
                 before = totals[index]
-                totals[index] = Likelihood(before.log_likelihood + found[0], before.is_greedy and found[1])
+                totals[index] = Likelihood(
+                    before.log_likelihood + part.log_likelihood, before.is_greedy and part.is_greedy
+                )
     return totals
 
 
@@ -60,7 +63,7 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of the request, co
 def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length: int) -> Iterator[_Part]:
     context, continuation = tuple(request[0]), tuple(request[1])
     if not continuation:
-        raise UserError(f"request {index}: the tokenizer makes no token of its continuation")
+        raise UserError(f"request {index}: its continuation has no token: give it text")
     size = len(continuation) if len(continuation) <= max_length // 2 else max(1, max_length // 2)
     for start in range(0, len(continuation), size):
         part, before = continuation[start : start + size], context + continuation[:start]
@@ -68,7 +71,7 @@ def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length:
 
 
 def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
-    """Parts whose contexts have one length, those with the same context beside each other."""
+    """Groups of parts whose contexts have one length; parts with the same context are neighbours."""
     group: list[_Part] = []
     num_tokens = 0
     for part in sorted(parts, key=lambda part: (len(part[1]), part[1])):
@@ -82,7 +85,7 @@ def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
         yield group
 
 
-def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[tuple[float, bool]]:
+def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> list[Likelihood]:
     contexts = list(dict.fromkeys(context for _, context, _ in group))
     row_of = {context: row for row, context in enumerate(contexts)}
     rows_R = torch.tensor([row_of[context] for _, context, _ in group], device=device)
@@ -102,6 +105,6 @@ def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> li
     greedy_RxU1 = (log_p_RxU1xV.argmax(dim=-1) == targets_RxU1).cpu()
     lengths = [len(continuation) for *_, continuation in group]
     return [
-        (chosen_RxU1[row, :length].sum().item(), bool(greedy_RxU1[row, :length].all()))
+        Likelihood(chosen_RxU1[row, :length].sum().item(), bool(greedy_RxU1[row, :length].all()))
         for row, length in enumerate(lengths)
     ]

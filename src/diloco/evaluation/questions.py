@@ -10,13 +10,13 @@ _FIELDS = {"query": str, "choices": list, "gold": int}
 
 
 def read_questions(path: Path) -> list[dict[str, Any]]:
-    """The questions of a file: `query`, `choices`, and `gold`, the index of the right one.
+    """The questions of a file, each with `query`, `choices`, and `gold`, the index of the right choice.
 
     Raises:
-        UserError: naming the line, if the file can't be read or a field is missing or wrong.
+        UserError: with the line, if the file can't be read or a field is missing or wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a text
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read as questions: {error}") from None
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -28,7 +28,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
 def _question(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         question = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON ({error})") from None
     for name, kind in _FIELDS.items():
         if not isinstance(question, dict) or name not in question:
@@ -40,4 +40,9 @@ def _question(path: Path, number: int, line: str) -> dict[str, Any]:
         raise UserError(f"{path}, line {number}: 'choices' must be two texts or more, none of them blank")
     if not 0 <= gold < len(choices):
         raise UserError(f"{path}, line {number}: 'gold' is {gold}, but there are {len(choices)} choices")
+    for text in (question["query"], *choices):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{path}, line {number}: a text can't be encoded in UTF-8 ({error})") from None
     return {"query": question["query"], "choices": choices, "gold": gold}

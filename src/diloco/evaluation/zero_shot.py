@@ -1,10 +1,11 @@
-"""Zero-shot tasks through lm-evaluation-harness, whose `LM` our model is: every task that it has works."""
+"""Zero-shot tasks through lm-evaluation-harness: every task that it has, and files of questions."""
 
 import json
 import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ class HarnessLM(TemplateLM):
     """A model and its tokenizer for the harness; BOS precedes every text, as in training.
 
     Args:
-        model: tokens to logits, with a cache.
-        tokenizer: of the model.
-        max_length: tokens that it may read at once.
-        device: where it is.
+        model: a model that offers a cache.
+        tokenizer: the model's.
+        max_length: the most tokens that the model may read in one sequence.
+        device: where the model is.
     """
 
     def __init__(
@@ -43,25 +44,25 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a document: the BOS of the next."""
+        """The token that ends a document: the BOS of the next."""
         return self.tokenizer_.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, after BOS unless that is not wanted."""
+        """Token ids, after BOS unless `add_special_tokens` is False."""
         ids = self.tokenizer_.encode([string])[0].tolist()
         return ids if add_special_tokens is False else [self.tokenizer_.bos_id, *ids]
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
-        found = likelihoods(
+        scored = likelihoods(
             self.model,
             [(context, continuation) for _, context, continuation in requests],
             max_length=self.max_length,
             device=self._device,
         )
-        return [(likelihood.log_likelihood, likelihood.is_greedy) for likelihood in found]
+        return [(likelihood.log_likelihood, likelihood.is_greedy) for likelihood in scored]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows that do not overlap, each after the token before it."""
+        """Log-likelihoods of whole texts, in windows that do not overlap, each given the token before it."""
         windows = [
             [
                 utils.make_disjoint_window(window)
@@ -74,30 +75,33 @@ class HarnessLM(TemplateLM):
             ]
             for (text,) in (request.args for request in requests)
         ]
-        found = iter(self._loglikelihood_tokens([("", *window) for several in windows for window in several]))
-        return [sum(next(found)[0] for _ in several) for several in windows]
+        scored = iter(self._loglikelihood_tokens([("", *window) for of_text in windows for window in of_text]))
+        return [sum(next(scored)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy text up to a stop, or `max_gen_toks` tokens."""
+        """Greedy text up to a stop, or of `max_gen_toks` tokens."""
         return [self._generate(*request.args) for request in tqdm(requests, disable=disable_tqdm)]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or settings.get("temperature"):
-            raise UserError(f"text is generated greedily here, and the task asks for {settings}")
+            raise UserError(
+                f"the task asks for {settings}, and diloco generates greedily only: take other tasks", "tasks"
+            )
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         tokens = self.tok_encode(context)
-        num_wanted = settings.get("max_gen_toks", 256)
-        if num_wanted >= self.max_length:
+        most = settings.get("max_gen_toks", 256)
+        if most >= self.max_length:
             raise UserError(
-                f"the task wants {num_wanted} tokens written, and the model was trained on sequences of "
-                f"{self.max_length}, which leaves none for the question: evaluate it on other tasks"
+                f"the task asks for {most} tokens; sequences of {self.max_length} leave none for the question: "
+                "take other tasks",
+                "tasks",
             )
-        tokens, written = tokens[-(self.max_length - num_wanted) :], []
-        cache, unread = self.model.new_cache(), tokens
+        tokens, written = tokens[-(self.max_length - most) :], []
+        read, unread = self.model.new_cache(), tokens
         with torch.inference_mode():
-            while len(written) < num_wanted:
-                logits_V = self.model(torch.tensor([unread], device=self._device), cache)[0, -1]
+            while len(written) < most:
+                logits_V = self.model(torch.tensor([unread], device=self._device), read)[0, -1]
                 unread = [int(logits_V[: self.tokenizer_.vocab_size].argmax())]
                 if unread[0] == self.eot_token_id:
                     break
@@ -117,64 +121,71 @@ def score_tasks(
     device: torch.device,
     limit: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """What the harness measures of each task, by the metric's name, such as acc, acc_stderr, acc_norm.
+    """The harness's metrics of each task by name, such as acc, acc_stderr, acc_norm.
 
     Args:
-        model: tokens to logits, with a cache.
-        tokenizer: of the model.
+        model: a model that offers a cache.
+        tokenizer: the model's.
         tasks: by name, each with a file that `read_questions` reads, or None for the harness's own task of that
-            name, whose data come from the hub.
-        max_length: tokens that the model may read at once.
-        device: where it is.
-        limit: questions of each task at the most, the first.
+            name, whose data come from the Hugging Face Hub.
+        max_length: the most tokens that the model may read in one sequence.
+        device: where the model is.
+        limit: the most questions of each task, its first ones.
 
     Raises:
-        UserError: for a task that the harness doesn't have or can't load, or a file that is not one of questions.
+        UserError: for a task that the harness doesn't have or can't load, or a file that holds no questions.
     """
     check_tasks(tasks)
     with tempfile.TemporaryDirectory() as scratch:
-        manager = TaskManager(include_defaults=None in tasks.values())
         configs: list[Any] = [
             name if path is None else _file_task(name, path, Path(scratch)) for name, path in tasks.items()
         ]
         harness = HarnessLM(model, tokenizer, max_length=max_length, device=device)
         try:
             with redirect_stdout(sys.stderr):  # the harness's own remarks
-                found = simple_evaluate(
+                scores = simple_evaluate(
                     harness,
                     tasks=configs,
-                    task_manager=manager,
+                    task_manager=_task_manager(None in tasks.values()),
                     limit=limit,
                     log_samples=False,
                     bootstrap_iters=100,
                 )
         except (ConnectionError, OSError) as error:
-            raise UserError(f"the data of {', '.join(tasks)} can't be loaded: {error}") from error
-    assert found is not None, "this process is the first, and gets the results"
-    results = found.get("results", {})
-    return {name.removeprefix(_OWN): _metrics(scores) for name, scores in results.items()}
+            raise UserError(f"the data of {', '.join(tasks)} can't be loaded: {error}", "tasks") from error
+    assert scores is not None, "this process is the first, and gets the results"
+    return {name.removeprefix(_OWN): _metrics(values) for name, values in scores.get("results", {}).items()}
 
 
 _OWN = "diloco_"
-"""Before the name of a task of our own, lest the harness take it for one of its."""
+"""Prefix of our own tasks' names, lest the harness take them for its own."""
 
 
 def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     """Refuse a task that neither has a file nor is one of the harness's.
 
     Raises:
-        UserError: naming it.
+        UserError: with its name.
     """
-    manager = TaskManager(include_defaults=None in tasks.values())
-    for name in (name for name, path in tasks.items() if path is None and name not in manager.all_tasks):
-        raise UserError(
-            f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them; "
-            "for questions of your own name their file by --data"
-        )
+    known = _task_manager(None in tasks.values()).all_tasks
+    for name, path in tasks.items():
+        if path is None and name not in known:
+            raise UserError(
+                f"{name!r} is no task of lm-evaluation-harness: `lm-eval ls tasks` lists them, and a file of your "
+                "own questions is named by data",
+                "tasks",
+                "data",
+            )
+
+
+@cache
+def _task_manager(include_defaults: bool) -> TaskManager:
+    """The harness's tasks; to index its own takes many seconds."""
+    return TaskManager(include_defaults=include_defaults)
 
 
 def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
-    """A task of multiple choice, scored as the harness scores HellaSwag, PIQA and ARC."""
+    """A multiple-choice task, scored as the harness scores HellaSwag, PIQA and ARC."""
     questions = scratch / f"{name}.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in read_questions(path)))
     return {
@@ -183,7 +194,7 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
         "dataset_kwargs": {
             "data_files": {"validation": str(questions)},
             "cache_dir": str(scratch / "cache"),
-            # Left to themselves, texts that look like dates would become dates.
+            # Otherwise texts that look like dates would become dates.
             "features": Features(
                 {"query": Value("string"), "choices": List(Value("string")), "gold": Value("int64")}
             ),
@@ -200,7 +211,7 @@ def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _metrics(scores: Mapping[str, object]) -> dict[str, float]:
-    """By the metric's name, with the harness's filter where there is one."""
+    """Scores by the metric's name, with the harness's filter where there is one."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()

@@ -3,6 +3,7 @@
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,9 +100,9 @@ class BlockCodec(Blocks, Codec):
 
     def _reference(self, method: str, vector_N: Tensor) -> Callable[..., Tensor]:
         """A reference method, compiled where the vector lies on a GPU and has more than one block."""
-        # torch.compile makes other graphs for the lengths 0 and 1, of the scales and codes too.
+        # torch.compile makes graphs of their own for lengths of 0 and 1, also for those of scales and codes.
         if vector_N.is_cuda and vector_N.numel() > self.block:
-            return compiled(self, method)
+            return functools.partial(compiled(type(self), method), self)
         return getattr(self, method)
 
     @abstractmethod

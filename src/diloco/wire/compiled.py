@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ COMPILE_OPTIONS: dict[str, Any] = {
 
 
 @functools.cache
-def compiled(wire: Codec, method: str) -> Callable[..., Tensor]:
-    """A codec's method, compiled for vectors of any length; the method itself where Triton can't be used."""
+def compiled(kind: type[Codec], method: str) -> Callable[..., Tensor]:
+    """A method of a codec's class, compiled; the method itself where Triton can't be used."""
     import torch._inductor.config as inductor_config  # takes a second to import, and only a GPU needs it
 
     if importlib.util.find_spec("triton") is None or not hasattr(inductor_config, "eager_numerics"):
@@ -32,16 +32,16 @@ def compiled(wire: Codec, method: str) -> Callable[..., Tensor]:
             RuntimeWarning,
             stacklevel=2,
         )
-        return getattr(wire, method)
-    return compile_alone(wire, method, options=COMPILE_OPTIONS)
+        return getattr(kind, method)
+    return compile_alone(kind, method, options=COMPILE_OPTIONS)
 
 
-def compile_alone(wire: Codec, method: str, **options: Any) -> Callable[..., Tensor]:
-    """torch.compile with a code object of its own for each codec and its options.
+def compile_alone(kind: type[Codec], method: str, **options: Any) -> Callable[..., Tensor]:
+    """Compile a method for this class alone, for any block and length.
 
-    torch.compile limits the number of graphs of one code object, and codecs share the code of their methods.
+    torch.compile limits the graphs of one code object, and the codecs' classes share one: here each gets a copy.
     """
-    function = getattr(wire, method).__func__
-    code = function.__code__.replace(co_name=f"{method}_{wire.name}")
+    function = getattr(kind, method)
+    code = function.__code__.replace(co_name=f"{method}_{kind.name}")
     alone = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    return torch.compile(MethodType(alone, wire), dynamic=True, fullgraph=True, **options)
+    return torch.compile(alone, dynamic=True, fullgraph=True, **options)

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.links_points import PEER, UNLIMITED_MBIT_S, _as_the_slowest, num_steps, points, with_predictions
+from benchmarks.link_study.methods import PEER, UNLIMITED_MBIT_S, num_steps
+from benchmarks.link_study.points import points
+from benchmarks.link_study.prediction import _as_the_slowest, with_predictions
 
 from diloco.training.recipes import laptop
 

@@ -1,0 +1,119 @@
+"""Every benchmark runs, at a size of seconds; outputs are checked as far as they are the same on any machine."""
+
+import csv
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .test_laboratory import can_make_namespaces
+
+pytestmark = pytest.mark.slow
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = ["--recipe", "tiny", "--seeds", "0", "--learning-rates", "0.004"]
+needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
+
+
+def run(script: str, *arguments: object, cwd: Path | None = None) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+@pytest.fixture
+def text(small_corpus: Path, tmp_path: Path) -> list[str]:
+    """The flags of both texts."""
+    lines = small_corpus.read_text().splitlines(keepends=True)
+    for name, part in (("train", lines[:-8]), ("held_out", lines[-8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    return ["--train", str(tmp_path / "train.jsonl"), "--held-out", str(tmp_path / "held_out.jsonl")]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_streaming_vs_data_parallel(tmp_path: Path, text: list[str]):
+    script = "streaming_vs_data_parallel.py"
+    output = run(script, *text, "--output", tmp_path, *TINY, "--steps", 30)
+    losses = {row["variant"]: float(row["eval_loss"]) for row in table(tmp_path / "results.csv")}
+    names = ["data_parallel", "streaming_overlapped_fp4", "streaming_overlapped", "averaging"]
+    assert sorted(losses) == sorted(names)
+    assert len(set(losses.values())) == 4, "four different methods"
+    assert [line.split()[0] for line in output.splitlines()[-4:]] == names
+
+
+def test_wire_formats(tmp_path: Path, text: list[str]):
+    variants = ["fp32", "e3m0, error feedback", "fp32, α=0"]
+    arguments = [*TINY, "--width", 32, "--num-tokens", 30 * 8 * 64, "--variants", *variants]
+    output = run("wire_formats.py", *text, "--output", tmp_path, *arguments)
+    sizes = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in table(tmp_path / "results.csv")}
+    assert sizes["fp32"] > 7 * sizes["e3m0, error feedback"]
+    assert all(variant in output for variant in variants)
+
+
+def test_outer_step():
+    output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4")
+    assert "65,536 parameters, 3 replicas, int4:" in output
+    assert "decode and add 3 payloads" in output
+
+
+def test_weak_scaling():
+    lines = run("weak_scaling.py", "--overlap-steps", 1).splitlines()[2:]
+    assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]
+
+
+def test_engine_overhead():
+    assert re.search(r"engine.step\(\) [0-9.]+ ms: [0-9.]+%", run("engine_overhead.py", "--steps", 8))
+
+
+def test_engine_memory():
+    output = run("engine_memory.py", "--width", 64)
+    assert "H = 8, P = 4, τ = 2" in output and "of the largest fragment" in output
+
+
+def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
+    file, names = tmp_path / "golden.json", ["--runs", "streaming", "resumed"]
+    run("golden.py", file, *names)
+    values = json.loads(file.read_text())
+    values["resumed"]["eval_loss"] += 1e-12
+    file.write_text(json.dumps(values))
+    command = [sys.executable, str(BENCHMARKS / "golden.py"), str(file), "--compare", *names]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 1 and "1 runs differ: resumed" in process.stderr
+
+
+@needs_namespaces
+def test_train_on_links(tmp_path: Path, small_corpus: Path):
+    recipe = ["tiny", "--name", "slow", "--data.train", small_corpus, "--data.held-out-fraction", "0.1"]
+    output = run("train_on_links.py", "--mbit-s", 50, "--", *recipe, "--num-tokens", 20 * 8 * 64, cwd=tmp_path)
+    summary = json.loads((tmp_path / "runs" / "slow" / "summary.json").read_text())
+    sent = [int(number.replace(",", "")) for number in re.findall(r"replica \d: ([\d,]+) bytes", output)]
+    assert len(sent) == 2 and min(sent) > summary["bytes_sent_per_replica"]
+
+
+@needs_namespaces
+def test_links_measures_and_predicts_each_method_once(tmp_path: Path, text: list[str]):
+    methods = ["payload", "data_parallel_bf16", "diloco", "streaming_overlapped_fp4:3"]
+    if importlib.util.find_spec("torchft") is not None:
+        methods.append("torchft_diloco")
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--repeats", 1, "--seconds", 0.5, "--bandwidths", 200]
+    arguments = [*text, "--output", tmp_path, *sizes, "--methods", ",".join(methods)]
+    output = run("links.py", *arguments)
+    assert "32 MB each way fill" in output and "held-out loss of DiLoCo, FP32" in output
+    assert (tmp_path / "links.svg").exists()
+    written = (tmp_path / "links.csv").read_text()
+    assert "| 200 | DiLoCo, FP32 |" in run("links.py", *arguments), "the table again"
+    assert (tmp_path / "links.csv").read_text() == written, "nothing is measured twice"
+    if "torchft_diloco" not in methods:
+        pytest.skip("torchft is absent: pip install '.[peers]'; the other methods ran")
+    assert "held-out loss of torchft DiLoCo" in output
+    rows = [row for row in table(tmp_path / "links.csv") if row["method"] == "torchft_diloco"]
+    assert {float(row["mbit_s"]) for row in rows} == {200.0, 10_000.0}
+    assert len({row["outer_hash"] for row in rows}) == 1, "a faster link changes no bit"

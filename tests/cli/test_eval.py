@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+
+from diloco.cli.eval import _files
+from diloco.errors import UserError
+
+
+def test_a_task_has_the_file_that_its_name_begins():
+    arc, easy, piqa = map(Path, ("arc.jsonl", "arc_easy.jsonl", "piqa_1.jsonl"))
+    assert _files("", (arc, piqa)) == {"arc": arc, "piqa_1": piqa}
+    assert _files("piqa,arc,hellaswag", (arc, easy, piqa)[::2]) == {"piqa": piqa, "arc": arc, "hellaswag": None}
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (("piqa_1.jsonl", "piqa_2.jsonl"), "belong to the task 'piqa'"),
+        (("arc.jsonl",), "begins with that of no task in tasks=piqa"),
+    ],
+)
+def test_a_file_belongs_to_one_task(data, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        _files("piqa", tuple(map(Path, data)))
+    assert "data" in error.value.fields

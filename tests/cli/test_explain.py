@@ -1,0 +1,43 @@
+import pytest
+
+from diloco.cli._explain import explained, hinted
+from diloco.errors import DilocoError, UserError
+
+
+def end(error: BaseException, **hint) -> int:
+    with pytest.raises(SystemExit) as end, explained(), hinted("call it again", **hint):
+        raise error
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "sentence"),
+    [
+        (UserError("a mistake"), 2, "a mistake"),
+        (DilocoError("a failure"), 1, "a failure; call it again"),
+        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device; call it again"),
+        (KeyboardInterrupt(), 130, "interrupted; call it again"),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(error, exit_code, sentence, capsys):
+    assert end(error) == exit_code
+    assert capsys.readouterr().err == f"diloco: {sentence}\n"
+
+
+def test_a_hint_waits_until_something_has_begun(tmp_path, capsys):
+    assert end(DilocoError("a failure"), where=tmp_path / "config.json") == 1
+    (tmp_path / "config.json").touch()
+    assert end(DilocoError("a failure"), where=tmp_path / "config.json") == 1
+    assert capsys.readouterr().err == "diloco: a failure\ndiloco: a failure; call it again\n"
+
+
+def test_a_bug_shows_its_traceback():
+    with pytest.raises(ValueError, match="a bug"), explained():
+        raise ValueError("a bug")
+
+
+def test_every_error_shows_its_traceback_on_request(monkeypatch, capsys):
+    monkeypatch.setenv("DILOCO_TRACEBACK", "1")
+    assert end(UserError("a mistake")) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "UserError: a mistake" in printed

@@ -1,0 +1,78 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.cli.commands import loaded, refusal
+
+from diloco.cli.main import main
+
+RUN = ["--num-params", "1e9", "--num-layers", "24", "--step-seconds", "0.1"]
+PLAN = ["plan", *RUN, "--latency-seconds", "0.01", "--link-gbit-s"]
+
+
+def printed(capsys, *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def test_a_plan_is_an_object(capsys):
+    found = json.loads(printed(capsys, *PLAN, "1", "--json"))
+    assert found["target"] == 0.95 and "remedy" not in found
+    first = found["plans"][0]
+    assert first["compute_utilization"] >= 0.95
+    assert f"--diloco.sync-every {first['sync_every']} " in first["flags"]
+    assert first["flags"] in printed(capsys, *PLAN, "1")
+    assert first["command"] == f"diloco train RECIPE {first['flags']}"
+    assert found["num_steps"] == round(20e9 / 2**21) and found["most_utilization"] == 1
+    assert found["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
+
+
+def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
+    sentence = printed(capsys, *PLAN, "0.001")
+    assert "No setting reaches a compute utilization of 0.95 here." in sentence
+    assert "links of" in sentence and "a target of 0." in sentence
+    found = json.loads(printed(capsys, *PLAN, "0.001", "--json"))
+    assert found["plans"] == [] and found["remedy"]["link_gbit_s"] > 0.001
+
+
+def test_a_plan_for_described_machines_loads_no_torch():
+    assert loaded(*PLAN, "1").splitlines()[-1] == "['numpy', 'tyro']"
+
+
+def test_a_plan_measures_this_machine_on_request():
+    flags = ["--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--log-layer-cosine"]
+    flags += ["--shards-per-replica", "2"]
+    command = [sys.executable, "-m", "diloco", "plan", "--measure", "tiny", "--target", "0.2", *flags]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr
+    assert "replica 1: " in process.stdout and " Gbit/s, latency " in process.stdout
+    last = process.stdout.rstrip().splitlines()[-1]
+    parts = (
+        *("diloco train tiny ", "--global-batch 16", "--shards-per-replica 2"),
+        *("--diloco.outer-learning-rate 0.7 --log-layer-cosine", "--num-replicas 2 --diloco.sync-every "),
+    )
+    assert all(part in last for part in parts)
+
+
+DESCRIBED = [*RUN, "--link-gbit-s", "1"]
+MEASURED = ["--measure", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([*DESCRIBED, "--batch-tokens", "0"], "--batch-tokens must be above 0 and finite, not 0.0"),
+        ([*DESCRIBED, "--num-tokens", "-1e10", "--batch-tokens", "-1"], "--num-tokens must be above 0 and finite"),
+        ([*DESCRIBED, "--num-tokens", "2e7"], "num_steps=10: so short a run is over before"),
+        ([*DESCRIBED, "--target", "1"], "--target must be above 0 and below 1, not 1.0"),
+        ([*DESCRIBED, "--link-gbit-s", "0"], "--link-gbit-s must be above 0 and finite, not 0.0"),
+        (["--measure=tiny", "--target", "2"], "--target must be above 0 and below 1, not 2.0"),
+        ([*MEASURED, "--diloco.wire", "int8"], "--diloco.wire=int8: the plan chooses it"),
+        ([*MEASURED, "--diloco.offsets", "1", "2"], "--diloco.offsets=(1, 2): the plan chooses it"),
+        ([*MEASURED, "--num-replicas", "1"], "--num-replicas=1, but a link has two ends"),
+        ([*MEASURED, "--method", "data_parallel"], "--method=data_parallel has no outer step to plan"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
+    assert refusal(capsys, "plan", *arguments).startswith(sentence)

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from diloco.data.index import Index, Settings, Shard, read_index, read_settings, write_record
+from diloco.errors import UserError
+
+SETTINGS = Settings(
+    train=("a.txt", "b.txt"),
+    held_out=(),
+    held_out_fraction=0.1,
+    tokenizer="bytes",
+    tokenizer_file_digest="",
+    source_digest="0f",
+    shard_tokens=8,
+    max_train_bytes=5,
+)
+SHARD = Shard(num_tokens=8, num_documents=2, num_bytes=6)
+INDEX = Index(
+    settings=SETTINGS,
+    tokenizer_digest="1e",
+    vocab_size=257,
+    bos_id=256,
+    dtype="<u2",
+    splits={"train": (SHARD, SHARD), "held_out": (SHARD,)},
+    digest="2d",
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    write_record(tmp_path / "index.json", INDEX)
+    write_record(tmp_path / "settings.json", SETTINGS)
+    assert read_index(tmp_path) == INDEX
+    assert read_settings(tmp_path / "settings.json") == SETTINGS
+
+
+def test_an_incomplete_directory(tmp_path):
+    with pytest.raises(UserError, match=r"has no index\.json: prepare it"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('"format": 1', '"format": 0', r"index\.json is not in format 1"),
+        ("{", "[", "can't be read"),
+        ("{", "\xff", "can't be read"),
+        (
+            '"vocab_size": 257',
+            '"vocab_size": "257"',
+            r"can't be read \(vocab_size is '257'\): prepare the data again",
+        ),
+        ('"num_bytes": 6', '"num_bytes": null', "num_bytes is None"),
+        ('"max_train_bytes": 5', '"max_train_bytes": []', r"max_train_bytes is \[\]"),
+        ('"train": [', '"trained": [', "can't be read"),
+        ('"held_out": []', '"held_out": 3', "can't be read"),
+        ('"dtype": "<u2"', '"dtype": "<u3"', "dtype is '<u3'"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path, before, after, message):
+    path = tmp_path / "index.json"
+    write_record(path, INDEX)
+    text = path.read_text()
+    assert before in text
+    path.write_bytes(text.replace(before, after).encode("latin-1"))
+    with pytest.raises(UserError, match=message):
+        read_index(tmp_path)
+
+
+def test_an_index_that_is_no_object(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="can't be read"):
+        read_index(tmp_path)

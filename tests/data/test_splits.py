@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from diloco.data.config import DataConfig
+from diloco.data.prepare import prepare
+from diloco.data.splits import check_disjoint, split_documents
+from diloco.errors import UserError
+
+
+def write_rows(path, texts, prefix="doc"):
+    rows = [{"id": f"{prefix}{i}", "text": text} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts_of(split, **fields):
+    return [document.text for name, document in split_documents(DataConfig(**fields)) if name == split]
+
+
+def test_a_document_stays_in_its_split_whatever_is_beside_it(tmp_path):
+    texts = [f"text {i}" for i in range(300)]
+    everything = write_rows(tmp_path / "everything.jsonl", texts)
+    lines = (tmp_path / "everything.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines[:150])))
+    held_out = set(texts_of("held_out", train=(everything,), held_out_fraction=0.1))
+    fewer = texts_of("held_out", train=(str(tmp_path / "reversed.jsonl"),), held_out_fraction=0.1)
+    assert set(fewer) == held_out & set(texts[:150])
+    assert 15 <= len(held_out) <= 45
+
+
+def test_held_out_sources_take_no_training_document(tmp_path):
+    train = tuple(write_rows(tmp_path / f"{name}.jsonl", [name] * 40, name) for name in ("a", "b"))
+    held_out = (write_rows(tmp_path / "held_out.jsonl", ["h"] * 3),)
+    assert texts_of("train", train=train, held_out=held_out) == ["a"] * 40 + ["b"] * 40
+    assert texts_of("held_out", train=train, held_out=held_out) == ["h"] * 3
+
+
+def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(tmp_path):
+    texts = [f"document {i}: né漢\n" * (i % 7) for i in range(200)]
+    source = write_rows(tmp_path / "rows.jsonl", texts)
+    other = write_rows(tmp_path / "other.jsonl", ["held out"] * 3, prefix="other")
+    least = next(n for n in range(200) if sum(len(text.encode()) for text in texts[:n]) >= 1000)
+    limited = {"train": (source, source), "held_out": (other,), "max_train_bytes": 1000}
+    assert texts_of("train", **limited) == texts[:least]
+    assert texts_of("held_out", **limited) == ["held out"] * 3
+    # With a fraction held out, as much is read, and what is held out of it is the same as without a limit.
+    fraction = {"train": (source,), "held_out_fraction": 0.2}
+    parts = {split: texts_of(split, **fraction, max_train_bytes=1000) for split in ("train", "held_out")}
+    read = parts["train"] + parts["held_out"]
+    assert sorted(read) == sorted(texts[: len(read)]) and len(read) > least
+    for split, part in parts.items():
+        assert texts_of(split, **fraction)[: len(part)] == part
+
+
+def test_what_is_trained_on_is_not_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_rows(tmp_path / "rows.jsonl", ["x"])
+    for train, held_out in (("*.jsonl", source), (source, "./rows.jsonl"), ("hf:a", "hf:a::train")):
+        with pytest.raises(UserError, match=r"leave it out of data.held_out or data.train") as refusal:
+            check_disjoint(DataConfig(train=(train,), held_out=(held_out,)))
+        assert refusal.value.fields == ("data.held_out", "data.train")
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "message"),
+    [
+        ([], ["x"], "data.train=.* holds no document for its split"),
+        (["x"], [], "data.held_out=.* holds no document for its split"),
+        (["x"], None, r"data.held_out_fraction=0\.02 holds out none of the documents of data.train=.*: raise it"),
+    ],
+)
+def test_an_empty_split_is_refused(tmp_path, train, held_out, message):
+    sources = {"train": (write_rows(tmp_path / "train.jsonl", train),)}
+    if held_out is not None:
+        sources["held_out"] = (write_rows(tmp_path / "held_out.jsonl", held_out),)
+    with pytest.raises(UserError, match=message):
+        prepare(DataConfig(**sources), tmp_path / "out")
+    assert not (tmp_path / "out/index.json").exists()

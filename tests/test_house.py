@@ -1,0 +1,210 @@
+"""The house rules that no linter knows: the order of the rooms, sizes, wording, and where each file is tested."""
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "diloco"
+ROOMS = [
+    *("version", "errors", "files", "presets", "schedule", "fragments", "kernels", "wire", "reduction", "outer"),
+    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation", "training", "measure"),
+    *("simulator", "scaling", "experiments", "report", "cli"),
+]
+"""A room imports only from rooms that stand before it."""
+ENTRANCES = ("__init__.py", "__main__.py")
+"""Files of the package itself, which may import from every room."""
+WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "simulator", "scaling")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/cluster.py": {"--head"}}
+"""Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""
+GENERATED: tuple[str, ...] = ()
+"""Files, relative to the package, that a program wrote; they may be longer."""
+TESTED_ELSEWHERE: dict[str, str] = {}
+"""Files without a mirrored test, and the test file that covers each: paths below src/diloco and below tests."""
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def room(module: str) -> str:
+    """The room of a module, such as `wire` of `diloco.wire.blocks`."""
+    return module.split(".")[1]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, *, for_types: bool) -> Iterator[tuple[int, str]]:
+    """Line and name of each module of the package that a file imports, inside functions too."""
+    only_types = {
+        id(inner)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree(path)):
+        if id(node) in only_types and not for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place(path)}:{node.lineno}: the package imports by full names"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if is_module(name) else str(node.module) for name in whole]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.startswith("diloco."))
+
+
+@cache
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def test_every_room_is_in_the_list():
+    present = {room(module_name(path)) for path in sources() if place(path) not in ENTRANCES}
+    assert present <= set(ROOMS)
+
+
+def test_a_room_imports_only_from_rooms_above_it():
+    wrong = [
+        f"{place(path)}:{line} imports {imported}"
+        for path in sources()
+        if place(path) not in ENTRANCES
+        for line, imported in imported_modules(path, for_types=True)
+        if ROOMS.index(room(imported)) > ROOMS.index(room(module_name(path)))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {
+        module_name(path): {name for _, name in imported_modules(path, for_types=False)} for path in sources()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" ← ".join(error.args[1]))
+
+
+def test_no_file_and_no_function_is_too_long():
+    wrong = []
+    for path in sources():
+        if place(path) in GENERATED:
+            continue
+        if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES:
+            wrong.append(f"{place(path)} has {length} lines")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    wrong.append(f"{place(path)}:{node.lineno} {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those of fields too."""
+    for node in ast.walk(tree(path)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, node.value.value
+
+
+def test_docstrings_begin_with_their_noun_or_verb():
+    riddle = re.compile(r"(Of|What)\b|Whether\b[^.;]* or ")
+    wrong = [
+        f"{place(path)}:{line} {text.splitlines()[0]}"
+        for path in sources()
+        for line, text in docstrings(path)
+        if riddle.match(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_command_line_spells_flags():
+    # Not custom properties of CSS: `--ink: black`, `var(--ink)`.
+    flag = re.compile(r"(?<![\w(-])--[a-z][a-z.-]+(?![\w.-]*\s*:\s)")
+    wrong = [
+        f"{place(path)}:{node.lineno} {match[0]}"
+        for path in sources()
+        if room(module_name(path) + ".") != "cli"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for match in flag.finditer(node.value)
+        if match[0] not in FOREIGN_FLAGS.get(place(path), ())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_has_its_mirrored_test():
+    wrong = []
+    for path in sources():
+        if path.name in ("__init__.py", "__main__.py", "version.py"):
+            continue
+        here = Path(place(path))
+        mirrored = {
+            ROOT / "tests" / here.parent / f"test_{here.name}",
+            ROOT / "tests" / Path(*here.parts[:-1][:1]) / f"test_{here.name}",
+        }
+        elsewhere = TESTED_ELSEWHERE.get(str(here))
+        if elsewhere is not None:
+            if not (ROOT / "tests" / elsewhere).exists():
+                wrong.append(f"{here}: tests/{elsewhere} does not exist")
+            if any(test.exists() for test in mirrored):
+                wrong.append(f"{here} has a mirrored test: take it out of TESTED_ELSEWHERE")
+        elif not any(test.exists() for test in mirrored):
+            wrong.append(f"{here} has no mirrored test: add one, or name its test in TESTED_ELSEWHERE")
+    wrong += [f"{name} does not exist" for name in TESTED_ELSEWHERE if not (PACKAGE / name).exists()]
+    assert not wrong, "\n".join(wrong)
+
+
+IMPORTED_ALONE = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        raise SystemExit(f"{name} imports torch")
+"""
+
+
+def test_what_plans_and_simulates_imports_no_torch():
+    names = [module_name(path) for path in sources()]
+    alone = []
+    for room in WITHOUT_TORCH:
+        inside = [name for name in names if f"{name}.".startswith(f"diloco.{room}.")]
+        assert inside, f"there is no diloco.{room}"
+        alone += inside
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_ALONE, *alone], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_warns_of_nothing():
+    command = [sys.executable, "-W", "error", "-c", "import diloco"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
