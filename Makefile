@@ -42,5 +42,14 @@ format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: docs docs-serve
+# The pages, in site/; a broken link, or a command with an unknown flag, fails.
+docs docs-serve: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
 	rm -rf .venv

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo in a training loop of one's own, with nothing of this project but the engine.
+"""Streaming DiLoCo in a plain PyTorch training loop; of this project it uses only the engine.
 
     torchrun --nproc-per-node 2 examples/own_loop.py
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import diloco
 
+# --8<-- [start:model]
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same initial parameters on every replica
@@ -20,7 +21,9 @@ model = torch.nn.Sequential(
     torch.nn.Embedding(32, 64), torch.nn.TransformerEncoder(layer, num_layers=4), torch.nn.Linear(64, 32)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+# --8<-- [end:model]
 
+# --8<-- [start:engine]
 fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,
@@ -29,10 +32,12 @@ engine = diloco.StreamingDiLoCo(
     exchange=diloco.ProcessGroupExchange(),
 )
 engine.attach(optimizer)
+# --8<-- [end:engine]
 
+# --8<-- [start:loop]
 data = torch.Generator().manual_seed(1 + dist.get_rank())
 for step in range(1, 201):
-    # To learn: the largest of the sequence, at each of its places.
+    # The task: at each place, predict the largest token of the sequence.
     tokens = torch.randint(0, 32, (16, 12), generator=data)
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.amax(1).repeat_interleave(12))
     loss.backward()
@@ -42,5 +47,6 @@ for step in range(1, 201):
         print(f"step {step}: loss {loss.item():.3f}, {engine.bytes_sent:,} bytes sent")
 
 engine.finish()
+# --8<-- [end:loop]
 print(f"replica {dist.get_rank()}: outer hash {engine.outer_hash()[:16]}")
 dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""Replicas of two processes each: a transformers model, sharded with FSDP2, in a loop of one's own, which resumes.
+"""Replicas of two processes each: a transformers model, sharded with FSDP2, in a plain PyTorch loop that resumes.
 
     pip install transformers
     torchrun --nproc-per-node 4 examples/sharded_replicas.py
     torchrun --nproc-per-node 2 examples/sharded_replicas.py --num-shards 1 --resume
 
 Ranks 0 and 1 are the first replica, 2 and 3 the second; rank 0 exchanges with rank 2, and rank 1 with rank 3. The
-second command goes on from the first's checkpoint, with replicas of one process.
+second command continues from the first's checkpoint, with replicas of one process.
 """
 
 import argparse
@@ -31,6 +31,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same initial parameters everywhere
 
+# --8<-- [start:sharding]
 num_replicas = dist.get_world_size() // arguments.num_shards
 mesh = init_device_mesh("cpu", (num_replicas, arguments.num_shards), mesh_dim_names=("replica", "shard"))
 replica, shard = mesh.get_local_rank("replica"), mesh.get_local_rank("shard")
@@ -47,15 +48,25 @@ model = LlamaForCausalLM(
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=mesh["shard"], reshard_after_forward=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+# --8<-- [end:sharding]
+
+# --8<-- [start:engine]
+for shard_index in range(arguments.num_shards):
+    ranks = [index * arguments.num_shards + shard_index for index in range(num_replicas)]
+    group = dist.new_group(ranks, backend="gloo")  # every process makes every group, in the same order
+    if shard_index == shard:
+        exchange = diloco.ProcessGroupExchange(group, timeout_seconds=240)
 
 fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
     schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
-    exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
+    exchange=exchange,
 )
+# --8<-- [end:engine]
 
+# --8<-- [start:checkpoints]
 # A checkpoint a replica, read and written by its own processes: replicas differ.
 of_replica = {
     "checkpoint_id": arguments.checkpoints / f"replica-{replica}",
@@ -79,10 +90,12 @@ def resume() -> None:
     engine.load_state_dict(state["engine"])
 
 
+# --8<-- [end:checkpoints]
+
 if arguments.resume:
     resume()
 for step in range(engine.num_steps + 1, 101):
-    # To learn: sequences that count up. Each shard takes its part of the replica's batch.
+    # The task: sequences that count up. Each shard takes its part of the replica's batch.
     data = torch.Generator().manual_seed(step * num_replicas + replica)
     tokens = (torch.randint(0, 32, (16, 1), generator=data) + torch.arange(12)) % 32
     part = tokens.chunk(arguments.num_shards)[shard]

@@ -1,13 +1,18 @@
-"""The examples, as a reader would start them."""
+"""The examples and the code blocks of the docs, as a reader would start them."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SNIPPETS = ROOT / "docs" / "snippets"
 
 
 def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
@@ -17,28 +22,83 @@ def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
     return process.stdout
 
 
-def losses(told: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([0-9.]+),", told)]
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
 
 
-def agreed(told: str, *, num_processes: int) -> bool:
-    hashes = re.findall("outer hash ([0-9a-f]{16})", told)
+def replicas_agree(output: str, *, num_processes: int) -> bool:
+    hashes = re.findall("outer hash ([0-9a-f]{16})", output)
     return len(hashes) == num_processes and len(set(hashes)) == 1
 
 
-def test_a_loop_of_ones_own_learns_and_its_replicas_agree(tmp_path):
-    told = torchrun(tmp_path, 2, str(EXAMPLES / "own_loop.py"))
-    assert len(losses(told)) == 4 and losses(told)[-1] < 1, "chance is log 32 = 3.47"
-    assert agreed(told, num_processes=2)
+@pytest.mark.slow
+def test_own_loop_learns_and_its_replicas_agree(tmp_path):
+    output = torchrun(tmp_path, 2, str(EXAMPLES / "own_loop.py"))
+    assert len(losses(output)) == 4 and losses(output)[-1] < 1, "chance is log 32 = 3.47"
+    assert replicas_agree(output, num_processes=2)
 
 
+@pytest.mark.slow
 def test_sharded_replicas_go_on_unsharded(tmp_path):
     pytest.importorskip("transformers")
     example = str(EXAMPLES / "sharded_replicas.py")
-    told = torchrun(tmp_path, 4, example)
+    output = torchrun(tmp_path, 4, example)
     resumed = torchrun(tmp_path, 2, example, "--num-shards", "1", "--resume")
-    assert agreed(told, num_processes=4) and agreed(resumed, num_processes=2)
-    (first, *_, last), (again, end) = losses(told), losses(resumed)
+    assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
+    (first, *_, last), (again, end) = losses(output), losses(resumed)
     assert last < 1 < first and again < first
     # Rank 0's loss is of half of the batch in one case, and of all of it in the other.
     assert end == pytest.approx(last, rel=0.3)
+
+
+@pytest.mark.parametrize("example", ["outer_rule.py", "sign_codec.py"])
+def test_an_extension_of_ones_own_learns(example, capsys):
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    first, *_, last = losses(capsys.readouterr().out)
+    assert last < first / 10
+
+
+@pytest.mark.slow
+def test_replicas_agree_through_a_directory(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "directory_transport.py")]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    assert replicas_agree(process.stdout, num_processes=2)
+
+
+@pytest.mark.parametrize("snippet", ["evaluate_and_resume.py", "merge_rule.py", "methods.py"])
+def test_snippets_run(snippet):
+    runpy.run_path(str(SNIPPETS / snippet))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")
+def test_the_exchange_has_a_group_beside_nccl(tmp_path):
+    assert "1 replicas" in torchrun(tmp_path, 1, str(SNIPPETS / "beside_nccl.py"))
+
+
+def test_the_readmes_loop_trains(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 4)
+    before = [parameter.clone() for parameter in model.parameters()]
+    values = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": torch.randn(3, 4, 1, 8),
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        exec(code, values)
+    finally:
+        dist.destroy_process_group()
+    assert values["engine"].num_steps == 3
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():
+    tested = {path.name for path in (*EXAMPLES.glob("*.py"), *SNIPPETS.glob("*.py"))}
+    for page in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            included = re.fullmatch(r'--8<-- "(?:examples|docs/snippets)/(\w+\.py)(?::\w+)?"\n', block)
+            assert included and included[1] in tested, f"{page}: {block}"
+    untested = {name for name in tested if name not in Path(__file__).read_text()}
+    assert not untested

@@ -148,7 +148,7 @@ def test_the_huber_loss_is_quadratic_up_to_delta_and_linear_beyond():
 
 
 def test_the_published_losses_give_these_forms():
-    """As docs/scaling-laws.md has them; N counts parameters."""
+    """As docs/results/scaling.md has them; N counts parameters."""
     n = [size for m in (1, 2, 4, 8) for size in NUM_PARAMS]
     m = [m for m in (1, 2, 4, 8) for _ in NUM_PARAMS]
     loss = [loss for replicas in (1, 2, 4, 8) for loss in LOSS[replicas]]

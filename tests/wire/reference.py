@@ -1,4 +1,4 @@
-"""The wire format in NumPy, written from docs/wire-format.md alone; shares nothing with diloco.wire.
+"""The wire format in NumPy, written from docs/reference/wire-format.md alone; shares nothing with diloco.wire.
 
 Floats are quantised by trying every value of the format, in float64, where the distances near a tie are exact. A
 format lists its magnitudes in ascending order, so that an index is the code without its sign.

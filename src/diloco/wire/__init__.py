@@ -1,8 +1,9 @@
 """Outer gradient ⇄ bytes: pure functions of tensors, one file a family of codecs.
 
 A codec turns a flat FP32 vector of N elements into a payload, a flat uint8 tensor, and a payload back into the
-FP32 vector that it stands for. Every replica decodes the same bytes to the same bits. docs/wire-format.md explains
-every byte. The names below are loaded when they are first used, so that `diloco.wire.formats` needs no torch.
+FP32 vector that it stands for. Every replica decodes the same bytes to the same bits; every byte is explained in
+docs/reference/wire-format.md. The names below are loaded when they are first used, so that `diloco.wire.formats`
+needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any

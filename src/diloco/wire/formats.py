@@ -16,7 +16,7 @@ HEADER_BYTES = 16
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A wire format; its fields are its options. docs/wire-format.md explains every byte of a payload."""
+    """A wire format; its fields are its options. docs/reference/wire-format.md explains every byte."""
 
     name: ClassVar[str]
     codec: ClassVar[str]

@@ -1,0 +1,215 @@
+"""The pages that are made from the code, and the check of every command in the docs.
+
+A hook of mkdocs, and an extension of the parser of docstrings.
+
+A page asks for a table or a section with a comment: `<!-- generate: commands -->`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import types
+import typing
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.exceptions import PluginError
+
+log = logging.getLogger("mkdocs.hooks.generate")  # a warning here fails a strict build
+
+ROOMS = {
+    "engine": "Engine",
+    "fragments": "Fragments",
+    "schedule": "Schedule",
+    "outer": "Outer step",
+    "wire": "Wire",
+    "exchange": "Exchange",
+    "errors": "Errors",
+}
+"""The headings of the API page, in their order; a room that is not here follows under its own name."""
+
+
+TRAITS = {
+    "own_to_a_replica": "*Replicas may differ in it.*",
+    "may_change_on_resume": "*A resume may change it.*",
+}
+"""The traits that a field declares in its metadata, as sentences."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in the generated parts of the page, and check the commands that it shows."""
+    makers = {"api": api, "commands": commands, "config": config_fields}
+    markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
+    for command in shown_commands(markdown):
+        if complaint := check_command(command):
+            log.warning("%s: %s: %s", page.file.src_path, complaint, command)
+    return markdown
+
+
+def api() -> str:
+    """One section for each room, with an entry for each name that `diloco` exports."""
+    import diloco
+
+    names: dict[str, list[str]] = {room: [] for room in ROOMS}
+    for name in diloco.__all__:
+        if name != "__version__":
+            names.setdefault(getattr(diloco, name).__module__.split(".")[1], []).append(name)
+    sections = []
+    for room, exported in names.items():
+        if exported:
+            entries = "\n\n".join(f"::: diloco.{name}" for name in exported)
+            sections.append(f"## {ROOMS.get(room, room.capitalize())}\n\n{entries}")
+    return "\n\n".join(sections)
+
+
+def commands() -> str:
+    """The help of every verb, and of every command below it."""
+    texts = all_help()
+    verbs = [
+        f"- [`diloco {verb}`](#diloco-{'-'.join(verb.split())})" for verb in texts if verb and " " not in verb
+    ]
+    sections = [f"```text\n{texts['']}\n```\n\n" + "\n".join(verbs)]
+    for verb, text in texts.items():
+        if verb:
+            heading = "##" if " " not in verb else "###"
+            anchor = "diloco-" + "-".join(verb.split())
+            sections.append(f"{heading} diloco {verb} {{ #{anchor} }}\n\n```text\n{text}\n```")
+    return "\n\n".join(sections)
+
+
+@cache
+def all_help() -> dict[str, str]:
+    """The text of `--help` by verb; "" is that of `diloco` itself, and of the recipes only `tiny` is shown."""
+    top = help_of("")
+    verbs = re.findall(r"^ {2,6}([a-z][a-z-]*)(?: {2,}\S|$)", top.partition("COMMAND\n")[2], re.MULTILINE)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        of_verbs = dict(zip(verbs, pool.map(help_of, verbs), strict=True))
+        below = [f"{verb} {name}" for verb, text in of_verbs.items() for name in subcommands(text)]
+        of_all = of_verbs | dict(zip(below, pool.map(help_of, below), strict=True))
+    return {"": top} | {name: of_all[name] for verb in verbs for name in sorted(of_all) if name.split()[0] == verb}
+
+
+def subcommands(text: str) -> list[str]:
+    """The names that a usage line offers in braces; `tiny` stands for all recipes."""
+    usage = text.partition("\n\n")[0]
+    names = re.search(r"\[-h\](?: \[[^]]*\])* \{([\w.,-]+)\}", " ".join(usage.split()))
+    offered = names[1].split(",") if names else []
+    return ["tiny"] if "tiny" in offered else offered
+
+
+def help_of(verb: str) -> str:
+    """The output of `diloco VERB --help`, without the frames around its parts."""
+    environment = os.environ | {"COLUMNS": "82", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run(
+        [sys.executable, "-m", "diloco", *verb.split(), "--help"], capture_output=True, text=True, env=environment
+    )
+    if process.returncode:
+        raise PluginError(f"diloco {verb} --help failed: {process.stderr}")
+    lines = []
+    for line in process.stdout.rstrip().splitlines():
+        title = re.fullmatch(r"╭─ (.*?) ─*╮", line)
+        if title:
+            lines.append(f"\n{title[1]}:")
+        elif not line.startswith("╰"):
+            lines.append(re.sub(r"^│ ?(.*?) *│$", r"  \1", line).rstrip())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def config_fields() -> str:
+    """A table of fields for a run's config, and one for each config inside it."""
+    from diloco.training.recipes import laptop
+
+    return "\n\n".join(config_tables(laptop(), ""))
+
+
+def config_tables(config: Any, path: str) -> list[str]:
+    """The table of a config's class, then those of the configs inside it."""
+    cls = type(config)
+    documented, hints = field_docstrings(cls), typing.get_type_hints(cls)
+    rows, inner = [], []
+    for field in dataclasses.fields(cls):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            inner += config_tables(value, f"{name}.")
+        elif field.name in documented:
+            traits = " ".join(sentence for trait, sentence in TRAITS.items() if field.metadata.get(trait))
+            sentences = f"{documented[field.name]} {traits}".strip()
+            rows.append(f"| `{name}` | {type_text(hints[field.name])} | {default_of(field)} | {sentences} |")
+    title = f"## {path.rstrip('.') or 'The run'}"
+    table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
+    return [f"{title}\n\n{inspect.getdoc(cls).partition(chr(10))[0]}\n\n{table}", *inner]
+
+
+def default_of(field: dataclasses.Field) -> str:
+    """The default as one writes it; nothing where the field has none."""
+    if field.default is dataclasses.MISSING:
+        return ""
+    value = field.default
+    return f"`{str(value)!r}`" if isinstance(value, Path) else f"`{value!r}`"
+
+
+def type_text(hint: Any) -> str:
+    """A type in words: the choices of a Literal, the alternatives of a union."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_text, arguments))
+    if origin is tuple:
+        return f"several {type_text(arguments[0])}"
+    return "`None`" if hint is types.NoneType else f"`{getattr(hint, '__name__', hint)}`"
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The sentence under each field of a class, in one line."""
+    sentences = {}
+    for base in [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for node, after in itertools.pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                sentences.setdefault(node.target.id, " ".join(ast.literal_eval(after.value).split()))
+    return {name: sentence.replace("|", "\\|") for name, sentence in sentences.items()}
+
+
+class Doctests(griffe.Extension):
+    """Shows doctests, which stand bare in the docstrings, as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put fences around each run of lines from `>>>` to the next empty line."""
+        if obj.docstring:
+            blocks = re.sub(r"(?m)^>>>.*(?:\n(?!\n).+)*", r"```pycon\n\g<0>\n```", obj.docstring.value)
+            obj.docstring.value = blocks
+
+
+def shown_commands(markdown: str) -> list[str]:
+    """The `diloco …` commands in the page's code blocks, each in one line."""
+    blocks = re.findall(r"^ *```(?!text|python)\w*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)]
+
+
+def check_command(command: str) -> str | None:
+    """The verb or flags of a command line that `--help` does not know, in a sentence; None where it knows all."""
+    words = shlex.split(command.replace("…", " ").replace("[", " ").replace("]", " "), comments=True)[1:]
+    texts = all_help()
+    verb = next((word for word in words if not word.startswith("-")), "")
+    if verb not in texts:
+        return None if words and words[0].startswith("--") else f"there is no verb {verb!r}"
+    below = [name for name in texts if name.startswith(f"{verb} ")]
+    chosen = f"{verb} {words[1]}" if len(words) > 1 else verb
+    known = texts[verb] + (texts[chosen] if chosen in texts else "".join(texts[name] for name in below))
+    known += texts["train tiny"] if verb in ("plan", "sweep") else ""
+    flags = set(re.findall(r"(?<![\w-])--[\w.-]*\w", known))
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
+    return f"there is no {', '.join(unknown)}" if unknown else None
