@@ -40,6 +40,7 @@ def test_a_plan_for_described_machines_loads_no_torch():
     assert loaded(*PLAN, "1").splitlines()[-1] == "['numpy', 'tyro']"
 
 
+@pytest.mark.slow
 def test_a_plan_measures_this_machine_on_request():
     flags = ["--global-batch", "16", "--diloco.outer-learning-rate", "0.7", "--log-layer-cosine"]
     flags += ["--shards-per-replica", "2"]

@@ -113,6 +113,7 @@ def test_a_timeline_is_drawn(preset, capsys, tmp_path):
     assert svg.read_text() == first
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn(capsys, tmp_path):
     from diloco.report.figures.simulator import FIGURES
 

@@ -30,6 +30,7 @@ def test_a_resume_needs_no_recipe(tmp_path, capsys):
     assert "was started with --seed=3" in refusal(capsys, "train", "--resume", str(tmp_path), "--seed", "9")
 
 
+@pytest.mark.slow
 def test_help_of_a_recipe_names_every_field(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit, match="0"):

@@ -152,6 +152,7 @@ def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
         list(documents("hf:allenai/c4:en"))
 
 
+@pytest.mark.slow
 def test_the_hub_library_streams_a_local_dataset(tmp_path):
     data = tmp_path / "dataset"
     data.mkdir()

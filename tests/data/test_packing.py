@@ -68,6 +68,7 @@ def finished_files(directory):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
 
+@pytest.mark.slow
 def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
     tokenizer = "bpe:300"  # which other processes train to the same bytes, too
     finish(source, tmp_path / "whole", tokenizer)

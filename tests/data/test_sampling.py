@@ -27,6 +27,7 @@ def test_replicas_and_ranks_together_read_what_one_replica_would(num_windows, sh
     assert np.array_equal(np.concatenate(parts), sampler.windows(step))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 200), SHAPES, st.integers(0, 3))
 def test_every_window_once_an_epoch_though_steps_straddle_epochs(num_windows, shape, seed):
     sampler = sampler_of(num_windows, *shape, seed)

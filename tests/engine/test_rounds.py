@@ -294,6 +294,7 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     return in_time and torch.equal(average.divided(), torch.full((5,), 0.5))
 
 
+@pytest.mark.slow
 def test_the_second_phase_starts_by_itself():
     assert run_replicas(reduce_while_the_first_replica_does_nothing, 2, 6.0) == [True, True]
 

@@ -134,6 +134,7 @@ def in_e3m0():
     return {S: run_replicas(train, M * S, S, "decoder", "e3m0") for S in (1, 2)}
 
 
+@pytest.mark.slow
 def test_shards_train_as_a_whole_replica_does():
     expected_by_replica = run_replicas(train, M, 1, "decoder", "fp32")
     found = run_replicas(train, M * 3, 3, "decoder", "fp32")
@@ -150,6 +151,7 @@ def test_blocks_that_begin_anew_in_each_shard_train_as_well(in_e3m0):
     assert len({outer_hash for _, _, outer_hash, _, _ in in_e3m0[2]}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire", "combine", "error_feedback"),
     [("e3m0", "reduce_scatter:bf16", None), ("topk:density=0.2", "gather", 1.0)],
@@ -159,6 +161,7 @@ def test_all_shards_of_all_replicas_agree_on_the_whole_outer_parameters(wire, co
     assert len({outer_hash for _, _, outer_hash, _, _ in found}) == 1
 
 
+@pytest.mark.slow
 def test_offload_changes_no_bit(in_e3m0):
     offloaded = run_replicas(train, M * 2, 2, "decoder", "e3m0", "gather", None, True)
     assert [outer_hash for _, _, outer_hash, _, _ in offloaded] == [in_e3m0[2][0][2]] * 4
@@ -172,6 +175,7 @@ def test_bytes_are_those_of_all_shards(in_e3m0):
         assert whole_sent < sent < 1.05 * whole_sent
 
 
+@pytest.mark.slow
 def test_a_transformers_model_that_the_user_shards():
     expected = run_replicas(train, M, 1, "llama", "fp32")
     found = run_replicas(train, M * 2, 2, "llama", "fp32")
@@ -218,6 +222,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, of_engine: d
     return {"model": of_model, "optimizer": of_optimizer, "engine": of_engine}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["fp32", "e3m0"])
 def test_a_loop_of_ones_own_saves_and_resumes(tmp_path, wire):
     (expected, outer_N), *_ = run_replicas(train_and_save, M * 2, 2, wire, tmp_path)
@@ -358,6 +363,7 @@ def what_is_masked() -> list[int]:
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
+@pytest.mark.slow
 def test_shards_mask_other_places_and_replicas_the_same():
     first, second, *others = run_replicas(what_is_masked, M * 2)
     assert first != second and others == [first, second]
@@ -391,6 +397,7 @@ def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
     return outer, before
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_evaluated_at_the_outer_parameters():
     (whole, _), *_ = run_replicas(evaluate_outer, M, 1)
     for outer, own in run_replicas(evaluate_outer, M * 2, 2):
@@ -459,6 +466,7 @@ def lose_the_link_of_one_shard() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_link_that_fails_is_named_even_if_the_other_shards_have_given_up():
     waits, beside, lost, beside_lost = run_replicas(lose_the_link_of_one_shard, M * 2)
     assert waits.startswith("step 2: fragment 0, round 1: no payload from or to replica 1")
@@ -489,6 +497,7 @@ def lose_one_shard() -> str:
     return "merged"
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_not_finite_is_named_and_no_shard_of_any_replica_merges():
     waits, waits_too, named, sends_nothing = run_replicas(lose_one_shard, M * 2)
     assert named.startswith("NonFiniteError: step 2: the outer gradient of norm.weight (replica 1, fragment 0)")

@@ -228,6 +228,7 @@ def test_a_metric_of_two_filters_is_two_numbers():
     assert _metrics(told) == {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc": 1.0}
 
 
+@pytest.mark.slow
 def test_a_task_that_the_harness_does_not_have_is_refused(monkeypatch):
     from diloco.evaluation import zero_shot
     from diloco.evaluation.zero_shot import score_tasks

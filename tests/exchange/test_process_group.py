@@ -52,6 +52,7 @@ def exchange_out_of_order(num_connections: int):
         assert_delivered(exchange, key, pending[key].wait())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_connections"), [(2, 1), (3, 1), (2, 4), (3, 2)])
 def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replicas, num_connections):
     run_replicas(exchange_out_of_order, num_replicas, num_connections)

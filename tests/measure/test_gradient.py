@@ -21,6 +21,7 @@ def test_any_other_file_is_refused(content, tmp_path):
         load_gradient(path)
 
 
+@pytest.mark.slow
 def test_the_demo_gradient_is_that_of_a_trained_model():
     gradient_N = demo_gradient("tiny")
     assert gradient_N.dtype == torch.float32 and gradient_N.ndim == 1

@@ -13,6 +13,7 @@ from diloco.wire import Key, codec
 LOSSY = ["bf16", "e4m3", "e2m1", "e3m0", "int4", "int2", "topk:density=0.1", "feddropout:density=0.3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["fp32", *LOSSY, "e3m0:stochastic=true", "topk:density=0.1,values=int2"])
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 @given(

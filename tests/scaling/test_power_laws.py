@@ -63,6 +63,7 @@ def test_the_published_laws_predict_larger_models_and_always_low():
             assert 1 - bound < law(num_params, max(1, replicas)) / measured < 1
 
 
+@pytest.mark.slow
 def test_the_form_that_extrapolates_best_predicts_ten_billion():
     n = [size for m in (1, 2, 4, 8) for size in NUM_PARAMS]
     m = [m for m in (1, 2, 4, 8) for _ in NUM_PARAMS]
@@ -161,6 +162,7 @@ def test_the_published_losses_give_these_forms():
     assert exponent(1e9, 4) == pytest.approx(by_hand)
 
 
+@pytest.mark.slow
 def test_a_constant_is_not_negative_and_more_points_than_coefficients_are_needed():
     """A line in log-log that bends down beyond a power law would take a negative constant."""
     n = [size for _ in (1, 2) for size in SIZES]

@@ -390,6 +390,7 @@ def test_a_table_is_judged(tmp_path, capsys):
     assert found["extrapolation"] == []
 
 
+@pytest.mark.slow
 def test_the_published_table_is_judged(capsys):
     main(["scaling", "fit"])
     printed = capsys.readouterr().out

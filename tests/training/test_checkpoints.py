@@ -156,6 +156,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_costs_nothing_that_was_saved(tmp_path):
     """A file-size limit makes the write fail as a full disk does: in the middle."""
     process = subprocess.run(

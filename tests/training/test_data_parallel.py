@@ -56,6 +56,7 @@ def train_and_resume(folder: Path) -> tuple[list[float], dict[str, np.ndarray], 
     return losses, parameters, same_losses and resumed.sync.outer_hash() == state.sync.outer_hash(), counted
 
 
+@pytest.mark.slow
 def test_two_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path):
     one, other = run_replicas(train_and_resume, 2, tmp_path)
     config = replace(config_of(1), method="diloco", diloco=resolved_diloco())

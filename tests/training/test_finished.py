@@ -115,6 +115,7 @@ def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of lm-evaluation-harness
 def test_accuracy_is_that_of_the_parameters_that_are_named(finished_run, tmp_path):
     pytest.importorskip("lm_eval")

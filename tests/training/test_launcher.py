@@ -69,6 +69,7 @@ def touch_and_sleep(folder: str) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_replicas_end_with_their_launcher(tmp_path):
     with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep", str(tmp_path)], cwd=ROOT) as process:
         deadline = time.monotonic() + 90

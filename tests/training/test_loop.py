@@ -111,6 +111,7 @@ def test_the_time_adds_up(streaming):
     assert blocked > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     killed = folder / "runs" / "killed"
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
@@ -184,6 +185,7 @@ def assert_equal(one, other) -> None:
         assert one == other
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
     """From step 80 on, with fragments in flight; blocks of the wire begin anew in each shard."""
     resharded = folder / "runs" / "resharded"
@@ -206,6 +208,7 @@ def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
         assert mine[80:] == pytest.approx(theirs[80:], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
     asked = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
     data = replace(asked.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data")
@@ -222,6 +225,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
     assert len(outcome.sample) > 100
 
 
+@pytest.mark.slow
 def test_two_machines_with_their_own_disks_train_together(folder, streaming):
     """Two launchers, each with one replica and a directory of its own, end with the bits of one machine."""
     machines = [folder / f"machine-{m}" for m in (0, 1)]
@@ -256,6 +260,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_flag_that_helps(folder):
     process = run(folder, "--name", "diverged", "--optimizer.learning-rate", "1e12")
     assert process.returncode == 2

@@ -100,6 +100,7 @@ def test_a_resume_without_its_data_names_the_setting(run):
         resume_config(run.directory, resumable(run.directory))
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_text_is_refused(run):
     check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
     for digest, num_tokens in (("abc", 41), ("abd", 42)):

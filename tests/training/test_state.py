@@ -85,6 +85,7 @@ def resume(S: int, wire: str, combine: str, folder: Path) -> tuple:
     return saved, losses, state.sync.outer_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "wire", "combine"), [(1, "fp32", "gather"), (2, "e3m0", "reduce_scatter:bf16")]
 )
@@ -121,6 +122,7 @@ def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:
     return losses, state.sync.outer_hash()
 
 
+@pytest.mark.slow
 def test_a_replica_alone_may_be_sharded_and_compiled():
     (expected, _), *_ = run_replicas(train_alone, 1, 1, False)
     sharded = run_replicas(train_alone, 2, 2, True, timeout_seconds=200)

@@ -8,6 +8,7 @@ from diloco.wire.compiled import compiled
 from diloco.wire.floats import E3M0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("part", ["bits", "graphs"])
 def test_every_codec_compiles_once_for_all_lengths_and_blocks_to_the_same_bits(part):

@@ -147,6 +147,7 @@ def trained(small_corpus, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_grid_goes_on_and_repeats_nothing(trained):
     first, same, two, wrong = read_rows(trained / "killed" / "grid.csv")
     assert [two] == read_rows(trained / "alone" / "grid.csv")
@@ -155,6 +156,7 @@ def test_a_killed_grid_goes_on_and_repeats_nothing(trained):
     assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, trained, monkeypatch):
     shutil.copytree(trained / "killed" / "runs", tmp_path / "runs")
     runs = labelled_runs(small_corpus, trained)
@@ -170,6 +172,7 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
     assert "failed" not in row and len(again.jobs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
     ray = pytest.importorskip("ray")
