@@ -63,7 +63,7 @@ engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
     schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
-    exchange=diloco.ProcessGroupExchange(own_group, timeout_seconds=240),
+    exchange=diloco.ProcessGroupExchange(own_group, timeout_seconds=240),  # pyright: ignore
 )
 # --8<-- [end:engine]
 
