@@ -51,19 +51,19 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 # --8<-- [end:sharding]
 
 # --8<-- [start:engine]
-own_group = None
-for shard_index in range(arguments.num_shards):
-    ranks = [index * arguments.num_shards + shard_index for index in range(num_replicas)]
-    group = dist.new_group(ranks, backend="gloo")  # every process makes every group, in the same order
-    if shard_index == shard:
-        own_group = group
+num_shards = arguments.num_shards
+members = [[index * num_shards + s for index in range(num_replicas)] for s in range(num_shards)]
+groups = [dist.new_group(ranks, backend="gloo") for ranks in members]  # every process makes every group
+group = groups[shard]
+assert isinstance(group, dist.ProcessGroup), "this process belongs to the group of its shard"
+exchange = diloco.ProcessGroupExchange(group, timeout_seconds=240)
 
 fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
     schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
-    exchange=diloco.ProcessGroupExchange(own_group, timeout_seconds=240),  # pyright: ignore
+    exchange=exchange,
 )
 # --8<-- [end:engine]
 
