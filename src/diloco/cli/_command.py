@@ -33,7 +33,7 @@ def choose(commands: Mapping[str, Callable[..., None]], arguments: Sequence[str]
 
 
 def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **options: Any) -> Any:
-    """What tyro makes of a command line.
+    """The value that tyro makes of a command line.
 
     Args:
         kind: a dataclass, or a function.

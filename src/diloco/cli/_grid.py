@@ -1,4 +1,4 @@
-"""What `diloco experiment` and `diloco sweep` share: the machines that run a grid, and its progress."""
+"""The machines that run a grid, and its progress, for `diloco experiment` and `diloco sweep`."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the engine tells of its rounds: outer steps for logs, and what went wrong.
+"""Reports about rounds: outer steps for logs, and errors with the parameter at fault.
 
 Shapes: N elements of one fragment that this process holds.
 """

@@ -38,7 +38,7 @@ class Round:
     sync: Sync
     reduction: Reduction
     payloads: tuple[Tensor, ...]
-    """What this replica sent."""
+    """The payloads that this replica sent."""
     exchanged: Handle[dict[int, Tensor]]
     """The last phase's payload of every member, this replica's own included."""
     received: bool = False

@@ -70,7 +70,7 @@ class Settings:
             )
 
     def facts(self, num_replicas: int) -> dict[str, object]:
-        """What all replicas must share, in the order in which a difference explains the most."""
+        """The settings that all replicas must share, in the order in which a difference explains the most."""
         return {
             "num_replicas": num_replicas,
             **self._facts_of_schedule(num_replicas),
@@ -85,7 +85,7 @@ class Settings:
         }
 
     def facts_of_state(self, replica: int, num_replicas: int) -> dict[str, object]:
-        """What gives the payloads in flight, and the error, of a replica's state their meaning."""
+        """The settings that give meaning to the payloads in flight, and to the error, in a saved state."""
         schedule = self._facts_of_schedule(num_replicas)
         return {
             "wire": self.wire.spec,

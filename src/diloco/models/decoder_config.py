@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
@@ -10,7 +11,7 @@ from diloco.models.spec import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diloco.models.decoder import Decoder
+    from diloco.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,10 @@ class DecoderConfig(ModelConfig):
                 "model.num_heads",
             )
 
-    def build(self, *, seed: int) -> "Decoder":
-        """A decoder of this size."""
-        from diloco.models.decoder import Decoder
-
-        return Decoder(self, seed=seed)
+    def build(self, *, seed: int) -> "LanguageModel":
+        """A `Decoder` of this size."""
+        # By name: decoder.py imports this file, and needs torch.
+        return import_module("diloco.models.decoder").Decoder(self, seed=seed)
 
     @property
     def num_matrix_params(self) -> int:
@@ -51,9 +51,9 @@ class DecoderConfig(ModelConfig):
         self, state: Mapping[str, "Tensor"], *, context: int, bos_id: int
     ) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
         """The same model as `transformers.PersimmonForCausalLM`."""
-        from diloco.models.persimmon import persimmon_config, persimmon_state
-
-        return persimmon_config(self, context=context, bos_id=bos_id), persimmon_state(self, state)
+        persimmon = import_module("diloco.models.persimmon")
+        config = persimmon.persimmon_config(self, context=context, bos_id=bos_id)
+        return config, persimmon.persimmon_state(self, state)
 
 
 SEQUENCE_LENGTH = 2_048

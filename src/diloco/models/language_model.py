@@ -14,7 +14,7 @@ from diloco.errors import UserError
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a model keeps of the tokens that it has read in each of B sequences."""
+    """A model's memory of the tokens that it has read in each of B sequences."""
 
     def select(self, rows_R: Tensor) -> "Cache":
         """A cache of R sequences, each a copy of one of the B."""

@@ -1,4 +1,4 @@
-"""What a model family offers: a config that is its size, and builds, names and exports its model. No torch.
+"""The contract of a model family: a config that is its size, and builds, names and exports its model. No torch.
 
 A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the module that the config builds.
 """

@@ -26,9 +26,9 @@ class OuterStep:
     make_deltas: Callable[[], Iterator[Tensor]]
     """Makes the replicas' decoded outer gradients again, one after the other."""
     spans: Mapping[str, tuple[int, int]]
-    """Where each block of the fragment lies in these vectors: its first element, and the one after its last."""
+    """For each block of the fragment, its first element in these vectors, and the one after its last."""
     sum_over_shards: Callable[[Tensor], Tensor]
-    """Adds up what every process of a sharded replica has found in its shard."""
+    """Adds up a value of every process of a sharded replica."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -64,7 +64,7 @@ class OuterStep:
         return self._cosines({**self.spans})
 
     def _cosines(self, spans: Mapping[str | None, tuple[int, int | None]]) -> dict[str | None, float | None]:
-        """Of several parts, in two passes over the replicas."""
+        """The mean cosine in each of several spans, in two passes over the replicas."""
         parts = [slice(*span) for span in spans.values()]
         squares = [torch.stack([delta_N[p].square().sum() for p in parts]) for delta_N in self.make_deltas()]
         if len(squares) < 2:

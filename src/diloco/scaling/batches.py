@@ -48,7 +48,7 @@ def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
 
 
 def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:
-    """Whether the best value is the smallest or the largest that was tried: a better one may lie beyond."""
+    """True if the best value is the smallest or the largest tried: a better one may lie beyond."""
     value, tried = best.settings[quantity], losses_beside(points, best, quantity)
     return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
 

@@ -93,7 +93,7 @@ class Crossing:
     num_params: float | None
     """N; None if they do not meet at any plausible size."""
     is_lower_above: bool | None
-    """Whether DiLoCo's loss is lower above N, or at every size if they never meet; None if losses are equal."""
+    """True if DiLoCo's loss is lower above N, or at every size if they never meet; None if losses are equal."""
     is_measured: bool = False
     """Whether N lies within the fitted sizes."""
     low: float | None = None

@@ -74,7 +74,7 @@ class Laws:
         return [p for p in self.points or () if (p.params, p.replicas) == (point.params, point.replicas)]
 
     def is_on_edge(self, point: Point, quantity: str) -> bool:
-        """Whether a point of `best` has the smallest or the largest value that was tried."""
+        """True if a point of `best` has the smallest or the largest value tried."""
         return is_on_edge(self.runs_of(point), point, quantity)
 
     def unequally_tried(self) -> dict[int, dict[float, int]]:

@@ -21,7 +21,7 @@ from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_c
 
 
 def under_a_launcher() -> bool:
-    """Whether torchrun, or this module, started this process."""
+    """True if torchrun, or this module, started this process."""
     return "RANK" in os.environ
 
 

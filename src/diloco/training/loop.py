@@ -71,7 +71,7 @@ def _is_due(step: int, every_steps: int) -> bool:
 
 @dataclass
 class _Run:
-    """What one process has of a run."""
+    """One process's part in a run."""
 
     config: TrainConfig
     world: World

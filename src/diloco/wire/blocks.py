@@ -1,4 +1,4 @@
-"""What the codecs with one scale a block share: the layout of the body and the packing of codes.
+"""The layout of the body, and the packing of codes, of all codecs with one scale a block.
 
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """

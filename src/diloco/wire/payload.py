@@ -1,4 +1,4 @@
-"""What all codecs share: the key of random numbers, the header of a payload, its checks, and the look-up by name.
+"""The base of all codecs: the key of random numbers, a payload's header and checks, the look-up by name.
 
 Shapes: N elements of one outer gradient.
 """
@@ -161,7 +161,7 @@ def refuse_non_finite(values: Tensor) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; one pass over memory."""
+    """True if no value is NaN or infinite; one pass over memory."""
     return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
