@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from diloco.data.index import Index, Settings, Shard, read_index, read_settings, write_record
+from diloco.data.index import Index, PreparationSettings, Shard, read_index, read_settings, write_record
 from diloco.errors import UserError
 
-SETTINGS = Settings(
+SETTINGS = PreparationSettings(
     train=("a.txt", "b.txt"),
     held_out=(),
     held_out_fraction=0.1,

@@ -28,7 +28,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PreparationSettings:
     """Everything that the bytes of a prepared directory depend on."""
 
     train: tuple[str, ...]
@@ -65,7 +65,7 @@ class Shard:
 class Index:
     """A prepared directory."""
 
-    settings: Settings
+    settings: PreparationSettings
     """The settings that it was made with."""
     tokenizer_digest: str
     """`Tokenizer.digest` of the tokenizer that made its tokens."""
@@ -81,7 +81,7 @@ class Index:
     """SHA-256 of all token bytes in order, those of the training split first."""
 
 
-_Record = TypeVar("_Record", Settings, Shard, Index)
+_Record = TypeVar("_Record", PreparationSettings, Shard, Index)
 
 
 def shard_path(directory: Path, split: Split, number: int, suffix: str) -> Path:
@@ -99,12 +99,12 @@ def total(shards: Iterable[Shard]) -> Shard:
     )
 
 
-def write_record(path: Path, record: Settings | Shard | Index) -> None:
+def write_record(path: Path, record: PreparationSettings | Shard | Index) -> None:
     """Write a record as JSON, whole or not at all."""
     write_atomically(path, [json.dumps({"format": _FORMAT, **asdict(record)}, indent=2).encode()])
 
 
-def read_settings(path: Path) -> Settings:
+def read_settings(path: Path) -> PreparationSettings:
     """Read the settings of a directory, complete or not.
 
     Raises:
@@ -138,9 +138,9 @@ def _index(values: dict[str, Any]) -> Index:
     return index
 
 
-def _settings(values: dict[str, Any]) -> Settings:
+def _settings(values: dict[str, Any]) -> PreparationSettings:
     sources: dict[str, Any] = {name: tuple(values[name]) for name in ("train", "held_out")}
-    return _checked(Settings(**values | sources))
+    return _checked(PreparationSettings(**values | sources))
 
 
 def _checked(record: _Record) -> _Record:

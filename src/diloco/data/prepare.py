@@ -20,7 +20,7 @@ from diloco.data.index import (
     SETTINGS_FILE,
     SPLITS,
     Index,
-    Settings,
+    PreparationSettings,
     Shard,
     Split,
     read_index,
@@ -116,10 +116,10 @@ def prepare(
     return output
 
 
-def _settings(config: DataConfig, shard_tokens: int) -> Settings:
+def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
     check_disjoint(config)
     sources = [[source, fingerprint(source)] for source in (*config.train, *config.held_out)]
-    return Settings(
+    return PreparationSettings(
         train=config.train,
         held_out=config.held_out,
         held_out_fraction=config.held_out_fraction,
@@ -143,7 +143,7 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
         yield
 
 
-def _claim(output: Path, settings: Settings) -> None:
+def _claim(output: Path, settings: PreparationSettings) -> None:
     path = output / SETTINGS_FILE
     is_made = any(file.name not in ("lock", SETTINGS_FILE) for file in output.iterdir())
     if not (path.exists() and is_made):
@@ -163,7 +163,8 @@ _CONFIGURED = ("train", "held_out", "held_out_fraction", "max_train_bytes", "tok
 """The settings of a prepared directory that `DataConfig` has, too."""
 
 _LABELS = {
-    field.name: f"data.{field.name}" if field.name in _CONFIGURED else field.name for field in fields(Settings)
+    field.name: f"data.{field.name}" if field.name in _CONFIGURED else field.name
+    for field in fields(PreparationSettings)
 }
 
 
@@ -196,7 +197,7 @@ def _training_texts(config: DataConfig) -> Iterator[str]:
 
 
 def _pack(
-    config: DataConfig, settings: Settings, output: Path, tokenizer: Tokenizer, report: ProgressCallback
+    config: DataConfig, settings: PreparationSettings, output: Path, tokenizer: Tokenizer, report: ProgressCallback
 ) -> Index:
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
     writers: dict[Split, SplitWriter] = {

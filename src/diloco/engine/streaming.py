@@ -35,8 +35,7 @@ class StreamingDiLoCo:
     """Keeps the replicas of a model together, a fragment at a time, while each trains on its own.
 
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
-    last. The model is changed in nothing but the values of its parameters. Θ and the outer momentum are FP32
-    beside parameters of any dtype.
+    last. Only the values of the model's parameters change; Θ and the outer momentum are FP32 beside any dtype.
 
     A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, on a mesh of the
     replica's own), and give each process an exchange with those that hold the same shard in the other replicas.
@@ -152,10 +151,9 @@ class StreamingDiLoCo:
             The outer steps that were taken; none on most steps.
 
         Raises:
-            NonFiniteError: if an outer gradient is not finite; nothing of this step was sent by this process.
-            UserError: if a parameter was replaced since the engine was built; nothing was sent then, either.
-            ExchangeError: if payloads don't arrive in time; nothing of this step was merged.
-            PayloadError: if a payload is damaged; nothing of this step was merged.
+            NonFiniteError, UserError: if an outer gradient is not finite, or a parameter was replaced since the
+                engine was built; this process sent nothing of this step.
+            ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
         self._begin()
         rounds, schedule = self._rounds, self.settings.schedule
@@ -173,11 +171,7 @@ class StreamingDiLoCo:
         return merged
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
-        """Call `step()` after every `optimizer.step()` from now on; `remove()` the handle to end that.
-
-        Raises:
-            UserError: if it is attached already.
-        """
+        """Call `step()` after every `optimizer.step()` until the handle is removed; an engine has one handle."""
         if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or {}):
             raise UserError(
                 "the engine is attached already, and would count every inner step twice: attach it alone to "
@@ -189,8 +183,7 @@ class StreamingDiLoCo:
     def finish(self) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
-        Raises:
-            ExchangeError, PayloadError: as `step()`; after any error, load the last saved state in a new engine.
+        It raises what `step()` raises; after any error, load the last saved state in a new engine.
         """
         self._begin()
         first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
@@ -227,8 +220,9 @@ class StreamingDiLoCo:
         resumes on other shards.
         """
         self._begin()
+        state = checkpoint.state_of(self._rounds, self._drained_step)
         self._sound = True
-        return checkpoint.state_of(self._rounds, self._drained_step)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
