@@ -359,7 +359,7 @@ def what_is_masked() -> list[int]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
         wire="feddropout:density=0.1",
     )
-    key, wire = engine._key(Sync(0, 1, 1)), engine.settings.wire
+    key, wire = engine._rounds.key(Sync(0, 1, 1)), engine.settings.wire
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
@@ -443,7 +443,7 @@ def lose_the_link_of_one_shard() -> str:
     ranks = [[0, 1], [2, 3]]
 
     def group(of: list[list[int]]) -> dist.ProcessGroup:
-        made = [dist.new_group(members, timeout=timedelta(seconds=1)) for members in of]
+        made = [dist.new_group(members, timeout=timedelta(seconds=2)) for members in of]
         return next(one for one, members in zip(made, of, strict=True) if dist.get_rank() in members)
 
     mesh = DeviceMesh.from_group(

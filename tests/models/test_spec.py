@@ -116,9 +116,10 @@ def test_a_family_is_loaded_by_the_path_that_it_is_stored_by():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("diloco.models.nothing.Config", "can't be imported here (No module named 'diloco.models.nothing')"),
-        ("diloco.models.decoder_config.Nothing", "has no attribute 'Nothing'"),
-        ("Nothing", "can't be imported here (Empty module name)"),
+        ("diloco.models.nothing.Config", "is not known here: import it first"),
+        ("antigravity.geohash", "is not known here: import it first"),  # a module that nobody has imported
+        ("diloco.models.decoder_config.Nothing", "is not known here: import it first"),
+        ("Nothing", "is not known here: import it first"),
         ("pathlib.Path", "model.family='pathlib.Path' is no subclass of ModelConfig"),
     ],
 )
@@ -126,3 +127,4 @@ def test_a_stored_family_that_is_none_is_refused(path, message):
     with pytest.raises(UserError) as refusal:
         load_family(path)
     assert message in str(refusal.value) and refusal.value.field == "model.family"
+    assert "antigravity" not in sys.modules

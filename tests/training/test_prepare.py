@@ -58,7 +58,7 @@ def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming
     [
         ({"train": ("nowhere.txt",)}, "'nowhere.txt' matches no file"),
         ({"train": ("empty.txt",)}, "empty.txt"),
-        ({"tokenizer": "bpe:300", "prepared": True}, "tokenizer='bpe:300' contradicts .*tokenizer='bytes'"),
+        ({"tokenizer": "bpe:300", "prepared": True}, "data.tokenizer=bpe:300 contradicts .*data.tokenizer=bytes"),
     ],
 )
 def test_text_that_cannot_be_read_is_refused(tiny, folder, streaming, changes, sentence, monkeypatch):

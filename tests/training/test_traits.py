@@ -40,7 +40,7 @@ def test_a_model_of_another_family_comes_back_and_the_decoders_json_names_none()
         ({"method": "foo"}, "method must be 'data_parallel' or 'diloco' or .*, not 'foo'"),
         ({"model": 3}, "model must be an object with fields, not 3"),
         ({"model": {"num_layers": 1}}, "the field model.width is missing"),
-        ({"model": {"family": "nowhere.Config"}}, "model.family='nowhere.Config' can't be imported"),
+        ({"model": {"family": "nowhere.Config"}}, "model.family='nowhere.Config' is not known here"),
         ({"diloco": {"overlap_steps": [1, "x"]}}, "diloco.overlap_steps must be int, not 'x'"),
         ({"compile": 1}, "compile must be bool, not 1"),
         ({"optimizer": {"momentum": 0.5}}, r"unknown field optimizer\.momentum"),

@@ -33,7 +33,7 @@ def test_a_format_and_its_codec_are_known_by_their_spec(spec):
 
 
 def test_bits_a_value_are_those_of_the_document():
-    page = Path(__file__).parents[2] / "docs" / "wire-format.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "wire-format.md"
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+\.\d\d) \|$", page.read_text(), re.MULTILINE)
     assert rows == [(name, f"{8e-6 * parse(name).payload_bytes(10**6):.2f}") for name in FORMATS]
 
