@@ -18,6 +18,7 @@ from diloco.kernels.memory import empty
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
+from diloco.outer.take import take_outer_step
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.gather import Gather
 from diloco.reduction.reduction import Average
@@ -42,7 +43,7 @@ def main() -> None:
     payload_bytes = wire.payload_bytes(N) / N
     gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
     vectors = {"outer": outer_N, "velocity": velocity_N}
-    fragment = FragmentState(vectors.__getitem__, rule.slots, [theta_N], Mixing(0.5))
+    fragment, sync = FragmentState(vectors.__getitem__), Sync(fragment=0, round=1, step=1)
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
@@ -54,7 +55,7 @@ def main() -> None:
         ),
         "outer step and merge": (
             16 + 12,
-            lambda: rule.on_average(fragment, Average(total_N, M), Sync(fragment=0, round=1, step=1), cohort),
+            lambda: take_outer_step(rule, Mixing(0.5), fragment, [theta_N], Average(total_N, M), sync, cohort),
         ),
     }
     copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), theta_N.numpy()))

@@ -37,7 +37,6 @@ class OuterAdam:
         first_N.lerp_(delta_N, 1 - self.beta1)
         second_N.lerp_(delta_N.square(), 1 - self.beta2)
         fragment.use("outer").sub_(self.lr * first_N / (second_N.sqrt() + self.epsilon))
-        fragment.merge()
 
 
 def main() -> None:

@@ -2,7 +2,14 @@ import pickle
 
 import pytest
 
-from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, UserError, exit_code_of
+from diloco.errors import (
+    CheckpointWriteError,
+    DilocoError,
+    ExchangeError,
+    ReplicaFailedError,
+    UserError,
+    exit_code_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +39,19 @@ def test_the_first_field_is_the_one_at_fault():
     assert UserError("no setting is at fault").field is None
 
 
-def test_a_users_mistake_travels_between_processes():
-    error = pickle.loads(pickle.dumps(UserError("a=1", "a")))
-    assert (str(error), error.fields) == ("a=1", ("a",))
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("a=1", "a"),
+        CheckpointWriteError("the disk is full"),
+        ExchangeError("a payload is missing", (1, 2)),
+        ReplicaFailedError("a=1", exit_code=2, fields=("a",)),
+    ],
+)
+def test_an_error_travels_between_processes(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and str(copy) == str(error) and vars(copy) == vars(error)
+    assert copy.exit_code == error.exit_code
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ class Clipped:
     """θ ← Θ + clamp(θ − Θ, ±limit)."""
 
     limit: float
+    needs_previous = False  # it does not read the Θ from before the outer step
 
     def facts(self) -> dict[str, float]:
         return {"merge limit": self.limit}  # the replicas compare it
 
-    def merge(self, theta_N: Tensor, outer_N: Tensor) -> Tensor:
+    def merge(self, theta_N: Tensor, outer_N: Tensor, previous_N: Tensor | None) -> Tensor:
         return outer_N + (theta_N - outer_N).clamp(-self.limit, self.limit)
 
 

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 
 class DilocoError(Exception):
@@ -107,6 +109,10 @@ class ReplicaFailedError(DilocoError):
         super().__init__(message)
         self.exit_code = exit_code
         self.fields = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel between processes with everything."""
+        return partial(ReplicaFailedError, exit_code=self.exit_code, fields=self.fields), (str(self),)
 
 
 def exit_code_of(error: BaseException) -> int | None:

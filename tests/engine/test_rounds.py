@@ -16,6 +16,7 @@ from tests.processes import run_replicas
 from torch import nn
 
 import diloco
+from diloco.engine.lanes import ThreadLane
 from diloco.engine.rounds import _exchange
 from diloco.errors import PayloadError
 from diloco.exchange.transport import Channel
@@ -280,7 +281,7 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     )
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
-    pending = _exchange(exchange, reduction, reduction.encode(delta, key, cohort), 5, key, cohort)
+    pending = _exchange(exchange, ThreadLane(), reduction, reduction.encode(delta, key, cohort), 5, key, cohort)
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
@@ -309,7 +310,9 @@ def reduce_without_the_last_replica() -> str:
     if exchange.replica == 2:
         time.sleep(5)
         return ""
-    pending = _exchange(exchange, reduction, reduction.encode(torch.ones(5), key, cohort), 5, key, cohort)
+    pending = _exchange(
+        exchange, ThreadLane(), reduction, reduction.encode(torch.ones(5), key, cohort), 5, key, cohort
+    )
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
         pending.wait()
     return str(caught.value.missing)

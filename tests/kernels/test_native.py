@@ -13,6 +13,7 @@ from diloco.kernels import native
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
+from diloco.outer.take import take_outer_step
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
@@ -83,12 +84,12 @@ def test_the_outer_step_has_the_bits_of_plain_torch(seed, divisor, lr, momentum,
 
     def take(outer, velocity, total, theta) -> None:
         parameters = [theta[:33], theta[33:]]
-        vectors = {"outer": outer, "velocity": velocity}
-        fragment = FragmentState(vectors.__getitem__, rule.slots, parameters, Mixing(mixing))
-        rule.on_average(fragment, Average(total, divisor), Sync(0, 1, 1), Cohort.equal(1))
+        fragment = FragmentState({"outer": outer, "velocity": velocity}.__getitem__)
+        how = (fragment, parameters, Average(total, divisor), Sync(0, 1, 1), Cohort.equal(1))
+        take_outer_step(rule, Mixing(mixing), *how)
 
     take(*vectors)
-    with patch("diloco.outer.nesterov.native", return_value=None):
+    with patch("diloco.outer.take.native", return_value=None):
         take(*copies)
     assert torch.equal(vectors.view(torch.int32), copies.view(torch.int32))
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
+from diloco.outer.take import take_outer_step
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
@@ -69,12 +70,13 @@ def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_r
     parameters = [part.to(dtype) for part in (theta[:1].view(()), theta[1:31].view(5, 6).T, theta[31:])]
     expected = [*outer.step(Theta, v, delta)]
     merged = [
-        Mixing(alpha).merge(parameter.float().reshape(-1), part).to(dtype)
+        Mixing(alpha).merge(parameter.float().reshape(-1), part, None).to(dtype)
         for parameter, part in zip(parameters, expected[0].split([1, 30, 9]), strict=True)
     ]
-    fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__, outer.slots, parameters, Mixing(alpha))
+    fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__)
     average = Average(total, num_replicas)
-    outer.on_average(fragment, average, Sync(0, 1, 1), Cohort.equal(num_replicas))
+    how = (fragment, parameters, average, Sync(0, 1, 1), Cohort.equal(num_replicas))
+    take_outer_step(outer, Mixing(alpha), *how)
     assert all(map(torch.equal, (Theta, v), expected)) and torch.equal(average.divided(), delta)
     assert all(torch.equal(now.reshape(-1), then) for now, then in zip(parameters, merged, strict=True))
 
@@ -84,18 +86,18 @@ def test_nothing_is_changed_in_place(seed):
     before = vectors(seed, 3)
     after = [torch.tensor(vector) for vector in before]
     Nesterov().step(*after)
-    Mixing(0.5).merge(after[0], after[1])
+    Mixing(0.5).merge(after[0], after[1], None)
     assert all(same_bits(tensor, vector) for tensor, vector in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lr": 0.0}, "learning rate must be above 0 and finite, not 0.0"),
-        ({"lr": float("nan")}, "learning rate must be above 0 and finite, not nan"),
-        ({"lr": float("inf")}, "learning rate must be above 0 and finite, not inf"),
-        ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
-        ({"momentum": -0.1}, "momentum must be at least 0 and below 1, not -0.1"),
+        ({"lr": 0.0}, "lr=0.0: the outer learning rate must be above 0 and finite"),
+        ({"lr": float("nan")}, "lr=nan: the outer learning rate"),
+        ({"lr": float("inf")}, "lr=inf: the outer learning rate"),
+        ({"momentum": 1.0}, "momentum=1.0: the outer momentum must be from 0 to below 1"),
+        ({"momentum": -0.1}, "momentum=-0.1: the outer momentum"),
     ],
 )
 def test_what_cannot_train_is_refused(fields, message):

@@ -1,13 +1,18 @@
 """A rule and a merge rule of one's own, in the engine."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tests.engine.cases import Case, inner_step, outer_of, theta_of
+from tests.processes import run_replicas
 
 import diloco
+from diloco.errors import UserError
+from diloco.outer.mixing import Mixing
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,6 @@ class HeavyBall:
         ball_N = fragment.use("ball")
         ball_N.mul_(self.momentum).add_(average.divided())
         fragment.use("outer").sub_(self.lr * ball_N)
-        fragment.merge()
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,30 @@ class Eager(HeavyBall):
 
     def on_average(self, fragment, average, sync, cohort) -> None:
         fragment.use("outer").add_(self.lr * (fragment.use("own") - average.divided()))
-        fragment.merge()
 
 
 @dataclass(frozen=True)
 class Halfway:
     """θ ← (θ + Θ) / 2."""
 
+    needs_previous = False
+
     def facts(self) -> dict:
         return {}
 
-    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor) -> torch.Tensor:
+    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, previous_N: torch.Tensor | None) -> torch.Tensor:
         return (theta_N + outer_N) / 2
+
+
+@dataclass(frozen=True)
+class Translation(Halfway):
+    """θ ← θ + Θ_new − Θ_old: what a replica has moved and not yet sent stays what it is."""
+
+    needs_previous = True
+
+    def merge(self, theta_N: torch.Tensor, outer_N: torch.Tensor, previous_N: torch.Tensor | None) -> torch.Tensor:
+        assert previous_N is not None
+        return theta_N + (outer_N - previous_N)
 
 
 def trained(case: Case, steps: int, **changes) -> tuple[diloco.StreamingDiLoCo, torch.nn.Module]:
@@ -116,3 +132,83 @@ def test_a_rules_own_vectors_are_saved_and_loaded():
 def test_a_merge_rule_decides_how_outer_parameters_enter():
     case = Case(P=2, H=4, alpha=0.5)
     assert same(trained(case, 13), trained(case, 13, mixing=Halfway()))
+
+
+def test_a_merge_rule_may_read_the_outer_parameters_from_before():
+    case = Case(P=1, H=4, T=4, tau=0)
+    engine, model = trained(case, 3, mixing=Translation())
+    inner_step(model, 0, 4)
+    theta, Theta = theta_of(model), outer_of(engine)
+    engine.step()
+    assert np.abs(outer_of(engine) - Theta).max() > 0.01
+    np.testing.assert_allclose(theta_of(model) - outer_of(engine), theta - Theta, atol=1e-6)
+
+
+class Twice(diloco.Nesterov):
+    """Nesterov with twice the outer gradient."""
+
+    def step(self, outer_N, velocity_N, delta_N):
+        return super().step(outer_N, velocity_N, 2 * delta_N)
+
+
+class AllButNothing(Mixing):
+    """α θ + (1 − α) Θ with 1 − α in the place of α."""
+
+    def merge(self, theta_N, outer_N, previous_N):
+        return Mixing(1 - self.alpha).merge(theta_N, outer_N, previous_N)
+
+
+def test_a_subclass_is_computed_by_its_own_code_where_the_compiled_pass_would_reach():
+    case = Case(P=2, H=4, alpha=0.25)
+    assert not same(trained(case, 9), trained(case, 9, outer=Twice(lr=case.eta, momentum=case.mu)))
+    assert same(trained(replace(case, alpha=0.75), 9), trained(case, 9, mixing=AllButNothing(0.25)))
+
+
+def test_slots_that_the_state_has_already_are_refused():
+    for slots in (("seed",), ("outer",), ("sent",), ("ball", "ball")):
+        rule = type("Rule", (HeavyBall,), {"slots": slots})(0.5, 0.0)
+        with pytest.raises(UserError, match=r"Rule.slots=.* must be different names, and none of"):
+            Case().engine(Case().model(), outer=rule)
+
+
+def test_a_state_of_another_rule_is_refused_and_nothing_is_changed():
+    case = Case(P=2, H=4, tau=2)
+    engine, _ = trained(case, 9)
+    other, model = trained(case, 3, outer=HeavyBall(0.4, 0.9))
+    before = outer_of(other)
+    with pytest.raises(UserError, match="saved with outer_rule=Nesterov, and this engine has HeavyBall"):
+        other.load_state_dict(engine.state_dict())
+    inner_step(model, 0, 4)
+    other.step()
+    assert other.num_steps == 4 and before.shape == outer_of(other).shape
+    older = {name: value for name, value in engine.state_dict().items() if name != "outer_rule"}
+    case.engine(case.model()).load_state_dict(older)
+
+
+def eager_outer_steps(combine: str, offload: bool) -> tuple[list[np.ndarray], list[np.ndarray], str]:
+    """Two replicas: the own outer gradients that the rule is given, and those that the others decode."""
+    owns: list[np.ndarray] = []
+
+    class Recording(Eager):
+        def on_send(self, fragment, own, sync) -> None:
+            owns.append(own().numpy().copy())
+            super().on_send(fragment, own, sync)
+
+    case = Case(P=2, H=4, tau=2, wire="e3m0", combine=combine, offload=offload)
+    model = case.model()
+    engine = case.engine(model, outer=Recording(0.5, 0.0))
+    steps = []
+    for t in range(1, 14):
+        inner_step(model, dist.get_rank(), t)
+        steps += engine.step()
+    steps += engine.finish()
+    decoded = [step.deltas[dist.get_rank()].numpy().copy() for step in steps if step.deltas]
+    return owns, decoded, engine.outer_hash()
+
+
+@pytest.mark.parametrize(("combine", "offload"), [("gather", True), ("reduce_scatter", False)])
+def test_a_rule_is_given_its_own_outer_gradient_as_the_others_decode_it(combine, offload):
+    for owns, decoded, _ in run_replicas(eager_outer_steps, 2, combine, offload):
+        assert len(owns) == 5 and all(own.any() for own in owns)
+        if combine == "gather":
+            assert [own.tobytes() for own in owns] == [delta.tobytes() for delta in decoded]

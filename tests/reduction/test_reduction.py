@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +8,7 @@ from diloco.errors import ExchangeError, PayloadError
 from diloco.reduction import Gather, ReduceScatter, reduction_of
 from diloco.reduction.cohort import Cohort
 from diloco.wire import Key, codec
+from diloco.wire.floats import FP32
 
 
 @pytest.mark.parametrize(
@@ -99,3 +101,35 @@ def test_a_damaged_payload_is_refused_with_its_sender(spec):
     damaged[0] ^= 255
     with pytest.raises(PayloadError, match="replica 1: a payload of"):
         reduction.average({0: payloads[0], 1: damaged}, torch.empty(6), Key(), cohort)
+
+
+def test_an_average_draws_other_numbers_than_any_member():
+    """Stochastic rounding of an average and of a member's payload would else be correlated."""
+    cohort, keys = Cohort((0, 2, 3), (1.0, 1.0, 1.0)), []
+
+    class Recording(FP32):
+        def encode(self, delta_N, key=Key()):  # noqa: B008
+            keys.append(key)
+            return super().encode(delta_N, key)
+
+    reduction = ReduceScatter(Recording(), Recording())
+    sent = {m: reduction.encode(torch.ones(6), Key(0, 0, 1, m), cohort) for m in cohort.members}
+    for part, member in enumerate(cohort.members):
+        received = {sender: payloads[part] for sender, payloads in sent.items()}
+        reduction.relay(received, 6, Key(0, 0, 1, member), cohort)
+    assert len(keys) == 12 and len(set(keys)) == 12
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_weighted_average_has_the_bits_of_its_definition(seed):
+    """Each product rounded, then added in the order of the members, then divided."""
+    generator = torch.Generator().manual_seed(seed)
+    wire, cohort = codec("e3m0"), Cohort.weighted({1: 300, 4: 1000, 7: 70})
+    deltas = {m: torch.randn(300, generator=generator) for m in cohort.members}
+    decoded = {m: wire.decode(wire.encode(delta), 300).numpy() for m, delta in deltas.items()}
+    total = np.zeros(300, np.float32)
+    for member, weight in zip(cohort.members, cohort.weights, strict=True):
+        total = total + np.float32(weight) * decoded[member]
+    expected = total / np.float32(sum(cohort.weights))
+    average = averaged("gather", "e3m0", deltas, cohort)
+    assert np.array_equal(average.numpy(), expected)

@@ -3,18 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco.engine.rounds import Rounds
 from diloco.errors import DisagreementError, UserError
 from diloco.exchange.control import agree
+from diloco.kernels.memory import empty
 from diloco.reduction import reduction_of
 from diloco.schedule import Sync
 from diloco.wire import codec
 
 
-def state_of(rounds: Rounds, drained_step: int) -> dict[str, Any]:
-    """The state; its tensors are views of the engine's own where they can be."""
+def state_of(rounds: Rounds, drained_step: int, sent: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """The state; its tensors are views of the engine's own where they can be, and `sent` may be given."""
     tensors = {kind: rounds.parameters.all_named(rounds.state.at_home(kind)) for kind in rounds.state.kinds}
     return {
         **_facts(rounds),
@@ -25,21 +27,20 @@ def state_of(rounds: Rounds, drained_step: int) -> dict[str, Any]:
         "blocked_seconds": rounds.blocked_seconds,
         **tensors,
         "in_flight": [list(flight.sync) for flight in rounds.in_flight],
-        "sent": rounds.sent(),
+        "sent": rounds.sent() if sent is None else sent,
     }
 
 
 def load(rounds: Rounds, state: Mapping[str, Any]) -> int:
     """Take up a state, and send again what was in flight.
 
+    Args:
+        rounds: the engine's.
+        state: one that `agree_to_load` took.
+
     Returns:
         The step up to which everything that was sent has been merged.
-
-    Raises:
-        DisagreementError: if the replicas load different states.
-        UserError: if the state does not belong to this engine.
     """
-    _agree_to_load(rounds, state)
     rounds.num_steps = state["num_steps"]
     rounds.bytes_sent, rounds.bytes_received = state["bytes_sent"], state["bytes_received"]
     rounds.blocked_seconds = state["blocked_seconds"]
@@ -60,12 +61,18 @@ def room_for_sent(rounds: Rounds, in_flight: Sequence[Sequence[int]]) -> dict[st
     """Zeros for the `sent` of a saved state, sharded as the parameters are now."""
     room: dict[str, Tensor] = {}
     for fragment in {fragment for fragment, *_ in in_flight}:
-        room |= rounds.parameters.named(fragment, rounds.parameters.flat(fragment).zero_())
+        num_elements, device = rounds.state.num_elements(fragment), rounds.parameters.device
+        room |= rounds.parameters.named(fragment, empty(num_elements, torch.float32, device).zero_())
     return room
 
 
-def _agree_to_load(rounds: Rounds, state: Mapping[str, Any]) -> None:
-    """Load on all replicas, or on none."""
+def agree_to_load(rounds: Rounds, state: Mapping[str, Any]) -> None:
+    """Refuse a state on all replicas, or on none, before anything is changed.
+
+    Raises:
+        DisagreementError: if the replicas load different states.
+        UserError: if the state does not belong to this engine.
+    """
     refusal = _refusal(rounds, state)
     flying = {"in flight in the loaded state (fragment, round, step)": state["in_flight"]}
     loaded = {"why the state can't be loaded": refusal, "step of the loaded state": state["num_steps"]}
@@ -83,15 +90,18 @@ def _refusal(rounds: Rounds, state: Mapping[str, Any]) -> str | None:
     mine = _facts(rounds)
     if not state["in_flight"]:
         del mine["schedule"], mine["own_overlap_steps"]
-        if rounds.settings.error_feedback is None:
+        if rounds.settings.error_feedback is None and rounds.settings.outer.shared:
             del mine["replica"]
     for name, value in mine.items():
-        if state.get(name) != value and (name in state or name != "replica"):  # older states lack it
+        if state.get(name) != value and (name in state or name not in _NOT_IN_OLDER_STATES):
             return (
                 f"the state was saved with {name}={state.get(name)}, and this engine has {value}: "
                 "load it into an engine with the settings of the one that saved it"
             )
     return None
+
+
+_NOT_IN_OLDER_STATES = ("replica", "outer_rule")
 
 
 def _facts(rounds: Rounds) -> dict[str, object]:

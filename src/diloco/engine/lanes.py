@@ -1,6 +1,7 @@
 """Lanes: where work runs that training does not wait for."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Thread
 from typing import Generic, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ class Handle(Protocol[T_co]):
 
 
 class Lane(Protocol):
-    """A place for work: a thread here, a stream and an event on a GPU."""
+    """A place for work: a thread on a CPU, a stream and an event on a GPU."""
 
     def run(self, work: Callable[[], T]) -> Handle[T]:
         """Start the work and return at once."""
@@ -27,37 +28,27 @@ class Lane(Protocol):
 class ThreadLane:
     """A daemon thread for each piece of work.
 
-    Args:
-        name: of the threads.
-
-    >>> ThreadLane("sum").run(lambda: 1 + 1).wait()
+    >>> ThreadLane().run(lambda: 1 + 1).wait()
     2
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def run(self, work: Callable[[], T]) -> Handle[T]:
         """Start a thread."""
-        return _Threaded(work, self._name)
-
-
-class _Threaded(Generic[T]):
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        self._result: list[T] = []
-        self._error: Exception | None = None
+        result: Future[T] = Future()
 
         def run() -> None:
             try:
-                self._result.append(work())
-            except Exception as error:  # raised again where the training loop waits
-                self._error = error
+                result.set_result(work())
+            except BaseException as error:  # raised again where the training loop waits
+                result.set_exception(error)
 
-        self._thread = Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        Thread(target=run, name="diloco lane", daemon=True).start()
+        return _Threaded(result)
+
+
+class _Threaded(Generic[T]):
+    def __init__(self, result: "Future[T]") -> None:
+        self._result = result
 
     def wait(self) -> T:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        return self._result.result()

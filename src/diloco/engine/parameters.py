@@ -36,7 +36,7 @@ class FragmentParameters:
         self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold a replica's shards; None if it is one process."""
         self.device = self.shards(0)[0].device
-        """Where all parameters lie."""
+        """The device of all parameters."""
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """For each fragment, where its blocks lie in its flat vector."""

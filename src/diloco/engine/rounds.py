@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine import observe
-from diloco.engine.lanes import Handle, ThreadLane
+from diloco.engine.lanes import Handle, Lane, ThreadLane
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import all_shards_or_none, shard_index, sum_over_shards
@@ -23,6 +23,7 @@ from diloco.exchange.transport import Channel, Tag, Transport
 from diloco.kernels.memory import empty
 from diloco.outer.rule import FragmentState
 from diloco.outer.step import OuterStep
+from diloco.outer.take import take_outer_step
 from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.feedback import encode_with_feedback
@@ -31,7 +32,7 @@ from diloco.schedule import Sync
 from diloco.wire.payload import Key
 
 
-@dataclass
+@dataclass(eq=False)
 class Round:
     """One round of one fragment, from its send until no replica needs its payloads any more."""
 
@@ -41,10 +42,12 @@ class Round:
     """The payloads that this replica sent."""
     exchanged: Handle[dict[int, Tensor]]
     """The last phase's payload of every member, this replica's own included."""
+    cohort: Cohort
+    """The replicas whose outer gradients are averaged."""
     received: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Rounds:
     """The rounds in flight, and what they change."""
 
@@ -55,7 +58,9 @@ class Rounds:
     state: OuterState
     """Θ, the slots of the outer rule, and the error."""
     cohort: Cohort
-    """The replicas of every round."""
+    """The replicas of the rounds that begin now."""
+    lane: Lane = field(default_factory=ThreadLane)
+    """Where a reduction's second phase follows the first."""
     in_flight: list[Round] = field(default_factory=list)
     """In the order in which they were sent."""
     num_steps: int = 0
@@ -96,13 +101,17 @@ class Rounds:
                 self.state.keep(ERROR, sync.fragment)
             self.start(sync, self._reduction, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
-            self._on_send(sync, payloads)
+        with self._all_shards_or_none():
+            for sync, (payloads, _) in zip(syncs, encoded, strict=True):
+                self._on_send(sync, payloads)
 
     def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
         """Start to bring every member what it needs of a round."""
         num_elements = self.state.num_elements(sync.fragment)
-        exchanged = _exchange(self.transport, reduction, payloads, num_elements, self.key(sync), self.cohort)
-        self.in_flight.append(Round(sync, reduction, payloads, exchanged))
+        exchanged = _exchange(
+            self.transport, self.lane, reduction, payloads, num_elements, self.key(sync), self.cohort
+        )
+        self.in_flight.append(Round(sync, reduction, payloads, exchanged, self.cohort))
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
@@ -177,14 +186,13 @@ class Rounds:
     @contextmanager
     def _fragment(self, p: int) -> Iterator[FragmentState]:
         """A fragment's state for the outer rule; the vectors that the rule used are kept."""
-        used: set[str] = set()
+        used: dict[str, None] = {}
 
         def use(kind: str) -> Tensor:
-            used.add(kind)
+            used[kind] = None
             return self.state.use(kind, p)
 
-        rule, mixing = self.settings.outer, self.settings.mixing
-        yield FragmentState(use, rule.slots, self.parameters.shards(p), mixing)
+        yield FragmentState(use)
         for kind in used:
             self.state.keep(kind, p)
 
@@ -208,7 +216,7 @@ class Rounds:
         if not first:
             to_N = torch.empty_like(to_N)
         with self._naming(flight.sync):
-            return flight.reduction.average(payloads, to_N, self.key(flight.sync), self.cohort)
+            return flight.reduction.average(payloads, to_N, self.key(flight.sync), flight.cohort)
 
     @contextmanager
     def _naming(self, sync: Sync) -> Iterator[None]:
@@ -227,13 +235,14 @@ class Rounds:
         sync, p = flight.sync, flight.sync.fragment
         self.bytes_received += self._fragment_bytes[p]
         with self._fragment(p) as fragment:
-            self.settings.outer.on_average(fragment, average, sync, self.cohort)
+            rule, mixing, theta = self.settings.outer, self.settings.mixing, self.parameters.shards(p)
+            take_outer_step(rule, mixing, fragment, theta, average, sync, flight.cohort)
         return observe.outer_step(
             flight.reduction,
             payloads,
             sync,
             self.key(sync),
-            self.cohort,
+            flight.cohort,
             like_N=average.total_N,
             blocked_seconds=blocked_seconds,
             spans=self.parameters.spans[p],
@@ -243,6 +252,7 @@ class Rounds:
 
 def _exchange(
     transport: Transport,
+    lane: Lane,
     reduction: Reduction,
     payloads: Sequence[Tensor],
     num_elements: int,
@@ -259,7 +269,7 @@ def _exchange(
         average = reduction.relay(first.wait(), num_elements, key, cohort)
         return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
 
-    return ThreadLane(str(tag)).run(relay)
+    return lane.run(relay)
 
 
 class _Phase:

@@ -15,6 +15,9 @@ from diloco.schedule import Schedule
 from diloco.wire.formats import DARE
 from diloco.wire.payload import Codec
 
+COUNTERS = ("num_steps", "drained_step", "bytes_sent", "bytes_received", "blocked_seconds")
+"""The plain numbers of the engine's state."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -33,7 +36,7 @@ class Settings:
     combine: str
     """The reduction: gather, reduce_scatter or reduce_scatter:CODEC."""
     error_feedback: float | None
-    """β; None is none."""
+    """β; None turns error feedback off."""
     seed: int
     """The seed of codecs that draw random numbers."""
 
@@ -51,6 +54,7 @@ class Settings:
         check_partition(model, self.fragments)
         self._check_schedule(num_replicas)
         _ = self.reduction
+        self._check_slots()
         self._check_error_feedback()
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**64):
             raise UserError(f"seed must be a whole number, at least 0 and below 2^64, not {self.seed}", "seed")
@@ -64,8 +68,9 @@ class Settings:
         """
         if transport.ordered and self.reduction.num_phases > 1:
             raise UserError(
-                f"combine={self.combine} sends its averages when they are ready, and the exchange (nccl) matches "
-                "messages by their order: give ProcessGroupExchange a group that has gloo, or set combine=gather",
+                f"combine={self.combine} sends its averages when they are ready, and the exchange, "
+                f"{type(transport).__name__}, matches messages by their order, as nccl does: give "
+                "ProcessGroupExchange a group that has gloo, or set combine=gather",
                 "combine",
             )
 
@@ -74,10 +79,8 @@ class Settings:
         return {
             "num_replicas": num_replicas,
             **self._facts_of_schedule(num_replicas),
-            "outer rule": type(self.outer).__name__,
-            **self.outer.facts(),
-            "merge rule": type(self.mixing).__name__,
-            **self.mixing.facts(),
+            "outer rule": {"name": type(self.outer).__name__, **self.outer.facts()},
+            "merge rule": {"name": type(self.mixing).__name__, **self.mixing.facts()},
             "wire": self.wire.spec,
             "combine": self.reduction.spec,
             "error feedback": self.error_feedback,
@@ -96,6 +99,7 @@ class Settings:
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "own_overlap_steps": self.schedule.overlap(replica),
             "replica": replica,
+            "outer_rule": type(self.outer).__name__,
         }
 
     def _facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
@@ -120,6 +124,15 @@ class Settings:
             raise UserError(
                 f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas",
                 "overlap_steps",
+            )
+
+    def _check_slots(self) -> None:
+        slots = self.outer.slots
+        taken = {"outer", "error", "sent", "in_flight", *self.facts_of_state(0, 1), *COUNTERS}
+        if len(set(slots)) < len(slots) or taken & set(slots):
+            raise UserError(
+                f"{type(self.outer).__name__}.slots={slots} must be different names, and none of "
+                f"{', '.join(sorted(taken))}, which the engine's state has already"
             )
 
     def _check_error_feedback(self) -> None:

@@ -99,8 +99,8 @@ class StreamingDiLoCo:
         self.settings = Settings(
             fragments=tuple(fragments),
             schedule=schedule,
-            outer=outer or Nesterov(),
-            mixing=Mixing(mixing) if isinstance(mixing, int | float) else mixing,
+            outer=Nesterov() if outer is None else outer,
+            mixing=mixing if hasattr(mixing, "merge") else Mixing(float(mixing)),  # pyright: ignore[reportArgumentType]
             wire=codec(wire) if isinstance(wire, str) else wire,
             combine=combine,
             error_feedback=error_feedback,
@@ -155,7 +155,8 @@ class StreamingDiLoCo:
                 engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
-        self._begin()
+        self._check_sound()
+        self._sound = False
         rounds, schedule = self._rounds, self.settings.schedule
         rounds.num_steps += 1
         due = schedule.due(rounds.num_steps, self.exchange.replica)
@@ -185,7 +186,8 @@ class StreamingDiLoCo:
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
         """
-        self._begin()
+        self._check_sound()
+        self._sound = False
         first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
         due = [flight.sync for flight in self._rounds.in_flight if flight.sync.step >= first_step]
         merged = self._rounds.merge(due, forget=self.num_steps)
@@ -219,10 +221,8 @@ class StreamingDiLoCo:
         fragments in flight. Of a sharded model they are DTensors; examples/sharded_replicas.py saves them, and
         resumes on other shards.
         """
-        self._begin()
-        state = checkpoint.state_of(self._rounds, self._drained_step)
-        self._sound = True
-        return state
+        self._check_sound()
+        return checkpoint.state_of(self._rounds, self._drained_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
@@ -234,7 +234,10 @@ class StreamingDiLoCo:
             UserError: if the state is of another wire, combine, error_feedback, seed or number of replicas, or,
                 with something in flight, of another schedule; with that, or error feedback, of another replica.
         """
+        checkpoint.agree_to_load(self._rounds, state)
+        self._sound = False
         self._drained_step = checkpoint.load(self._rounds, state)
+        self._sound = True
 
     def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A state with the tensors of a saved one, to be read in place as torch.distributed.checkpoint does.
@@ -242,12 +245,12 @@ class StreamingDiLoCo:
         Args:
             saved: the plain values of the saved state, of which `in_flight` is used: read them first.
         """
-        return self.state_dict() | {"sent": checkpoint.room_for_sent(self._rounds, saved["in_flight"])}
+        room = checkpoint.room_for_sent(self._rounds, saved["in_flight"])
+        return checkpoint.state_of(self._rounds, self._drained_step, sent=room)
 
-    def _begin(self) -> None:
-        """Refuse to go on after a step that failed half-way; `_sound` is true again after one that succeeds."""
+    def _check_sound(self) -> None:
+        """Refuse to go on after a step that failed half-way."""
         if not self._sound:
             raise UserError(
                 f"step {self.num_steps} failed: build a new engine and load the last state that was saved"
             )
-        self._sound = False

@@ -10,6 +10,7 @@ from diloco.exchange.messages import Messages
 
 def post(messages: Messages, group: dist.ProcessGroup) -> None:
     """Post all receives and sends in one call."""
+    assert messages.tag.phase == 0, "a second phase starts by itself, in no order that nccl could match"
     if not messages.outgoing:
         return
     operations = [

@@ -54,7 +54,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """A way from every replica to every other, for a fixed set of replicas."""
+    """A way from every replica to every other, for a fixed set of replicas; hashable, one object a way."""
 
     @property
     def replica(self) -> int:

@@ -19,12 +19,23 @@ FlatFP32: TypeAlias = Float32[Tensor, "N"]
 class MergeRule(Protocol):
     """A pure function of θ and Θ."""
 
+    @property
+    def needs_previous(self) -> bool:
+        """True if `merge` reads the Θ from before the outer step, which the engine keeps for it then."""
+        ...
+
     def facts(self) -> Mapping[str, float | str]:
         """The settings that all replicas must share, by name."""
         ...
 
-    def merge(self, theta_N: Tensor, outer_N: Tensor) -> Tensor:
-        """The new θ, from this replica's θ and the new Θ; flat FP32 (N), nothing is changed in place."""
+    def merge(self, theta_N: Tensor, outer_N: Tensor, previous_N: Tensor | None) -> Tensor:
+        """The new θ; all vectors are flat FP32 (N), and nothing is changed in place.
+
+        Args:
+            theta_N: θ, this replica's own parameters.
+            outer_N: Θ after the outer step.
+            previous_N: Θ before it, if `needs_previous`.
+        """
         ...
 
 
@@ -33,15 +44,16 @@ class Mixing:
     """θ ← α θ + (1 − α) Θ (arXiv 2501.18512, Algorithm 1).
 
     >>> import torch
-    >>> Mixing(0.5).merge(torch.tensor([1.0]), torch.tensor([3.0]))
+    >>> Mixing(0.5).merge(torch.tensor([1.0]), torch.tensor([3.0]), None)
     tensor([2.])
     """
 
     alpha: float
     """α, the part of its own parameters that a replica keeps; 0 keeps nothing."""
+    needs_previous = False
 
     def __post_init__(self) -> None:
-        """Refuse a part that is none."""
+        """Refuse an α outside 0 … 1."""
         if not 0 <= self.alpha <= 1:
             raise UserError(f"mixing must lie between 0 and 1, not {self.alpha}", "mixing")
 
@@ -49,6 +61,6 @@ class Mixing:
         """α."""
         return {"mixing": float(self.alpha)}
 
-    def merge(self, theta_N: FlatFP32, outer_N: FlatFP32) -> FlatFP32:
+    def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:
         """α θ + (1 − α) Θ."""
         return self.alpha * theta_N + (1 - self.alpha) * outer_N

@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.kernels.native import Native, native
-from diloco.outer.mixing import FlatFP32, Mixing
-from diloco.outer.rule import JSON, FragmentState, Part, merge_part
+from diloco.outer.mixing import FlatFP32
+from diloco.outer.rule import JSON, FragmentState
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
@@ -45,11 +43,11 @@ class Nesterov:
     shared = True
 
     def __post_init__(self) -> None:
-        """Refuse what can't train."""
+        """Refuse an lr or a momentum out of range."""
         if not 0 < self.lr < math.inf:
-            raise UserError(f"the outer learning rate must be above 0 and finite, not {self.lr}", "lr")
+            raise UserError(f"lr={self.lr}: the outer learning rate must be above 0 and finite", "lr")
         if not 0 <= self.momentum < 1:
-            raise UserError(f"the outer momentum must be at least 0 and below 1, not {self.momentum}", "momentum")
+            raise UserError(f"momentum={self.momentum}: the outer momentum must be from 0 to below 1", "momentum")
 
     def facts(self) -> Mapping[str, JSON]:
         """η and μ."""
@@ -64,24 +62,14 @@ class Nesterov:
         """Do nothing: the average of all is what counts."""
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
-        """Take the outer step and merge; in one pass over memory where native.c can."""
-        for part in fragment.parts(average.total_N):
-            if (fast := self._fast(part, fragment)) is not None:
-                alpha = fragment.merge_rule.alpha  # pyright: ignore[reportAttributeAccessIssue]
-                vectors = [part.outer_n, part.slots[0], part.total_n, part.theta]
-                fast.outer_step(vectors, (average.weight, self.lr, self.momentum, alpha, 1 - alpha))
-                continue
-            (velocity_n,) = part.slots
-            delta_n = Average(part.total_n, average.weight).divided()
-            new_outer_n, new_velocity_n = self.step(part.outer_n, velocity_n, delta_n)
-            part.outer_n.copy_(new_outer_n)
+        """Take the outer step."""
+        vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
+        for outer_n, velocity_n, total_n in zip(*(v.split(_ELEMENTS_AT_ONCE) for v in vectors), strict=True):
+            delta_n = Average(total_n, average.weight).divided()
+            new_outer_n, new_velocity_n = self.step(outer_n, velocity_n, delta_n)
+            outer_n.copy_(new_outer_n)
             velocity_n.copy_(new_velocity_n)
-            merge_part(part.theta, part.outer_n, fragment.merge_rule)
 
-    def _fast(self, part: Part, fragment: FragmentState) -> Native | None:
-        """The compiled pass; none for a subclass, which may differ, or where its memory is out of reach."""
-        if type(self) is not Nesterov or type(fragment.merge_rule) is not Mixing:
-            return None
-        theta = part.theta
-        is_plain = theta.device.type == "cpu" and theta.dtype == torch.float32 and theta.is_contiguous()
-        return native() if is_plain else None
+
+_ELEMENTS_AT_ONCE = 1 << 22
+"""So many that temporaries stay small beside a fragment."""

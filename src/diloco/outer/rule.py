@@ -3,13 +3,12 @@
 Shapes: N elements of one fragment.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from diloco.outer.mixing import MergeRule
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
@@ -17,55 +16,16 @@ from diloco.schedule import Sync
 JSON: TypeAlias = "str | float | bool | list[JSON] | dict[str, JSON] | None"
 
 
-class Part(NamedTuple):
-    """The part of a fragment that belongs to one parameter: views of n elements."""
-
-    outer_n: Tensor
-    """Θ, flat FP32."""
-    slots: tuple[Tensor, ...]
-    """The rule's own vectors, in the order of its `slots`; flat FP32."""
-    total_n: Tensor
-    """Σ_m w_m Δ_m, flat FP32."""
-    theta: Tensor
-    """θ, the replica's own parameter, in its own shape and dtype."""
-
-
 @dataclass(frozen=True)
 class FragmentState:
-    """One fragment's outer state and this replica's own parameters; a rule changes both in place."""
+    """One fragment's outer state, which a rule changes in place."""
 
     use: Callable[[str], Tensor]
     """Fetches a vector of the fragment, flat FP32 (N): Θ_p by the name `outer`, the rule's own by their slots."""
-    slots: tuple[str, ...]
-    """The names of the rule's own vectors, which are zero at the start."""
-    parameters: Sequence[Tensor]
-    """θ_{m,p}, tensor by tensor, N elements together."""
-    merge_rule: MergeRule
-    """How Θ enters θ."""
-
-    def parts(self, total_N: Tensor) -> Iterator[Part]:
-        """The fragment parameter by parameter, with the part of an average's total."""
-        sizes = [theta.numel() for theta in self.parameters]
-        vectors = (self.use("outer"), total_N, *map(self.use, self.slots))
-        for theta, outer_n, total_n, *slots in zip(
-            self.parameters, *(vector_N.split(sizes) for vector_N in vectors), strict=True
-        ):
-            yield Part(outer_n, tuple(slots), total_n, theta)
-
-    def merge(self) -> None:
-        """Merge Θ_p into θ_{m,p}, rounded to its dtype."""
-        sizes = [theta.numel() for theta in self.parameters]
-        for theta, outer_n in zip(self.parameters, self.use("outer").split(sizes), strict=True):
-            merge_part(theta, outer_n, self.merge_rule)
-
-
-def merge_part(theta: Tensor, outer_n: Tensor, merge_rule: MergeRule) -> None:
-    """Merge Θ into one parameter, rounded to its dtype."""
-    theta.copy_(merge_rule.merge(theta.reshape(-1).float(), outer_n).view(theta.shape))
 
 
 class OuterRule(Protocol):
-    """An outer optimizer; it holds settings only, and the engine keeps its vectors."""
+    """The outer step; it holds settings only, and the engine keeps its vectors."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -74,7 +34,7 @@ class OuterRule(Protocol):
 
     @property
     def shared(self) -> bool:
-        """True if Θ has the same bits on every replica after a round."""
+        """True if Θ and the slots have the same bits on every replica after a round."""
         ...
 
     def facts(self) -> Mapping[str, JSON]:
@@ -92,10 +52,10 @@ class OuterRule(Protocol):
         ...
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
-        """Update Θ and the slots from Δ, then merge Θ into θ, in place.
+        """Update Θ and the slots from Δ, in place; the engine merges Θ into θ after that.
 
         Args:
-            fragment: its state; `fragment.merge()` is the merge.
+            fragment: its state.
             average: Δ_p; the memory of its total may be overwritten.
             sync: fragment, round and step.
             cohort: the replicas whose outer gradients were averaged.

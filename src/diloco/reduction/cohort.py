@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cohort:
-    """Who is in one outer step, and with what weight; decided once, and the same on every replica.
+    """The members of one outer step and their weights; decided once, and the same on every replica.
 
     The average is Σ_m w_m Δ_m / Σ_m w_m, added up in the order of the members.
 
@@ -22,7 +22,7 @@ class Cohort:
     """One a member, above 0, the largest 1: equal weights are all 1, and give the bits of a plain average."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no cohort; it is never made of a user's numbers."""
+        """Check our own invariants: a cohort is never built from user input."""
         assert self.members and len(self.members) == len(self.weights), "a weight for each member"
         assert list(self.members) == sorted(set(self.members)), "each member once, ascending"
         assert min(self.weights) > 0 and max(self.weights) == 1, "weights lie above 0, and the largest is 1"

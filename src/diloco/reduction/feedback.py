@@ -13,7 +13,7 @@ from diloco.wire.payload import Key
 def encode_with_feedback(
     reduction: Reduction, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """e ← β e + Δ; send C(e); e ← e − C(e).
+    """e ← β e + Δ; send C(e); e ← e − C(e). The new e is right if what was sent enters an outer step.
 
     Args:
         reduction: how payloads are averaged; its codec is C.

@@ -29,7 +29,7 @@ class ReduceScatter:
     num_phases = 2
 
     def __post_init__(self) -> None:
-        """Refuse to scale twice."""
+        """Refuse DARE for the averages: it would rescale them again."""
         if self.second.name == "dare":
             raise UserError(
                 "combine=reduce_scatter with dare would rescale the averages, too: "
@@ -116,5 +116,5 @@ def _share(num_elements: int, num_shares: int) -> int:
 
 
 def _of_all(key: Key, cohort: Cohort) -> Key:
-    """The key of an average, which is no replica's own."""
-    return key._replace(replica=len(cohort.members))
+    """The key of an average, which is no member's own."""
+    return key._replace(replica=cohort.members[-1] + 1)

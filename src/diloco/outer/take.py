@@ -1,0 +1,70 @@
+"""One outer step and its merge, in place: in one pass over memory where native.c has it.
+
+Shapes: N elements of one fragment, n of one parameter.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.kernels.native import Native, native
+from diloco.outer.mixing import MergeRule, Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState, OuterRule
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average
+from diloco.schedule import Sync
+
+
+def take_outer_step(
+    rule: OuterRule,
+    merge_rule: MergeRule,
+    fragment: FragmentState,
+    parameters: Sequence[Tensor],
+    average: Average,
+    sync: Sync,
+    cohort: Cohort,
+) -> None:
+    """Θ_p ← OuterOpt(Θ_p, Δ_p), then θ_{m,p} ← merge(θ_{m,p}, Θ_p); the bits are the same either way.
+
+    Args:
+        rule: OuterOpt.
+        merge_rule: the merge.
+        fragment: Θ_p and the rule's own vectors, changed in place.
+        parameters: θ_{m,p}, tensor by tensor, N elements together; changed in place.
+        average: Δ_p.
+        sync: fragment, round and step.
+        cohort: the replicas whose outer gradients were averaged.
+    """
+    # A subclass may compute something else than native.c.
+    if type(rule) is Nesterov and type(merge_rule) is Mixing and (fast := _native(parameters)) is not None:
+        scalars = (average.weight, rule.lr, rule.momentum, merge_rule.alpha, 1 - merge_rule.alpha)
+        sizes = [theta.numel() for theta in parameters]
+        vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
+        for theta, *parts in zip(parameters, *(vector_N.split(sizes) for vector_N in vectors), strict=True):
+            fast.outer_step([*parts, theta], scalars)
+        return
+    previous_N = fragment.use("outer").clone() if merge_rule.needs_previous else None
+    rule.on_average(fragment, average, sync, cohort)
+    _merge(parameters, fragment.use("outer"), merge_rule, previous_N)
+
+
+def _native(parameters: Sequence[Tensor]) -> Native | None:
+    """The compiled pass, if it reaches the memory of all parameters."""
+    is_within_reach = all(
+        theta.device.type == "cpu" and theta.dtype == torch.float32 and theta.is_contiguous()
+        for theta in parameters
+    )
+    return native() if is_within_reach else None
+
+
+def _merge(
+    parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, previous_N: Tensor | None
+) -> None:
+    """Merge Θ_p into θ_{m,p}, given tensor by tensor, in place; each is rounded to its dtype."""
+    sizes = [theta.numel() for theta in parameters]
+    previous = [None] * len(sizes) if previous_N is None else previous_N.split(sizes)
+    for theta, outer_n, previous_n in zip(parameters, outer_N.split(sizes), previous, strict=True):
+        merged_n = merge_rule.merge(theta.reshape(-1).float(), outer_n, previous_n)
+        theta.copy_(merged_n.view(theta.shape))
