@@ -118,7 +118,7 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
 
 
 def train(config: TrainConfig, world: World, question: Question) -> Answer:
-    """Train, and tell when each step ended, what was sent, and the outer parameters' hash."""
+    """Train; answer with the end of each step, the bytes sent, and the outer parameters' hash."""
     assert config.data.prepared is not None, "the config is resolved"
     state = _begin(question, config, world)
     batches = open_batches(config, world, open_split(config.data.prepared, "train"))

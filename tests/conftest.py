@@ -1,4 +1,4 @@
-"""What all tests share: settings of the libraries, and fixtures that are made once for all test processes."""
+"""Settings of the libraries for all tests, and fixtures that are made once for all test processes."""
 
 import fcntl
 import json

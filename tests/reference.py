@@ -25,7 +25,7 @@ def send_steps(H: int, P: int, offsets: Sequence[int] | None, first_sync: FirstS
 
 @dataclass
 class Replica:
-    """What one replica holds, each a list over fragments: its parameters θ, and its own view of Θ and v."""
+    """The state of one replica, lists over fragments: its parameters θ, and its own view of Θ and v."""
 
     theta: list[np.ndarray]
     Theta: list[np.ndarray]

@@ -206,7 +206,7 @@ BLOCK = ("blocks.0.weight", "blocks.0.bias")
         ([BLOCK, (), OUTSIDE[:-1]], r"fragment 1 holds no parameter"),
     ],
 )
-def test_what_is_no_partition_is_refused_with_the_names(fragments, message):
+def test_fragments_that_are_no_partition_are_refused_with_the_names(fragments, message):
     with pytest.raises(ValueError, match=message):
         check_partition(Decoder(1, tied=True), [Fragment(parameters) for parameters in fragments])
 

@@ -22,11 +22,20 @@ ROOMS = [
 ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
 WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "simulator", "scaling")
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+MAX_FILE_LINES = {"src": 300, "tests": 400, "benchmarks": 300, "examples": 300}
+MAX_FUNCTION_LINES = 60
+UNFINISHED: tuple[str, ...] = (
+    "tests/engine/test_checkpoint.py",
+    "tests/engine/test_observe.py",
+    "tests/engine/test_settings.py",
+    "tests/engine/test_sharded.py",
+    "tests/exchange/test_process_group.py",
+)
+"""Files, relative to the repository, whose lengths and docstrings are not checked yet."""
 FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/cluster.py": {"--head"}}
 """Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""
 GENERATED: tuple[str, ...] = ()
-"""Files, relative to the package, that a program wrote; they may be longer."""
+"""Files, relative to the repository, that a program wrote; they may be longer."""
 TESTED_ELSEWHERE: dict[str, str] = {
     "cli/_command.py": "cli/test_main.py",
     "cli/_grid.py": "cli/test_sweep.py",
@@ -78,6 +87,11 @@ TESTED_ELSEWHERE: dict[str, str] = {
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def all_files() -> list[Path]:
+    """The Python files of the package, the tests, the benchmarks and the examples."""
+    return [path for folder in MAX_FILE_LINES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def place(path: Path) -> str:
@@ -155,16 +169,17 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_no_file_and_no_function_is_too_long():
     wrong = []
-    for path in sources():
-        if place(path) in GENERATED:
+    for path in all_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name in GENERATED or name in UNFINISHED:
             continue
-        if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES:
-            wrong.append(f"{place(path)} has {length} lines")
+        if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES[name.split("/")[0]]:
+            wrong.append(f"{name} has {length} lines")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
-                    wrong.append(f"{place(path)}:{node.lineno} {node.name} has {length} lines")
+                    wrong.append(f"{name}:{node.lineno} {node.name} has {length} lines")
     assert not wrong, "\n".join(wrong)
 
 
@@ -180,10 +195,11 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_begin_with_their_noun_or_verb():
-    riddle = re.compile(r"(Of|What)\b|Whether\b[^.;]* or ")
+    riddle = re.compile(r"(Of|What|Whatever)\b|Whether\b[^.;]* or ")
     wrong = [
-        f"{place(path)}:{line} {text.splitlines()[0]}"
-        for path in sources()
+        f"{name}:{line} {text.splitlines()[0]}"
+        for path in all_files()
+        if (name := path.relative_to(ROOT).as_posix()) not in UNFINISHED
         for line, text in docstrings(path)
         if riddle.match(text)
     ]
@@ -236,7 +252,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_what_plans_and_simulates_imports_no_torch():
+def test_modules_that_plan_and_simulate_import_no_torch():
     names = [module_name(path) for path in sources()]
     alone = []
     for room in WITHOUT_TORCH:

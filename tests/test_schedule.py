@@ -107,7 +107,7 @@ def test_the_schedule_needs_neither_torch_nor_numpy():
 
 @pytest.mark.parametrize("first_sync", ["early", "full_period"])
 @pytest.mark.parametrize(("period", "num_fragments", "offsets"), [(10, 3, None), (7, 2, (0, 0)), (5, 5, None)])
-def test_what_is_sent_next_is_what_the_next_sync_sends(first_sync, period, num_fragments, offsets):
+def test_next_sent_is_what_the_next_sync_sends(first_sync, period, num_fragments, offsets):
     schedule = Schedule(sync_every=period, num_fragments=num_fragments, offsets=offsets, first_sync=first_sync)
     for step in range(1, 4 * period):
         following = next(t for t in range(step, 10 * period) if schedule.sent(t))

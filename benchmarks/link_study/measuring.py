@@ -85,11 +85,11 @@ class Measuring:
     replicas: "Sequence[subprocess.Popen[str]]"
     config: TrainConfig
     latency_seconds: float
-    """One way; needs an emulator."""
+    """One-way latency; needs an emulator."""
     loss: float
     """Fraction of packets lost; needs an emulator."""
     seconds: float
-    """About how long a run of Data-Parallel may take."""
+    """Approximate length of a run of Data-Parallel."""
     evaluated_mbit_s: float
     """The bandwidth at which held-out losses are taken."""
 

@@ -1,4 +1,4 @@
-"""What `links.py` keeps of its measurements: rows in links.csv, and the steps alone in alone.jsonl.
+"""The measurements of `links.py` in files: rows in links.csv, and the steps alone in alone.jsonl.
 
 Shapes: S steps, M replicas.
 """

@@ -16,14 +16,14 @@ STEP_SECONDS = 0.1
 ALONE = np.full((60, 2), STEP_SECONDS)
 NUM_PARAMS = CONFIG.model.num_matrix_params
 BLOCKS = 3 * 12 * CONFIG.model.width**2
-"""Parameters of a fragment of three blocks; the third fragment is what is left."""
+"""Parameters of a fragment of three blocks; the third fragment holds the rest."""
 
 
 def row(method: str, gbit_s: float, **changes: float) -> dict:
     link = {"link_gbit_s": gbit_s, "latency_seconds": 0.0, "alone_after_seconds": 0.0}
-    found = {"repeat": 0.0, "mbit_s": 1000 * gbit_s, "method": method, **link}
-    found |= {"warm_steps": 30, "measured_steps": 60, "wall_seconds": 7.5, "interface_bytes": 9e6}
-    return found | changes
+    columns = {"repeat": 0.0, "mbit_s": 1000 * gbit_s, "method": method, **link}
+    columns |= {"warm_steps": 30, "measured_steps": 60, "wall_seconds": 7.5, "interface_bytes": 9e6}
+    return columns | changes
 
 
 def transfer_seconds(num_params: float, gbit_s: float) -> float:
@@ -31,30 +31,32 @@ def transfer_seconds(num_params: float, gbit_s: float) -> float:
 
 
 @pytest.mark.parametrize("method", ["diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4:9"])
-def test_a_fast_link_costs_nothing_and_what_was_measured_is_told_against_steps_alone(method):
-    found = with_predictions(row(method, 1e6), ALONE, None, CONFIG)
-    assert found["predicted"] == pytest.approx(1.0, abs=1e-4)
-    assert found["utilization"] == pytest.approx(0.8)
+def test_a_fast_link_costs_nothing_and_utilization_is_relative_to_steps_alone(method):
+    result = with_predictions(row(method, 1e6), ALONE, None, CONFIG)
+    assert result["predicted"] == pytest.approx(1.0, abs=1e-4)
+    assert result["utilization"] == pytest.approx(0.8)
     outer_steps = 2 if method == "diloco" else 6
-    assert found["lost_seconds_per_outer_step"] == pytest.approx(1.5 / outer_steps)
+    assert result["lost_seconds_per_outer_step"] == pytest.approx(1.5 / outer_steps)
 
 
 def test_diloco_waits_for_the_whole_model_once_a_period():
-    found = with_predictions(row("diloco", 0.01), ALONE, None, CONFIG)
-    assert found["predicted"] == pytest.approx(3 / (3 + transfer_seconds(NUM_PARAMS, 0.01)))
+    result = with_predictions(row("diloco", 0.01), ALONE, None, CONFIG)
+    assert result["predicted"] == pytest.approx(3 / (3 + transfer_seconds(NUM_PARAMS, 0.01)))
 
 
 def test_torchft_overlaps_nine_of_ten_steps():
-    found = with_predictions(row(PEER, 0.01), ALONE, reducing("all_reduce:fp32", 0.01), CONFIG)
+    result = with_predictions(row(PEER, 0.01), ALONE, reducing("all_reduce:fp32", 0.01), CONFIG)
     parts = (BLOCKS, BLOCKS, NUM_PARAMS - 2 * BLOCKS)
     period = sum(max(0.9, transfer_seconds(part, 0.01)) + 0.1 for part in parts)
-    assert found["predicted"] == pytest.approx(3 / period, rel=1e-6)
-    assert found["predicted_with_reducing"] == pytest.approx(found["predicted"], rel=1e-6)
+    assert result["predicted"] == pytest.approx(3 / period, rel=1e-6)
+    assert result["predicted_with_reducing"] == pytest.approx(result["predicted"], rel=1e-6)
     slower = reducing("all_reduce:fp32", 0.005) | {"step_seconds": 2 * STEP_SECONDS}
-    assert with_predictions(row(PEER, 0.01), ALONE, slower, CONFIG)["predicted_with_reducing"] < found["predicted"]
+    assert (
+        with_predictions(row(PEER, 0.01), ALONE, slower, CONFIG)["predicted_with_reducing"] < result["predicted"]
+    )
 
 
-def test_what_torchft_loses_without_a_limit_it_loses_everywhere():
+def test_the_time_that_torchft_loses_without_a_limit_is_lost_at_every_bandwidth():
     rows = [row(PEER, 1.0), *(row(PEER, 1e-3 * UNLIMITED_MBIT_S, repeat=float(r)) for r in range(3))]
     for r, wall_seconds in enumerate((6.3, 6.6, 9.0)):
         rows[1 + r]["wall_seconds"] = wall_seconds
@@ -74,12 +76,12 @@ def reducing(method: str, gbit_s: float) -> dict:
 
 @pytest.mark.parametrize("hook", ["", "_bf16"])
 def test_data_parallel_is_predicted_alike_where_reducing_takes_no_processor(hook):
-    asked = row(f"data_parallel{hook}:4", 0.01)
-    found = with_predictions(asked, ALONE, reducing(f"all_reduce:{hook[1:] or 'fp32'}", 0.01), CONFIG)
-    assert found["predicted"] == pytest.approx(found["predicted_with_reducing"])
-    # What is left to send when the backward pass begins can't be hidden.
+    measured = row(f"data_parallel{hook}:4", 0.01)
+    result = with_predictions(measured, ALONE, reducing(f"all_reduce:{hook[1:] or 'fp32'}", 0.01), CONFIG)
+    assert result["predicted"] == pytest.approx(result["predicted_with_reducing"])
+    # The bytes still to send when the backward pass begins can't be hidden.
     seconds = transfer_seconds(NUM_PARAMS, 0.01) * (0.5 if hook else 1.0)
-    assert STEP_SECONDS / (STEP_SECONDS + seconds) < found["predicted"] < STEP_SECONDS / seconds
+    assert STEP_SECONDS / (STEP_SECONDS + seconds) < result["predicted"] < STEP_SECONDS / seconds
 
 
 def test_a_quorum_makes_all_as_slow_as_the_slowest_of_each_stretch():

@@ -72,7 +72,7 @@ def test_a_mistake_is_one_sentence_that_names_flags(command, sentence, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told", "helped"),
+    ("arguments", "message", "help_command"),
     [
         (["train", "tiny", "--metod", "diloco"], "--method {data_parallel,", "diloco train tiny --help"),
         (["train", "tiny", "--num-replicas", "two"], "with base 10: 'two'", "diloco train tiny --help"),
@@ -80,16 +80,16 @@ def test_a_mistake_is_one_sentence_that_names_flags(command, sentence, capsys):
         (["train", "tony"], "Available subcommands: laptop, tiny", "diloco train --help"),
     ],
 )
-def test_what_cannot_be_parsed_is_explained_with_the_command_that_helps(arguments, told, helped, capsys):
+def test_a_parse_error_names_the_command_that_helps(arguments, message, help_command, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     printed = capsys.readouterr().err
-    assert told in printed and f"run {helped}" in printed.replace("see ", "run ")
+    assert message in printed and f"run {help_command}" in printed.replace("see ", "run ")
     assert "1.3b --help" not in printed
 
 
 @pytest.mark.parametrize("command", ["train tiny --help | head -1", "scaling predict --num-params 1e9 | true"])
-def test_who_reads_may_stop(command):
+def test_a_reader_may_close_the_pipe(command):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.run(
         f"{sys.executable} -m diloco {command}",

@@ -17,23 +17,23 @@ def printed(capsys, *arguments: str) -> str:
 
 
 def test_a_plan_is_an_object(capsys):
-    found = json.loads(printed(capsys, *PLAN, "1", "--json"))
-    assert found["target"] == 0.95 and "remedy" not in found
-    first = found["plans"][0]
+    output = json.loads(printed(capsys, *PLAN, "1", "--json"))
+    assert output["target"] == 0.95 and "remedy" not in output
+    first = output["plans"][0]
     assert first["compute_utilization"] >= 0.95
     assert f"--diloco.sync-every {first['sync_every']} " in first["flags"]
     assert first["flags"] in printed(capsys, *PLAN, "1")
     assert first["command"] == f"diloco train RECIPE {first['flags']}"
-    assert found["num_steps"] == round(20e9 / 2**21) and found["most_utilization"] == 1
-    assert found["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
+    assert output["num_steps"] == round(20e9 / 2**21) and output["most_utilization"] == 1
+    assert output["replicas"] == [{"step_seconds": 0.1, "gbit_s": 1.0, "latency_seconds": 0.01}] * 2
 
 
 def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
     sentence = printed(capsys, *PLAN, "0.001")
     assert "No setting reaches a compute utilization of 0.95 here." in sentence
     assert "links of" in sentence and "a target of 0." in sentence
-    found = json.loads(printed(capsys, *PLAN, "0.001", "--json"))
-    assert found["plans"] == [] and found["remedy"]["link_gbit_s"] > 0.001
+    output = json.loads(printed(capsys, *PLAN, "0.001", "--json"))
+    assert output["plans"] == [] and output["remedy"]["link_gbit_s"] > 0.001
 
 
 def test_a_plan_for_described_machines_loads_no_torch():

@@ -20,10 +20,10 @@ def bandwidth(capsys, *arguments: str) -> dict:
 
 
 def test_bandwidths_are_points_of_the_grid_under_the_targets_as_typed(capsys):
-    found = bandwidth(capsys, "--method", "diloco", "--preset", "paper", "--targets", "0.50,.8, 0.99999")
-    assert list(found) == ["gbit_s"] and list(found["gbit_s"]) == ["0.50", ".8", "0.99999"]
-    assert found["gbit_s"]["0.50"] == GBIT_S[14] and found["gbit_s"][".8"] == GBIT_S[22]
-    assert found["gbit_s"]["0.99999"] == "1000+"
+    result = bandwidth(capsys, "--method", "diloco", "--preset", "paper", "--targets", "0.50,.8, 0.99999")
+    assert list(result) == ["gbit_s"] and list(result["gbit_s"]) == ["0.50", ".8", "0.99999"]
+    assert result["gbit_s"]["0.50"] == GBIT_S[14] and result["gbit_s"][".8"] == GBIT_S[22]
+    assert result["gbit_s"]["0.99999"] == "1000+"
 
 
 def test_the_preset_is_not_the_default(capsys):
@@ -50,7 +50,7 @@ def utilization(capsys, *arguments: str) -> float:
 
 
 def test_links_give_a_utilization(capsys):
-    """The other way round: at the bandwidth that a target needs, it is reached, and not at the point before."""
+    """The inverse: the bandwidth that a target needs reaches the target, and the grid's point before does not."""
     needed = bandwidth(capsys, "--method", "streaming_overlapped_fp4", "--targets", "0.9")["gbit_s"]["0.9"]
     before = GBIT_S[np.flatnonzero(needed == GBIT_S)[0] - 1]
     for more in ([], ["--num-replicas", "3"]):
@@ -73,8 +73,8 @@ def test_the_ends_of_the_grid_are_marked(capsys):
 def test_all_of_compute_is_all_but_for_rounding(capsys):
     for size in (["--num-params", "7e9", "--num-layers", "32", "--step-seconds", "2.3"], RUN):
         method = ["--method", "streaming_overlapped_fp4", "--targets", "0.99,0.999999999,1", "--json"]
-        found = json.loads(printed(capsys, "simulate", "bandwidth", *size, *method))["gbit_s"]
-        assert found["1"] == found["0.999999999"] < 1000
+        gbit_s = json.loads(printed(capsys, "simulate", "bandwidth", *size, *method))["gbit_s"]
+        assert gbit_s["1"] == gbit_s["0.999999999"] < 1000
 
 
 def test_replicas_are_as_many_as_there_are_overlaps(capsys):
@@ -95,11 +95,11 @@ def test_the_published_tables_are_shown_cell_by_cell(capsys):
     assert "504 · 695" in table and "(+38%)" in table
 
 
-def test_wall_clock_is_told_in_parts(capsys):
+def test_wall_clock_is_the_sum_of_its_parts(capsys):
     arguments = ["--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "1e6", "--num-chips", "64"]
-    found = json.loads(printed(capsys, "simulate", "wall-clock", *arguments, "--num-replicas", "2", "--json"))
-    assert found.pop("seconds") == pytest.approx(sum(found.values()))
-    assert found["compute_seconds"] == pytest.approx(6250)
+    parts = json.loads(printed(capsys, "simulate", "wall-clock", *arguments, "--num-replicas", "2", "--json"))
+    assert parts.pop("seconds") == pytest.approx(sum(parts.values()))
+    assert parts["compute_seconds"] == pytest.approx(6250)
     assert "outer gradients" in printed(capsys, "simulate", "wall-clock", *arguments)
 
 

@@ -25,12 +25,12 @@ def jsonl(rows=ROWS) -> bytes:
 
 
 def test_stdlib_is_the_running_pythons():
-    found = {document.id: document.text for document in documents("stdlib")}
+    texts = {document.id: document.text for document in documents("stdlib")}
     root = Path(sysconfig.get_path("stdlib"))
-    assert found["json/decoder.py"] == (root / "json/decoder.py").read_text()
-    assert len(found) > 500
-    assert list(found) == sorted(found, key=lambda name: Path(name).parts)
-    directories = {part for name in found for part in Path(name).parts[:-1]}
+    assert texts["json/decoder.py"] == (root / "json/decoder.py").read_text()
+    assert len(texts) > 500
+    assert list(texts) == sorted(texts, key=lambda name: Path(name).parts)
+    directories = {part for name in texts for part in Path(name).parts[:-1]}
     assert directories.isdisjoint({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -46,16 +46,16 @@ def test_text_and_jsonl_plain_and_compressed(tmp_path, suffix):
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(jsonl()))
     (tmp_path / f"a.txt{suffix}").write_bytes(compress("line\r\nnéxt\n".encode()))
-    found = list(documents(str(tmp_path / f"a.jsonl{suffix}")))
-    assert found == [Document(d.id.replace("a.jsonl", f"a.jsonl{suffix}"), d.text) for d in EXPECTED]
+    records = list(documents(str(tmp_path / f"a.jsonl{suffix}")))
+    assert records == [Document(d.id.replace("a.jsonl", f"a.jsonl{suffix}"), d.text) for d in EXPECTED]
     assert list(documents(str(tmp_path / f"*.txt{suffix}"))) == [Document(f"a.txt{suffix}", "line\r\nnéxt\n")]
 
 
 def test_parquet_streams_all_row_groups(tmp_path):
     table = pyarrow.table({"other": [1, 2, 3], "text": ["a", "b", "c"], "id": ["x", None, "z"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
-    found = list(documents(str(tmp_path / "a.parquet")))
-    assert found == [Document("x", "a"), Document("a.parquet:2", "b"), Document("z", "c")]
+    records = list(documents(str(tmp_path / "a.parquet")))
+    assert records == [Document("x", "a"), Document("a.parquet:2", "b"), Document("z", "c")]
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
@@ -101,7 +101,7 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path):
         ("a.parquet.gz", b"", r"a\.parquet\.gz has none of the known suffixes"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(documents(str(tmp_path / name)))
@@ -159,12 +159,12 @@ def test_the_hub_library_streams_a_local_dataset(tmp_path):
     rows = [{"text": "a", "id": "first"}, {"text": "b", "id": "second"}]
     (data / "train.jsonl").write_bytes(jsonl(rows))
     (data / "validation.jsonl").write_bytes(jsonl([{"text": "v"}]))
-    found = read_offline(
+    results = read_offline(
         tmp_path, f"hf:{data}", f"hf:{data}::validation", f"hf:{tmp_path}/absent", f"hf:{data}::absent"
     )
-    assert found[0] == [["first", "a"], ["second", "b"]]
-    assert found[1] == [[f"hf:{data}::validation:1", "v"]]
-    assert "absent' can't be read: " in found[2] and "can't be read: " in found[3]
+    assert results[0] == [["first", "a"], ["second", "b"]]
+    assert results[1] == [[f"hf:{data}::validation:1", "v"]]
+    assert "absent' can't be read: " in results[2] and "can't be read: " in results[3]
 
 
 def read_offline(tmp_path, *sources):

@@ -27,7 +27,7 @@ INDEX = Index(
 )
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_an_index_is_read_as_it_was_written(tmp_path):
     write_record(tmp_path / "index.json", INDEX)
     write_record(tmp_path / "settings.json", SETTINGS)
     assert read_index(tmp_path) == INDEX

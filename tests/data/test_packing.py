@@ -104,7 +104,7 @@ def test_waiting_for_another_process_is_reported(tmp_path, config):
 
 
 class CutError(Exception):
-    """The power went."""
+    """The power failed."""
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_cut_before_every_rename_it_goes_on_where_it_was(config, tmp_path, monke
         assert content(directory) == whole
 
 
-def test_what_is_complete_is_not_touched(config, tmp_path):
+def test_a_complete_directory_is_not_touched(config, tmp_path):
     directory = prepare(config, tmp_path / "out")
     os.utime(directory / "index.json", ns=(1, 1))
     before = finished_files(directory)

@@ -14,21 +14,21 @@ def whole(size, seed=0, epoch=0):
 
 
 @given(st.integers(1, 5000), SEEDS, EPOCHS)
-def test_it_is_a_bijection(size, seed, epoch):
+def test_a_permutation_is_a_bijection(size, seed, epoch):
     assert np.array_equal(np.sort(whole(size, seed, epoch)), np.arange(size))
 
 
-def test_it_is_a_bijection_at_the_edges_of_powers_of_two():
+def test_a_permutation_is_a_bijection_at_the_edges_of_powers_of_two():
     for size in [*range(1, 70), 255, 256, 257, 65535, 65536, 65537]:
         assert np.array_equal(np.sort(whole(size)), np.arange(size)), size
 
 
 @given(st.integers(2**40, 2**62), SEEDS)
-def test_it_stays_in_range_and_collides_nowhere_in_huge_domains(size, seed):
+def test_a_permutation_of_a_huge_domain_stays_in_range_without_collisions(size, seed):
     positions = np.random.default_rng(seed).integers(0, size, 500)
-    found = permute(positions, size=size, seed=seed, epoch_K=np.zeros(500, dtype=np.int64))
-    assert found.max() < size
-    assert len(np.unique(found)) == len(np.unique(positions))
+    permuted = permute(positions, size=size, seed=seed, epoch_K=np.zeros(500, dtype=np.int64))
+    assert permuted.max() < size
+    assert len(np.unique(permuted)) == len(np.unique(positions))
 
 
 def test_a_position_is_computed_alone():
@@ -40,7 +40,7 @@ def test_a_position_is_computed_alone():
 
 @pytest.mark.parametrize("size", [1000, 4096, 100_003])
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_it_shuffles(size, seed):
+def test_a_permutation_shuffles(size, seed):
     shuffled = whole(size, seed)
     tolerance = 5 / np.sqrt(size)
     assert abs(np.abs(shuffled - np.arange(size)).mean() / size - 1 / 3) < tolerance

@@ -37,7 +37,7 @@ def source(tmp_path):
 def split_of(directory, split):
     """The documents of a split, token by token, from its files alone."""
     index = read_index(directory)
-    found = []
+    arrays = []
     for number, shard in enumerate(index.splits[split]):
         tokens = np.fromfile(shard_path(directory, split, number, ".bin"), dtype=index.dtype)
         starts = np.fromfile(shard_path(directory, split, number, ".idx"), dtype="<i8")
@@ -45,8 +45,8 @@ def split_of(directory, split):
         assert (tokens[starts] == index.bos_id).all()
         assert (tokens == index.bos_id).sum() == len(starts)
         assert starts[0] == 0
-        found += np.split(tokens, starts[1:])
-    return found
+        arrays += np.split(tokens, starts[1:])
+    return arrays
 
 
 def texts_of(directory, split):
@@ -98,9 +98,9 @@ def test_a_real_tokenizer_is_copied_beside_its_tokens(tmp_path, name):
     tokenizer = load_tokenizer(directory)
     assert tokenizer.digest == load_tokenizer(TOKENIZERS[name]).digest == read_index(directory).tokenizer_digest
     expected = [document.text for document in documents(books) if not is_held_out(document.id, 0.3)]
-    found = texts_of(directory, "train")
-    assert found == [tokenizer.decode(ids) for ids in tokenizer.encode(expected)]
-    assert sum(a == b for a, b in zip(found, expected, strict=True)) == (len(found) if name == "dolma" else 0)
+    texts = texts_of(directory, "train")
+    assert texts == [tokenizer.decode(ids) for ids in tokenizer.encode(expected)]
+    assert sum(a == b for a, b in zip(texts, expected, strict=True)) == (len(texts) if name == "dolma" else 0)
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(source, tmp_path):

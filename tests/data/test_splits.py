@@ -53,7 +53,7 @@ def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(tmp_p
         assert texts_of(split, **fraction)[: len(part)] == part
 
 
-def test_what_is_trained_on_is_not_held_out(tmp_path, monkeypatch):
+def test_a_source_is_not_both_trained_on_and_held_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = write_rows(tmp_path / "rows.jsonl", ["x"])
     for train, held_out in (("*.jsonl", source), (source, "./rows.jsonl"), ("hf:a", "hf:a::train")):

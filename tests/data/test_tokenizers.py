@@ -112,7 +112,7 @@ def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_file_would_add_or_cut_off_is_not(bpe_path, tmp_path):
+def test_truncation_padding_and_templates_of_the_file_are_ignored(bpe_path, tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 

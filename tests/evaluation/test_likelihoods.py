@@ -34,23 +34,23 @@ def requests(seed: int, number: int) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 50, 4096])
-def test_each_is_what_one_forward_pass_gives(batch_tokens):
-    asked = requests(seed=0, number=20)
+def test_each_likelihood_is_that_of_a_forward_pass_alone(batch_tokens):
+    pairs = requests(seed=0, number=20)
     with torch.no_grad():  # one whose every token is the likeliest
         greedy = [int(MODEL(torch.tensor([[1, 2, 3]]))[0, -1].argmax())]
         greedy.append(int(MODEL(torch.tensor([[1, 2, 3, *greedy]]))[0, -1].argmax()))
-    asked.append(([1, 2, 3], greedy))
-    found = likelihoods(MODEL, asked, max_length=64, device=CPU, batch_tokens=batch_tokens)
-    for (context, continuation), (log_likelihood, is_greedy) in zip(asked, found, strict=True):
+    pairs.append(([1, 2, 3], greedy))
+    scores = likelihoods(MODEL, pairs, max_length=64, device=CPU, batch_tokens=batch_tokens)
+    for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, scores, strict=True):
         expected = directly(context, continuation, 64)
         assert log_likelihood == pytest.approx(expected[0], abs=1e-5) and is_greedy == expected[1]
-    assert found[-1].is_greedy and not all(likelihood.is_greedy for likelihood in found)
+    assert scores[-1].is_greedy and not all(likelihood.is_greedy for likelihood in scores)
 
 
-def test_what_is_too_long_loses_its_beginning():
-    asked = [(list(range(13)) * 2, [4, 5, 6]), ([1] * 30, [2]), ([3], [1, 2, 3])]
-    found = likelihoods(MODEL, asked, max_length=8, device=CPU)
-    for (context, continuation), (log_likelihood, _) in zip(asked, found, strict=True):
+def test_a_context_that_is_too_long_loses_its_beginning():
+    pairs = [(list(range(13)) * 2, [4, 5, 6]), ([1] * 30, [2]), ([3], [1, 2, 3])]
+    scores = likelihoods(MODEL, pairs, max_length=8, device=CPU)
+    for (context, continuation), (log_likelihood, _) in zip(pairs, scores, strict=True):
         assert log_likelihood == pytest.approx(directly(context, continuation, 8)[0], abs=1e-5)
 
 
@@ -59,11 +59,11 @@ def test_a_continuation_that_is_long_itself_is_scored_in_parts():
     expected = sum(
         directly(context + continuation[:first], continuation[first : first + 4], 8)[0] for first in (0, 4, 8)
     )
-    (found,) = likelihoods(MODEL, [(context, continuation)], max_length=8, device=CPU)
-    assert found.log_likelihood == pytest.approx(expected, abs=1e-5)
+    (score,) = likelihoods(MODEL, [(context, continuation)], max_length=8, device=CPU)
+    assert score.log_likelihood == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_has_no_token_has_no_likelihood():
+def test_a_continuation_without_a_token_is_refused():
     with pytest.raises(ValueError, match="request 1: its continuation has no token"):
         likelihoods(MODEL, [([1], [2]), ([1], [])], max_length=8, device=CPU)
 

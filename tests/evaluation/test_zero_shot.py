@@ -1,4 +1,4 @@
-"""Through lm-evaluation-harness, on questions in files; the real ones where they lie beside the project."""
+"""Scores by lm-evaluation-harness, on questions in files; the real ones where they lie beside the project."""
 
 import json
 import math
@@ -30,8 +30,8 @@ def score(model, path: Path, *, tokenizer=None, limit=None, max_length=4096):
     from diloco.evaluation.zero_shot import score_tasks
 
     tokenizer = tokenizer or ByteTokenizer()
-    found = score_tasks(model, tokenizer, {"task": path}, max_length=max_length, device=CPU, limit=limit)
-    return found["task"]
+    scores = score_tasks(model, tokenizer, {"task": path}, max_length=max_length, device=CPU, limit=limit)
+    return scores["task"]
 
 
 def questions(path: Path, limit: int | None = None) -> list[dict]:
@@ -39,19 +39,19 @@ def questions(path: Path, limit: int | None = None) -> list[dict]:
 
 
 def test_texts_stay_as_they_are(tmp_path):
-    """Neither dates nor separators of lines that JSON does not know are made of them."""
+    """The harness neither parses dates nor splits at line separators that JSON does not know."""
     path = tmp_path / "texts.jsonl"
-    asked = [
+    rows = [
         {"query": "Hastings\u2028was on\x85", "choices": ["1066-10-14", "1067-01-01"], "gold": 0},
         {"query": "And London fell on", "choices": ["1066-12-25", "1066-12-26"], "gold": 0},
     ]
-    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in asked), encoding="utf-8")
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     model = Decoder(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257), seed=0)
     assert score(model, path)["acc"] in (0, 0.5, 1)
 
 
 class Scripted(LanguageModel):
-    """Its logits are a function of all tokens up to a position; the cache is those tokens."""
+    """A model whose logits are a function of all tokens up to a position; the cache is those tokens."""
 
     class Read:
         def __init__(self, tokens: torch.Tensor | None = None) -> None:
@@ -89,11 +89,11 @@ class Uniform(Scripted):
 
 
 class Knowing(Scripted):
-    """It expects the right answer of each question, and nothing in particular elsewhere."""
+    """A model that expects the right answer of each question, and nothing in particular elsewhere."""
 
-    def __init__(self, asked: list[dict]) -> None:
+    def __init__(self, rows: list[dict]) -> None:
         super().__init__()
-        self.answers = {q["query"].encode(): b" " + q["choices"][q["gold"]].encode() for q in asked}
+        self.answers = {row["query"].encode(): b" " + row["choices"][row["gold"]].encode() for row in rows}
 
     def logits(self, read: list[int]) -> torch.Tensor:
         text, logits = bytes(token for token in read if token < 256), torch.zeros(257)
@@ -116,10 +116,10 @@ def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(name, tmp_
             lengths = [len(tokenizer.encode([f"{query} {c}"])[0]) - before for c in question["choices"]]
             right.append(lengths.index(min(lengths)) == question["gold"])
         model = Uniform(tokenizer.vocab_size)
-        found = score(model, EVAL / f"{name}.jsonl", tokenizer=tokenizer, limit=limit)
-        assert found["acc"] == pytest.approx(np.mean(right), abs=1e-12)
-        p = found["acc"]
-        assert found["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
+        scores = score(model, EVAL / f"{name}.jsonl", tokenizer=tokenizer, limit=limit)
+        assert scores["acc"] == pytest.approx(np.mean(right), abs=1e-12)
+        p = scores["acc"]
+        assert scores["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
 
 
 @needs_questions
@@ -131,25 +131,24 @@ def test_a_random_score_is_right_as_often_as_chance(name, monkeypatch):
     monkeypatch.setattr(
         zero_shot,
         "likelihoods",
-        lambda _, asked, **__: [Likelihood(-generator.random(), False) for _ in asked],
+        lambda _, requests, **__: [Likelihood(-generator.random(), False) for _ in requests],
     )
-    asked = questions(EVAL / f"{name}.jsonl")
-    chances = [1 / len(question["choices"]) for question in asked]
+    chances = [1 / len(question["choices"]) for question in questions(EVAL / f"{name}.jsonl")]
     error = math.sqrt(sum(chance * (1 - chance) for chance in chances)) / len(chances)
     assert abs(score(Uniform(), EVAL / f"{name}.jsonl")["acc"] - np.mean(chances)) < 3 * error
 
 
 def test_a_model_that_knows_the_answers_scores_all(tmp_path):
     numbers = range(12)
-    asked = [
+    rows = [
         {"query": f"What is {n} and {n}?", "choices": [str(n), str(2 * n + 1), f"it is {2 * n}"], "gold": 2}
         for n in numbers
     ]
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in asked))
-    found = score(Knowing(asked), path)
-    assert found["acc"] == found["acc_norm"] == 1.0
-    wrong = [question | {"gold": 0} for question in asked]
+    path.write_text("".join(json.dumps(question) + "\n" for question in rows))
+    scores = score(Knowing(rows), path)
+    assert scores["acc"] == scores["acc_norm"] == 1.0
+    wrong = [question | {"gold": 0} for question in rows]
     assert score(Knowing(wrong), path)["acc"] == 0.0
 
 
@@ -174,21 +173,21 @@ def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token=bos, eos_token=bos
     )
-    asked = [
+    pairs = [
         (question["query"], f" {choice}")
         for question in questions(EVAL / "arc_easy_val.jsonl", 12)
         for choice in question["choices"]
     ] + [("", "Once upon a time"), ("ends in a space ", "word")]
     instances = [
         Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=index)
-        for index, arguments in enumerate(asked)
+        for index, arguments in enumerate(pairs)
     ]
     reference = HFLM(
         pretrained=theirs, tokenizer=fast, batch_size=4, device="cpu", add_bos_token=True, max_length=512
     )
-    found = HarnessLM(ours, tokenizer, max_length=512, device=CPU).loglikelihood(instances)
+    scores = HarnessLM(ours, tokenizer, max_length=512, device=CPU).loglikelihood(instances)
     expected = reference.loglikelihood(instances, disable_tqdm=True)
-    for mine, other in zip(found, expected, strict=True):
+    for mine, other in zip(scores, expected, strict=True):
         assert mine[0] == pytest.approx(other[0], abs=1e-4, rel=1e-5) and mine[1] == bool(other[1])
 
     texts = [questions(EVAL / "hellaswag_val.jsonl", 1)[0]["query"] * 12]
@@ -224,8 +223,8 @@ def test_text_is_generated_up_to_a_stop():
 def test_a_metric_of_two_filters_is_two_numbers():
     from diloco.evaluation.zero_shot import _metrics
 
-    told = {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc,none": 1, "alias": "x"}
-    assert _metrics(told) == {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc": 1.0}
+    results = {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc,none": 1, "alias": "x"}
+    assert _metrics(results) == {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc": 1.0}
 
 
 @pytest.mark.slow

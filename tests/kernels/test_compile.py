@@ -24,7 +24,7 @@ def test_a_compiler_that_fails_is_quoted_with_its_flags(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_it_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
+def test_native_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with patch.object(compiling, "_compile", side_effect=lambda compiler, output: output.touch()) as made:
         first = compiled_library()

@@ -22,12 +22,12 @@ from diloco.wire import codec
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def test_it_is_compiled_where_there_is_a_compiler():
+def test_native_code_is_compiled_where_there_is_a_compiler():
     assert isinstance(native.native(), native.Native) == HAS_COMPILER
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
-def test_it_knows_its_functions():
+def test_native_code_knows_its_functions():
     functions = native.native()
     assert functions.has("outer_step") and functions.has("e3m0_pack") and not functions.has("e3m1_pack")
 

@@ -77,7 +77,7 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
     """Norms, RoPE, softmax and loss stay in FP32; products of matrices lose 8 of 24 bits."""
     config = DecoderConfig(num_layers=4, num_heads=2, width=32, vocab_size=50)
     tokens = torch.randint(0, 50, (4, 33), generator=torch.Generator().manual_seed(0))
-    found = {}
+    results = {}
     for enabled in (False, True):
         model = Decoder(config, seed=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -85,9 +85,9 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
         loss, _ = next_token_loss(logits, tokens[:, 1:])
         loss.backward()
         assert loss.dtype == torch.float32
-        found[enabled] = loss.item(), [p.grad.flatten() for p in model.parameters()]
-    assert found[True][0] == pytest.approx(found[False][0], rel=1e-3) and found[True][0] != found[False][0]
-    for one, other in zip(found[False][1], found[True][1], strict=True):
+        results[enabled] = loss.item(), [p.grad.flatten() for p in model.parameters()]
+    assert results[True][0] == pytest.approx(results[False][0], rel=1e-3) and results[True][0] != results[False][0]
+    for one, other in zip(results[False][1], results[True][1], strict=True):
         assert F.cosine_similarity(one, other, dim=0) > 0.99
 
 
@@ -109,7 +109,7 @@ def test_every_matrix_begins_with_variance_one_over_its_inputs():
         assert abs(parameter.mean().item()) < 5 * math.sqrt(variance / parameter.numel()), name
 
 
-def test_what_was_read_before_is_remembered():
+def test_a_cache_gives_the_logits_of_the_whole_sequence():
     model = Decoder(SMALL, seed=1)
     tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
     whole = model(tokens)

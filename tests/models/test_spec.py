@@ -62,7 +62,7 @@ class GatedBlock(nn.Module):
 
 
 def test_a_family_of_ones_own_is_trained_stored_and_evaluated(tmp_path, small_corpus, monkeypatch):
-    asked = replace(
+    unresolved = replace(
         recipe("tiny"),
         model=GatedConfig(num_layers=4, width=16),
         data=DataConfig(train=(str(small_corpus),), held_out_fraction=0.1, cache=tmp_path / "data"),
@@ -70,7 +70,7 @@ def test_a_family_of_ones_own_is_trained_stored_and_evaluated(tmp_path, small_co
         name="run",
         runs=tmp_path,
     )
-    config = prepare_run(asked, resume=None)
+    config = prepare_run(unresolved, resume=None)
     with torch.device("meta"):
         model = config.model.build(seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.model.num_matrix_params

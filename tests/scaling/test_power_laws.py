@@ -122,8 +122,8 @@ def test_an_outlier_hardly_moves_a_huber_fit_and_the_largest_size_is_not_fitted(
     assert fit_parametric(form, n, m, beyond)(1e9, 2) == pytest.approx(expected(1e9, 2), rel=1e-3)
 
 
-def test_of_the_starts_that_come_as_low_the_best_at_the_largest_size_is_kept(monkeypatch):
-    """The lowest end, one as low that suits the largest size better, and higher ones that suit it best."""
+def test_among_equally_low_fits_the_best_at_the_largest_size_is_kept(monkeypatch):
+    """The ends: the lowest, one as low that suits the largest size better, and higher ones that suit it best."""
     n, m, loss = made_up()
     exact = np.array([math.log(18.0) - 0.095 * math.log(1e6), -0.095, 0.012])
     far, near, bait = (exact + np.array([shift, 0.0, 0.0]) for shift in (0.05, 0.01, 0.0))
@@ -149,7 +149,7 @@ def test_the_huber_loss_is_quadratic_up_to_delta_and_linear_beyond():
 
 
 def test_the_published_losses_give_these_forms():
-    """As docs/results/scaling.md has them; N counts parameters."""
+    """The forms of docs/results/scaling.md; N counts parameters."""
     n = [size for m in (1, 2, 4, 8) for size in NUM_PARAMS]
     m = [m for m in (1, 2, 4, 8) for _ in NUM_PARAMS]
     loss = [loss for replicas in (1, 2, 4, 8) for loss in LOSS[replicas]]
@@ -254,7 +254,12 @@ def test_points_on_a_law_leave_no_interval_but_the_law():
     n, m = [1e6, 3e6, 1e7, 3e7, 1e8] * 2, [1] * 5 + [4] * 5
     fit = PowerLawFit(n, [law(a, b) for a, b in zip(n, m, strict=True)], m)
     assert fit.law.factor == pytest.approx(20.0) and fit.law.replicas_exponent == pytest.approx(0.01)
-    found = fit.predict(1e9, 2)
-    assert found.low == pytest.approx(found.value) == pytest.approx(found.high) == pytest.approx(law(1e9, 2))
+    prediction = fit.predict(1e9, 2)
+    assert (
+        prediction.low
+        == pytest.approx(prediction.value)
+        == pytest.approx(prediction.high)
+        == pytest.approx(law(1e9, 2))
+    )
     few = PowerLawFit([1e6, 2e6, 4e6], [2.0, 1.9, 1.85])
     assert few.exponent().low is None and few.predict(1e7).high is None

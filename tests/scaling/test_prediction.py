@@ -39,25 +39,26 @@ def sweep() -> list[Point]:
 
 
 def test_a_sweep_predicts_what_it_was_made_of():
-    found = predict(8e5, 4, laws=Laws(sweep()))
-    assert found["fit"] == "joint"
-    assert found["loss"]["value"] == pytest.approx(9.0 * 8e5**-0.1 * 4**0.01, rel=1e-6)
-    assert found["batch_tokens"]["value"] == pytest.approx(2**0.2 * 4096 * 8**0.5 * 4, rel=1e-6)
-    assert found["batch_tokens"]["power_of_two"] == 2**16  # of 2^15.7
-    assert found["learning_rate"]["value"] == pytest.approx(30 * 8e5**-0.7, rel=1e-6)
-    assert found["outer_learning_rate"]["value"] == 0.8
-    assert found["outer_learning_rate"]["reason"].startswith("the best of 0.6, 0.8, tried with M = 4; 0.6 has 0.3")
-    assert found["outer_learning_rate"]["reason"].endswith("more loss, and a better one may lie beyond")
-    assert found["sync_every"] == 30 and predict(8e5, 0, laws=Laws(sweep()))["sync_every"] is None
-    assert found["loss"]["reason"] == "an interval needs 5 sizes, and there are 3"
+    prediction = predict(8e5, 4, laws=Laws(sweep()))
+    assert prediction["fit"] == "joint"
+    assert prediction["loss"]["value"] == pytest.approx(9.0 * 8e5**-0.1 * 4**0.01, rel=1e-6)
+    assert prediction["batch_tokens"]["value"] == pytest.approx(2**0.2 * 4096 * 8**0.5 * 4, rel=1e-6)
+    assert prediction["batch_tokens"]["power_of_two"] == 2**16  # of 2^15.7
+    assert prediction["learning_rate"]["value"] == pytest.approx(30 * 8e5**-0.7, rel=1e-6)
+    outer = prediction["outer_learning_rate"]
+    assert outer["value"] == 0.8
+    assert outer["reason"].startswith("the best of 0.6, 0.8, tried with M = 4; 0.6 has 0.3")
+    assert outer["reason"].endswith("more loss, and a better one may lie beyond")
+    assert prediction["sync_every"] == 30 and predict(8e5, 0, laws=Laws(sweep()))["sync_every"] is None
+    assert prediction["loss"]["reason"] == "an interval needs 5 sizes, and there are 3"
     assert predict(8e5, 8, laws=Laws(sweep()))["outer_learning_rate"] == {
         "value": 0.4,
         "low": None,
         "high": None,
         "reason": "a default, not a fit: the table has rates for M = 1, 2, 4",
     }
-    assert found["steps"]["value"] == math.ceil(20 * 8e5 / found["batch_tokens"]["value"])
-    assert "800000 lies outside the sizes that were fitted, 100000 to 400000" in found["warning"]
+    assert prediction["steps"]["value"] == math.ceil(20 * 8e5 / prediction["batch_tokens"]["value"])
+    assert "800000 lies outside the sizes that were fitted, 100000 to 400000" in prediction["warning"]
     assert "M = 8 lies outside the numbers of replicas" in predict(3e5, 8, laws=Laws(sweep()))["warning"]
     assert predict(3e5, 0, laws=Laws(sweep()))["warning"] is None
     inside = predict(3e5, 0, laws=Laws(sweep()), overtraining=2)
@@ -77,17 +78,15 @@ def test_an_interval_of_the_batch_is_one_of_the_steps():
         for m, noises in {1: (0.1, -0.1, 0.05, -0.05, 0.1), 2: (0.0, 0.1, -0.1, 0.1, 0.0)}.items()
         for n, noise in zip((1e5, 2e5, 4e5, 8e5, 16e5), noises, strict=True)
     ]
-    found = predict(4e5, 2, laws=Laws(points))
-    batch, steps = found["batch_tokens"], found["steps"]
+    prediction = predict(4e5, 2, laws=Laws(points))
+    batch, steps = prediction["batch_tokens"], prediction["steps"]
     assert steps["low"] == math.ceil(8e6 / batch["high"]) < steps["value"] < math.ceil(8e6 / batch["low"])
-    assert (
-        "the table has no learning_rate, and the published law of 35M to 2.4B parameters is far"
-        in found["warning"]
-    )
+    message = "the table has no learning_rate, and the published law of 35M to 2.4B parameters is far"
+    assert message in prediction["warning"]
 
 
 def rates(tried: dict[float, dict[float, float]]) -> Laws:
-    runs = [(n, loss, rate) for n, of in tried.items() for rate, loss in of.items()]
+    runs = [(n, loss, rate) for n, losses in tried.items() for rate, loss in losses.items()]
     return Laws([Point(n, 1, loss, {"outer_learning_rate": rate}) for n, loss, rate in runs])
 
 
@@ -96,19 +95,19 @@ def outer_rate(laws: Laws) -> dict:
 
 
 def test_outer_rates_are_compared_at_the_sizes_that_they_share():
-    found = outer_rate(rates({1e5: {0.4: 3.0, 0.6: 2.9}, 2e5: {0.4: 2.8, 0.6: 2.85}, 4e5: {1.0: 2.5}}))
-    assert found["value"] == 0.6 and "1 (" not in found["reason"]
+    rate = outer_rate(rates({1e5: {0.4: 3.0, 0.6: 2.9}, 2e5: {0.4: 2.8, 0.6: 2.85}, 4e5: {1.0: 2.5}}))
+    assert rate["value"] == 0.6 and "1 (" not in rate["reason"]
     # An interrupted sweep: only the grid's own rate was tried at the largest size.
     tried = {1e5: {0.4: 3.0, 0.6: 2.9, 0.8: 2.8}, 2e5: {0.4: 2.9, 0.6: 2.8, 0.8: 2.7}, 4e5: {0.6: 2.6}}
-    found = outer_rate(rates(tried))
-    assert found["value"] == 0.8
-    assert found["reason"].startswith("the best of 0.4 (at 2 of 3 sizes), 0.6, 0.8 (at 2 of 3 sizes), tried with")
-    assert found["reason"].endswith("a better one may lie beyond")
-    told = predict(2e5, 1, laws=rates(tried), fit="independent")["warning"]
-    assert "M = 1: the loss is the best of unequally many outer learning rates (3 at N = 100000, 3 at" in told
+    rate = outer_rate(rates(tried))
+    assert rate["value"] == 0.8
+    assert rate["reason"].startswith("the best of 0.4 (at 2 of 3 sizes), 0.6, 0.8 (at 2 of 3 sizes), tried with")
+    assert rate["reason"].endswith("a better one may lie beyond")
+    warning = predict(2e5, 1, laws=rates(tried), fit="independent")["warning"]
+    assert "M = 1: the loss is the best of unequally many outer learning rates (3 at N = 100000, 3 at" in warning
     tried[1e5][0.8] = tried[2e5][0.8] = 3.1
-    found = outer_rate(rates(tried))
-    assert found["value"] == 0.6 and "beyond" not in found["reason"]
+    rate = outer_rate(rates(tried))
+    assert rate["value"] == 0.6 and "beyond" not in rate["reason"]
     alone = outer_rate(rates({1e5: {0.4: 3.0}, 2e5: {0.4: 2.8}}))
     assert (alone["value"], alone["reason"]) == (0.4, "the only one tried with M = 1")
 
@@ -125,7 +124,7 @@ def grid(best_rate: float, best_batch: float) -> list[Point]:
     ]
 
 
-def test_values_on_the_edge_of_what_was_tried_are_told_and_have_no_interval():
+def test_values_on_the_edge_of_the_grid_are_named_and_have_no_interval():
     edges = predict(4e5, 2, laws=Laws(grid(0.008, 1024)))
     for name in ("learning_rate", "batch_tokens"):
         assert edges[name]["low"] is None and "less than the step between values tried" in edges[name]["reason"]
@@ -136,7 +135,7 @@ def test_values_on_the_edge_of_what_was_tried_are_told_and_have_no_interval():
     assert inside["batch_tokens"]["low"] is not None, "a parabola's minimum is no value of the grid"
 
 
-def test_the_edge_is_that_of_what_was_tried_beside_the_best():
+def test_an_edge_is_judged_by_the_values_tried_beside_the_best():
     wide = [
         Point(1e6, 1, 3.0 + loss, {"learning_rate": rate, "batch_tokens": batch})
         for batch, tried in {1024.0: {0.005: 0.2, 0.01: 0.1, 0.02: 0.2}, 2048.0: {0.005: 0.1, 0.01: 0.0}}.items()
@@ -151,24 +150,24 @@ def test_the_edge_is_that_of_what_was_tried_beside_the_best():
 
 def test_a_table_of_losses_alone_predicts_the_loss_for_any_m():
     points = [Point(n, m, 9.0 * n**-0.1) for n in (1e6, 2e6, 4e6) for m in (0, 3)]
-    found = predict(2e6, 3, laws=Laws(points), fit="independent")
-    assert found["loss"]["value"] == pytest.approx(9.0 * 2e6**-0.1)
+    prediction = predict(2e6, 3, laws=Laws(points), fit="independent")
+    assert prediction["loss"]["value"] == pytest.approx(9.0 * 2e6**-0.1)
     for name in ("learning_rate", "batch_tokens", "steps"):
-        assert found[name]["value"] is None and found[name]["reason"]
-    assert "no published law is there for M = 3" in found["batch_tokens"]["reason"]
+        assert prediction[name]["value"] is None and prediction[name]["reason"]
+    assert "no published law is there for M = 3" in prediction["batch_tokens"]["reason"]
 
 
-def test_a_size_that_was_not_run_with_this_m_is_told():
+def test_a_size_that_was_not_run_with_this_m_is_named():
     points = [Point(n, m, 9.0 * n**-0.1 * 1.01**m) for n, m in ((1e5, 1), (4e5, 1), (1e5, 2))]
     assert "that were run with M = 2, 100000 to 100000" in predict(3e5, 2, laws=Laws(points))["warning"]
     with pytest.raises(ValueError, match=r"M = 2 was run at 100000 parameters only: .* laws for M = 1$"):
         predict(3e5, 2, laws=Laws(points), fit="independent")
 
 
-def test_steps_are_told_for_a_batch_that_can_be_run(capsys):
-    found = predict(1.3e9, 3)
-    assert found["batch_tokens"]["power_of_two"] == 2**19
-    assert found["steps"]["at_power_of_two"] == math.ceil(20 * 1.3e9 / 2**19)
+def test_steps_are_those_of_a_batch_that_can_be_run(capsys):
+    prediction = predict(1.3e9, 3)
+    assert prediction["batch_tokens"]["power_of_two"] == 2**19
+    assert prediction["steps"]["at_power_of_two"] == math.ceil(20 * 1.3e9 / 2**19)
     main(["scaling", "predict", "--num-params", "1.3e9", "--num-replicas", "3"])
     assert "49,592 at that power of two" in capsys.readouterr().out
 
@@ -184,16 +183,14 @@ def test_the_recipes_have_the_published_joint_laws():
 
 def test_the_published_laws_are_the_default(capsys):
     main(["scaling", "predict", "--num-params", "1.3e9", "--num-replicas", "4", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"]["low"] < found["loss"]["value"] < found["loss"]["high"]
-    assert found["loss"]["value"] == pytest.approx(2.472, rel=0.02)
-    assert found["learning_rate"]["value"] == pytest.approx(22256 * 1.3e9**-0.8827 * 4**0.2929)
-    assert (
-        found["learning_rate"]["low"] is None
-        and "without the data behind them" in found["learning_rate"]["reason"]
-    )
-    assert found["outer_learning_rate"]["value"] == 0.4 and "not a fit" in found["outer_learning_rate"]["reason"]
-    assert found["tokens"]["value"] == 20 * 1.3e9 and found["warning"] is None
+    prediction = json.loads(capsys.readouterr().out)
+    assert prediction["loss"]["low"] < prediction["loss"]["value"] < prediction["loss"]["high"]
+    assert prediction["loss"]["value"] == pytest.approx(2.472, rel=0.02)
+    rate, outer = prediction["learning_rate"], prediction["outer_learning_rate"]
+    assert rate["value"] == pytest.approx(22256 * 1.3e9**-0.8827 * 4**0.2929)
+    assert rate["low"] is None and "without the data behind them" in rate["reason"]
+    assert outer["value"] == 0.4 and "not a fit" in outer["reason"]
+    assert prediction["tokens"]["value"] == 20 * 1.3e9 and prediction["warning"] is None
     main(["scaling", "predict", "--num-params", "1e9", "--num-replicas", "0"])
     printed = capsys.readouterr().out
     assert "Data-Parallel, 1e+09 parameters, independent laws" in printed and "2^17" in printed
@@ -297,7 +294,7 @@ def test_the_best_batch_is_that_of_the_best_run():
     assert the_best_batch(hill) == 2048
 
 
-def test_what_data_parallel_has_of_the_outer_step_is_nothing_and_failed_runs_are_left_out(tmp_path):
+def test_data_parallel_has_no_outer_settings_and_failed_runs_are_left_out(tmp_path):
     path = tmp_path / "sweep.csv"
     rows = ["1e6,0,2.0,1,0,False", "2e6,0,1.9,1,nan,False", "1e6,2,2.1,30,0.6,False", "2e6,2,2.0,30,0.6,False"]
     path.write_text("\n".join(("params,replicas,eval_loss,sync_every,outer_learning_rate,failed", *rows)))
@@ -339,15 +336,15 @@ def test_laws_cross_where_they_are_equal():
     noise = np.random.default_rng(0).normal(0, 1e-3, (3, 7))
     points = [Point(n, m, law(n) * math.exp(noise[m, i])) for m, law in laws.items() for i, n in enumerate(sizes)]
     exact = [Point(n, m, law(n)) for m, law in laws.items() for n in sizes]
-    found = crossing(Laws(exact), 1)
-    assert laws[0](found.num_params) == pytest.approx(laws[1](found.num_params))
-    assert found.is_lower_above and not found.is_measured
+    point = crossing(Laws(exact), 1)
+    assert laws[0](point.num_params) == pytest.approx(laws[1](point.num_params))
+    assert point.is_lower_above and not point.is_measured
     among = [Point(n, m, laws[m](100 * n)) for m in (0, 1) for n in sizes]  # they cross at 2^25 / 100
     assert crossing(Laws(among), 1).is_measured
-    found = crossing(Laws(points), 1)
-    assert found.low < 2**25 < found.high and found.high < 4 * found.low  # the truth, (20/10)^(1/0.04)
+    point = crossing(Laws(points), 1)
+    assert point.low < 2**25 < point.high and point.high < 4 * point.low  # the truth, (20/10)^(1/0.04)
     fit = Laws(points).fit("loss", 1, "independent"), Laws(points).fit("loss", 0, "independent")
-    assert fit[0].law(found.num_params) == pytest.approx(fit[1].law(found.num_params))
+    assert fit[0].law(point.num_params) == pytest.approx(fit[1].law(point.num_params))
     twins = [Point(n, m, laws[0](n) * math.exp(noise[m, i])) for m in (0, 1) for i, n in enumerate(sizes)]
     uncertain = crossing(Laws(twins), 1)
     assert uncertain.num_params and uncertain.low is None and "don't differ for certain" in uncertain.reason
@@ -377,17 +374,17 @@ def test_a_table_is_judged(tmp_path, capsys):
         lines.append(",".join(map(str, (p.params, p.replicas, p.eval_loss, *known))))
     path.write_text("\n".join(lines) + "\n")
     main(["scaling", "fit", "--data", str(path), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["laws"]["loss"]["joint"]["alpha"]["value"] == pytest.approx(-0.1, abs=1e-6)
-    assert found["laws"]["batch_tokens"]["joint"]["beta"]["value"] == pytest.approx(1.0, abs=1e-6)
-    assert {error["law"] for error in found["test_errors"]["loss"]} == {"independent", "joint"}
-    assert found["test_errors"]["learning_rate"][0]["mean"] < 1e-9
-    (form,) = found["forms"]
-    assert form["form"] == found["extrapolates_best"]["form"] == "product"
+    output = json.loads(capsys.readouterr().out)
+    assert output["laws"]["loss"]["joint"]["alpha"]["value"] == pytest.approx(-0.1, abs=1e-6)
+    assert output["laws"]["batch_tokens"]["joint"]["beta"]["value"] == pytest.approx(1.0, abs=1e-6)
+    assert {error["law"] for error in output["test_errors"]["loss"]} == {"independent", "joint"}
+    assert output["test_errors"]["learning_rate"][0]["mean"] < 1e-9
+    (form,) = output["forms"]
+    assert form["form"] == output["extrapolates_best"]["form"] == "product"
     assert form["coefficients"]["α"] == pytest.approx(-0.1, abs=1e-3)
-    assert "needs 3 sizes below the largest" in found["forms_refused"]["sum"]
-    assert {(edge["quantity"], edge["value"]) for edge in found["on_edge"]} == {("outer_learning_rate", 0.8)}
-    assert found["extrapolation"] == []
+    assert "needs 3 sizes below the largest" in output["forms_refused"]["sum"]
+    assert {(edge["quantity"], edge["value"]) for edge in output["on_edge"]} == {("outer_learning_rate", 0.8)}
+    assert output["extrapolation"] == []
 
 
 @pytest.mark.slow

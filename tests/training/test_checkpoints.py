@@ -16,7 +16,7 @@ TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=to
 
 @pytest.fixture
 def group(monkeypatch):
-    """Of a replica of one process."""
+    """The process group of a replica with one process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -34,22 +34,22 @@ def save(checkpoints: Checkpoints, *steps: int) -> None:
     checkpoints.wait()
 
 
-def test_what_is_loaded_is_what_was_saved(checkpoints):
+def test_a_checkpoint_is_loaded_as_it_was_saved(checkpoints):
     save(checkpoints, 3)
     assert checkpoints.facts(3) == FACTS
-    found = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS["model"].items()}, "empty": {}}
-    checkpoints.load(3, found)
+    loaded = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS["model"].items()}, "empty": {}}
+    checkpoints.load(3, loaded)
     for name, tensor in TENSORS["model"].items():
-        assert tensor.dtype == found["model"][name].dtype and torch.equal(tensor, found["model"][name])
+        assert tensor.dtype == loaded["model"][name].dtype and torch.equal(tensor, loaded["model"][name])
 
 
 def test_the_state_is_copied_before_save_returns(checkpoints):
-    tensor, found = torch.zeros(1_000_000), {"tensor": torch.ones(1_000_000)}
+    tensor, loaded = torch.zeros(1_000_000), {"tensor": torch.ones(1_000_000)}
     checkpoints.save(1, {}, {"tensor": tensor})
     tensor += 1
     checkpoints.wait()
-    checkpoints.load(1, found)
-    assert not found["tensor"].any()
+    checkpoints.load(1, loaded)
+    assert not loaded["tensor"].any()
 
 
 def test_a_view_is_saved_alone(checkpoints, tmp_path):
@@ -70,7 +70,7 @@ def test_the_newest_are_kept(checkpoints, tmp_path):
     ]
 
 
-def test_what_lies_beyond_the_step_of_a_resume_and_what_is_unfinished_are_dropped(checkpoints, tmp_path):
+def test_a_resume_drops_later_and_unfinished_checkpoints(checkpoints, tmp_path):
     save(checkpoints, 10, 20)
     (tmp_path / "replica-0" / "step-00000030.sha256").write_text("")
     (tmp_path / "replica-0" / "step-00000030").mkdir()
@@ -111,7 +111,7 @@ def test_a_checkpoint_without_checksums_was_never_finished(checkpoints, tmp_path
     assert checkpoints.steps() == []
 
 
-def test_what_is_being_written_is_finished_when_the_run_fails(checkpoints):
+def test_a_checkpoint_is_written_to_its_end_when_the_run_fails(checkpoints):
     with pytest.raises(ZeroDivisionError), checkpoints:
         checkpoints.save(7, FACTS, {"tensor": torch.zeros(3_000_000)})
         raise ZeroDivisionError
@@ -119,7 +119,7 @@ def test_what_is_being_written_is_finished_when_the_run_fails(checkpoints):
 
 
 def test_files_that_another_process_wrote_elsewhere_are_missed(checkpoints, tmp_path, monkeypatch):
-    """As if the second process of a replica had a disk of its own."""
+    """The second process of a replica has a disk of its own, as it seems."""
     real = checkpoints_module._check_disk
 
     def elsewhere(path, metadata):
@@ -157,11 +157,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_costs_nothing_that_was_saved(tmp_path):
+def test_a_full_disk_is_reported_and_costs_nothing_that_was_saved(tmp_path):
     """A file-size limit makes the write fail as a full disk does: in the middle."""
     process = subprocess.run(
         [sys.executable, "-c", _FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
-    told, left = process.stdout.splitlines()
-    assert told.startswith("could not write a checkpoint to") and "make room, then resume" in told
-    assert left == "[1] ['step-00000001', 'step-00000001.sha256']"
+    message, files = process.stdout.splitlines()
+    assert message.startswith("could not write a checkpoint to") and "make room, then resume" in message
+    assert files == "[1] ['step-00000001', 'step-00000001.sha256']"

@@ -22,8 +22,10 @@ SAVED, LAST = 3, 6
 
 
 def config_of(num_replicas: int) -> TrainConfig:
-    asked = replace(tiny(), num_replicas=num_replicas, method="data_parallel", micro_batch=2, precision="fp32")
-    return resolve(asked, vocab_size=257, prepared=Path())
+    unresolved = replace(
+        tiny(), num_replicas=num_replicas, method="data_parallel", micro_batch=2, precision="fp32"
+    )
+    return resolve(unresolved, vocab_size=257, prepared=Path())
 
 
 def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:

@@ -102,7 +102,7 @@ def test_damaged_outer_parameters_are_named_with_the_way_out(unfinished):
 
 
 def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path):
-    """Its config names a place that is gone."""
+    """The run's config names a directory that is gone."""
     moved = tmp_path / "moved"
     shutil.copytree(finished_run, moved)
     config = json.loads((moved / "config.json").read_text())

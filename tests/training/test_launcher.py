@@ -83,7 +83,7 @@ def test_replicas_end_with_their_launcher(tmp_path):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is neither gone nor a zombie."""
+    """True while a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

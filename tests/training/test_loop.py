@@ -187,7 +187,7 @@ def assert_equal(one, other) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
-    """From step 80 on, with fragments in flight; blocks of the wire begin anew in each shard."""
+    """Resume at step 80, with fragments in flight; blocks of the wire begin anew in each shard."""
     resharded = folder / "runs" / "resharded"
     shutil.copytree(streaming, resharded)
     (resharded / "summary.json").unlink()
@@ -210,9 +210,11 @@ def test_a_run_goes_on_with_another_number_of_shards(folder, streaming):
 
 @pytest.mark.slow
 def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
-    asked = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
-    data = replace(asked.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data")
-    config = prepare_run(replace(asked, data=data), resume=None)
+    unresolved = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
+    data = replace(
+        unresolved.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data"
+    )
+    config = prepare_run(replace(unresolved, data=data), resume=None)
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

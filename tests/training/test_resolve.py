@@ -29,8 +29,10 @@ def test_a_method_fills_in_the_values_that_were_left_out(method, expected):
 
 
 def test_values_that_were_given_stay():
-    asked = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
-    assert resolved(replace(tiny(), method="diloco", diloco=asked)).diloco == replace(asked, fragments="whole")
+    settings = DilocoConfig(sync_every=10, overlap_steps=7, mixing=0.25, wire="bf16")
+    assert resolved(replace(tiny(), method="diloco", diloco=settings)).diloco == replace(
+        settings, fragments="whole"
+    )
 
 
 def test_the_length_of_the_run_sets_warm_up_and_weight_decay():

@@ -40,9 +40,9 @@ def test_a_resume_takes_the_runs_own_config(run):
 
 def test_a_resume_may_change_what_does_not_change_the_run(run):
     saved = resumable(run.directory)
-    asked = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9), micro_batch=2)
-    asked = replace(asked, evaluation=replace(saved.evaluation, batch=1))
-    resumed = resume_config(run.directory, asked)
+    changed = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9), micro_batch=2)
+    changed = replace(changed, evaluation=replace(saved.evaluation, batch=1))
+    resumed = resume_config(run.directory, changed)
     assert (resumed.timeout_seconds, resumed.checkpoint.keep) == (5.0, 9)
     assert (resumed.micro_batch, resumed.evaluation.batch) == (2, 1)
     left_out = replace(saved, model=replace(saved.model, vocab_size=0))
@@ -73,16 +73,16 @@ def test_a_resume_that_would_be_another_run_is_refused(run, change, sentence, fi
 def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
     """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
     (tmp_path / "index.json").write_text("{}")
-    asked = replace(
+    config = replace(
         tiny(), name="r", runs=tmp_path, global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2
     )
-    claim(resolve(asked, vocab_size=257, prepared=tmp_path))
-    resumed = resume_config(asked.directory, replace(resumable(asked.directory), shards_per_replica=num_shards))
+    claim(resolve(config, vocab_size=257, prepared=tmp_path))
+    resumed = resume_config(config.directory, replace(resumable(config.directory), shards_per_replica=num_shards))
     assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
 
 
 def test_a_run_of_the_method_that_was_called_streaming_goes_on_unchanged(run):
-    """Its config has the values that the method stood for then, and none of the fields that came later."""
+    """The stored config has the values that the method stood for then, and none of the fields that came later."""
     path = run.directory / "config.json"
     stored = json.loads(path.read_text())
     stored["method"] = "streaming"
@@ -151,7 +151,7 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
     ],
 )
 def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held, here, expected):
-    """Of two replicas, at most 11 steps apart; those in `here` have checkpoints on this disk."""
+    """Two replicas, at most 11 steps apart; those in `here` have checkpoints on this disk."""
     for replica in here:
         folder = run.checkpoints / f"replica-{replica}"
         folder.mkdir(parents=True)

@@ -151,7 +151,7 @@ def test_the_outer_parameters_take_the_place_of_the_replicas_own_for_a_while():
 
 
 def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
-    """At each step: the fragments whose parameters changed, and those that the schedule sends next."""
+    """The fragments whose parameters changed at each step, and those that the schedule sends next."""
     config = config_of(1, "fp32", "gather")
     config = replace(config, diloco=replace(config.diloco, freeze=True, overlap_steps=1))
     world, state, _ = begin(config, Path())

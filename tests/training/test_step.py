@@ -31,8 +31,8 @@ OPTIMIZER = AdamWConfig(
 
 
 def config_of(micro_batch: int | None = None, optimizer: AdamWConfig = OPTIMIZER):
-    asked = replace(tiny(), num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
-    return resolve(asked, vocab_size=257, prepared=Path())
+    unresolved = replace(tiny(), num_replicas=1, precision="fp32", micro_batch=micro_batch, optimizer=optimizer)
+    return resolve(unresolved, vocab_size=257, prepared=Path())
 
 
 def batch_of(config, step: int) -> np.ndarray:

@@ -208,7 +208,7 @@ def _signed(k: np.ndarray, x: np.ndarray, form: Format) -> np.ndarray:
 
 
 def _values(codes: np.ndarray, X: float, form: Format) -> np.ndarray:
-    """What codes stand for; e3m0's code 8 is zero."""
+    """The values of codes; e3m0's code 8 is zero."""
     k = codes % form.sign
     if (k >= len(form.magnitudes)).any():
         raise ValueError("a code that is not written")

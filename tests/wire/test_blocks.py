@@ -30,7 +30,7 @@ from diloco.wire.formats import FORMATS
 @settings(max_examples=20)
 @given(vector=vectors(lengths=(1, 7, 8, 33, 257)))
 def test_a_decoded_value_is_the_nearest_of_all_that_the_block_can_hold(name, vector):
-    """By trying all of them: distances in float64 are exact."""
+    """Try all values that the block can hold: distances in float64 are exact."""
     block, decoded = 8, through(f"{name}:block=8", vector)
     if name in INTEGERS:
         table = np.arange(-reference.Q[name], reference.Q[name] + 1.0)

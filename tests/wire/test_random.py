@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_philox_gives_the_published_answers(counter, key, expected):
-    """Those of its authors' library, Random123."""
+    """The answers are those of Random123, its authors' library."""
     words = [torch.tensor([int(word, 16)]) for word in counter.split()]
     k0, k1 = (int(word, 16) for word in key.split())
     assert " ".join(f"{word.item():08x}" for word in philox(words, (k0, k1))) == expected

@@ -8,7 +8,7 @@ from diloco.training.recipes import recipe
 
 
 def test_a_damaged_checkpoint_is_no_final_failure(monkeypatch):
-    """Its message names a file to delete; the checkpoint before it is good."""
+    """The error names a file to delete; the checkpoint before it is good."""
 
     def damaged(*_, **__):
         raise CheckpointError("delete it")

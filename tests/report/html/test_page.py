@@ -17,7 +17,7 @@ from diloco.experiments.runner.rows import write_rows
 
 pytest.importorskip("matplotlib")
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
-"""One over names, one with the paper's numbers, and one with zero-shot accuracies."""
+"""Experiments: one over names, one with the paper's numbers, and one with zero-shot accuracies."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 PHONE, DESK = (390, 844), (1280, 900)
@@ -87,8 +87,8 @@ def test_nothing_is_wider_than_the_screen_or_missing(page, size, tmp_path):
     script = """<script>
       const broken = [...document.images].filter(image => !image.naturalWidth).length;
       const small = [...document.images].filter(image => image.clientWidth < 300).length;
-      const found = [document.documentElement.scrollWidth, window.innerWidth, broken, small].join(' ');
-      parent.postMessage(found, '*');
+      const sizes = [document.documentElement.scrollWidth, window.innerWidth, broken, small].join(' ');
+      parent.postMessage(sizes, '*');
     </script></body>"""
     measured, around = tmp_path / "measured.html", tmp_path / "around.html"
     measured.write_text(page.read_text().replace("</body>", script))
