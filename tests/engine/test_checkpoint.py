@@ -124,12 +124,12 @@ def load_the_others_state() -> str:
 
 
 def test_a_replica_does_not_take_up_the_state_of_one_with_another_overlap():
-    told, _ = run_replicas(load_the_others_state, 2)
-    assert "own_overlap_steps=5, and this engine has 0" in told
+    message, _ = run_replicas(load_the_others_state, 2)
+    assert "own_overlap_steps=5, and this engine has 0" in message
 
 
 def load_another_replicas_state(beta: float | None, num_steps: int) -> list[str]:
-    """What each is told that takes up replica 0's, as DDP's users do: replica 0 itself, too."""
+    """The refusals of replicas that load replica 0's state, as users of DDP do; empty where there is none."""
     case = Case(H=10, P=1, tau=5, beta=beta)
     model = case.model()
     engine = case.engine(model)

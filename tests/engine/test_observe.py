@@ -9,7 +9,7 @@ from tests.processes import run_replicas
 
 
 def record_outer_steps(case: Case) -> list[tuple]:
-    """Of each outer step: sync, Δ, ‖Δ‖, the replicas' Δ_m, the cosines of the fragment and of its blocks."""
+    """Each outer step: sync, Δ, ‖Δ‖, the replicas' Δ_m, the cosines of the fragment and of its blocks."""
     model = case.model()
     engine = case.engine(model)
     records, blocked_seconds = [], 0.0

@@ -226,8 +226,8 @@ def fail_at_the_first_sync(case: Case, other: type[diloco.ProcessGroupExchange],
 )
 def test_a_failed_step_leaves_all_parameters_as_they_were_and_ends_the_engine(other, expected, message):
     """Fragment 0 arrives and fragment 1, of the same step, does not, or is damaged."""
-    told, _ = run_replicas(fail_at_the_first_sync, 2, Case(tau=0, offsets=(0, 0)), other, expected)
-    assert told.startswith(f"step 4: fragment 1, round 1: {message}")
+    raised, _ = run_replicas(fail_at_the_first_sync, 2, Case(tau=0, offsets=(0, 0)), other, expected)
+    assert raised.startswith(f"step 4: fragment 1, round 1: {message}")
 
 
 def damaged_payloads(combine: str, replica: int, byte: int) -> str:

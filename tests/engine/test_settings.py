@@ -1,4 +1,4 @@
-"""What an engine is told."""
+"""The engine's settings: refusals, and the facts that replicas compare."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def model_of_two_blocks() -> nn.Module:
 
 
 def settings(**changes) -> Settings:
-    told = Settings(
+    base = Settings(
         fragments=diloco.sequential(model_of_two_blocks(), layers_per_fragment=1),
         schedule=diloco.Schedule(sync_every=10, num_fragments=2),
         outer=diloco.Nesterov(),
@@ -30,7 +30,7 @@ def settings(**changes) -> Settings:
         error_feedback=None,
         seed=0,
     )
-    return replace(told, **changes)
+    return replace(base, **changes)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_parameters_that_cant_be_exchanged_are_refused():
 
 
 def test_facts_tell_every_setting_apart():
-    """Whatever one replica is told otherwise, the others hear of."""
+    """A replica with any other setting is noticed by the others."""
     other = {
         "schedule": diloco.Schedule(sync_every=11, num_fragments=2),
         "outer": diloco.Nesterov(lr=0.7),

@@ -52,9 +52,9 @@ def test_outer_steps_that_are_kept_keep_no_outer_parameters():
     use = engine._state.use
 
     def used(kind, fragment):
-        found = use(kind, fragment)
-        visitors.append(weakref.ref(found))
-        return found
+        vector_N = use(kind, fragment)
+        visitors.append(weakref.ref(vector_N))
+        return vector_N
 
     engine._state.use = used
     kept = []

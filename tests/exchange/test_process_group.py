@@ -27,7 +27,7 @@ def payload_tag(fragment: int, round: int, phase: int = 0) -> Tag:
 
 
 def content(key: tuple[int, int, int], sender: int, receiver: int) -> torch.Tensor:
-    """What `sender` sends to `receiver`: bytes that no other message holds."""
+    """The bytes that `sender` sends to `receiver`, which no other message holds."""
     rng = np.random.default_rng((*key, sender, receiver))
     return torch.from_numpy(rng.integers(0, 256, LENGTHS[key], np.uint8))
 
@@ -77,7 +77,7 @@ def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
 
 
 def _tcp_connections() -> int:
-    """Established ones of this process, told by the kernel."""
+    """Established ones of this process, listed by the kernel."""
     mine = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "01" and f"socket:[{row[9]}]" in mine for row in rows)
@@ -100,8 +100,8 @@ def connect_differently() -> str:
 
 
 def test_replicas_that_ask_for_other_numbers_of_connections_are_told_so():
-    for told in run_replicas(connect_differently, 2):
-        assert "sync_every" in told or "num_connections" in told
+    for message in run_replicas(connect_differently, 2):
+        assert "sync_every" in message or "num_connections" in message
 
 
 def test_more_fragments_than_a_group_can_tell_apart_are_refused():
