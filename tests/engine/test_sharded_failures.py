@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engine.test_sharded import M, decoder, processes
+from tests.engine.test_sharded import VOCAB, M, decoder, processes
 from tests.processes import run_replicas
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
