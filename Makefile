@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 env: .venv/installed
 
-# Of 20,000 files few are ever imported: compiling them all would take a minute.
+# Few of the 20,000 files are ever imported; compiling all takes a minute.
 .venv/installed: pyproject.toml constraints.txt src/diloco/version.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-compile \

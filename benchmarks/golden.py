@@ -26,6 +26,8 @@ RUNS: dict[str, list[str]] = {
     "diloco_3_replicas": [
         *("--method", "diloco", "--num-replicas", "3", "--global-batch", "9", "--num-tokens", str(60 * 9 * 64)),
     ],
+    "method_streaming": ["--method", "streaming"],
+    "method_streaming_overlapped": ["--method", "streaming_overlapped"],
     "data_parallel": ["--method", "data_parallel"],
     "int4": ["--diloco.wire", "int4"],
     "topk": ["--diloco.wire", "topk:density=0.05"],

@@ -47,6 +47,23 @@ TRAITS = {
 """The traits that a field declares in its metadata, as sentences."""
 
 
+ROOT = Path(__file__).parents[1]
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
+"""Pages of the repository that the site does not have; their commands and links are checked, too."""
+
+
+def on_pre_build(**_: Any) -> None:
+    """Check the commands and the relative links of the pages outside the site."""
+    for page in OUTSIDE:
+        markdown = (ROOT / page).read_text()
+        for command in shown_commands(markdown) + re.findall(r"`(diloco [^`\n]+)`", markdown):
+            if complaint := check_command(command):
+                log.warning("%s: %s: %s", page, complaint, command)
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", markdown):
+            if not (ROOT / page).parent.joinpath(target).exists():
+                log.warning("%s: there is no %s", page, target)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
     makers = {"api": api, "commands": commands, "config": config_fields}

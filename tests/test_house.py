@@ -68,7 +68,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "scaling/published.py": "scaling/test_prediction.py",
     "scaling/table.py": "scaling/test_prediction.py",
     "training/ancestor.py": "training/test_launcher.py",
-    "training/streaming.py": "training/test_prepare.py",
+    "training/engine_settings.py": "training/test_prepare.py",
     "training/summary.py": "training/test_loop.py",
     "training/synchronizer.py": "training/test_state.py",
     "training/world.py": "training/test_launcher.py",

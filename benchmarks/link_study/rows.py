@@ -1,4 +1,4 @@
-"""The measurements of `links.py` in files: rows in links.csv, and the steps alone in alone.jsonl.
+"""The measurements that `links.py` keeps: rows in links.csv, and steps without an exchange in alone.jsonl.
 
 Shapes: S steps, M replicas.
 """

@@ -1,7 +1,8 @@
 """The errors that diloco raises on purpose; any other exception but OSError is a bug, and shows its traceback."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,23 @@ class UserError(DilocoError, ValueError):
     def field(self) -> str | None:
         """The setting at fault; None where none is."""
         return self.fields[0] if self.fields else None
+
+
+@contextmanager
+def setting(field: str, value: object) -> Iterator[None]:
+    """Name a setting and its value in a refusal that names none.
+
+    >>> with setting("wire", "fp8"):
+    ...     raise UserError("it is not a codec")
+    Traceback (most recent call last):
+    diloco.errors.UserError: wire=fp8: it is not a codec
+    """
+    try:
+        yield
+    except UserError as error:
+        if error.fields:
+            raise
+        raise UserError(f"{field}={value}: {error}", field) from None
 
 
 class NonFiniteError(UserError):

@@ -25,7 +25,7 @@ def test_measurements_are_printed_as_a_table_or_as_json(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fp8"], "'fp8' is not a wire format"),
+        (["fp8"], "--wires=fp8: 'fp8' is not a codec"),
         (["bf16", "--gradient", "nowhere.safetensors"], "nowhere.safetensors is no safetensors file"),
     ],
 )

@@ -6,6 +6,8 @@ import tyro
 
 from diloco.cli._flags import fields_of, flag, flags, spelled
 from diloco.errors import ReplicaFailedError, UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ def command(
 
 def test_a_commands_fields_are_those_with_a_flag():
     assert list(fields_of(command)) == ["seed", "diloco.sync_every", "diloco.freeze", "limit"]
+
+
+def test_the_fields_of_a_models_family_have_flags():
+    assert "num_heads" in fields_of(DecoderConfig)
+    assert flag("model.num_heads", set(fields_of(TrainConfig))) == "--model.num-heads"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def test_a_module_of_the_package_is_a_verb(tmp_path, monkeypatch, capsys):
         main(["--help"])
     printed = capsys.readouterr().out
     assert printed.startswith("hello you\n") and "greet somebody" in printed
+    shown = [word for line in printed.splitlines() for word in line.split()[:1] if word in verbs()]
+    assert shown[:4] == ["hello", "train", "plan", "simulate"] and shown[-1] == "hello", "without ORDER it is last"
 
 
 def test_a_command_that_does_not_exist_is_refused(capsys):
@@ -55,10 +57,7 @@ def test_an_option_before_the_command_is_named(capsys):
             "--step-seconds must be above 0",
         ),
         ("plan --measure tiny --diloco.wire int8", "--diloco.wire=int8: the plan chooses it"),
-        (
-            "simulate wall-clock --num-params 1 --num-tokens 1 --batch-tokens 1 --num-chips 1 --inside a",
-            "--inside='a'",
-        ),
+        ("train tiny --model.num-heads 5", "--model.width=32 must be a multiple of twice --model.num-heads=5"),
         ("eval run --limit 0", "--limit=0 must be at least 1"),
         ("experiment freezing --commands --tabulate", "--commands prints what to run, and --tabulate"),
         ("scaling fit --sync-every 30", "--sync-every=30 chooses among the runs of --data"),

@@ -65,14 +65,18 @@ MEASURED = ["--measure", "tiny"]
     [
         ([*DESCRIBED, "--batch-tokens", "0"], "--batch-tokens must be above 0 and finite, not 0.0"),
         ([*DESCRIBED, "--num-tokens", "-1e10", "--batch-tokens", "-1"], "--num-tokens must be above 0 and finite"),
-        ([*DESCRIBED, "--num-tokens", "2e7"], "num_steps=10: so short a run is over before"),
+        (
+            [*DESCRIBED, "--num-tokens", "2e7"],
+            "--num-tokens=20000000, --batch-tokens=2097152 make a run of 10",
+        ),
         ([*DESCRIBED, "--target", "1"], "--target must be above 0 and below 1, not 1.0"),
         ([*DESCRIBED, "--link-gbit-s", "0"], "--link-gbit-s must be above 0 and finite, not 0.0"),
         (["--measure=tiny", "--target", "2"], "--target must be above 0 and below 1, not 2.0"),
         ([*MEASURED, "--diloco.wire", "int8"], "--diloco.wire=int8: the plan chooses it"),
         ([*MEASURED, "--diloco.offsets", "1", "2"], "--diloco.offsets=(1, 2): the plan chooses it"),
         ([*MEASURED, "--num-replicas", "1"], "--num-replicas=1, but a link has two ends"),
-        ([*MEASURED, "--method", "data_parallel"], "--method=data_parallel has no outer step to plan"),
+        ([*MEASURED, "--method", "diloco"], "--method=diloco: the plan chooses it"),
+        ([*MEASURED, "--num-tokens", "5120"], "--num-tokens=5120, --global-batch=8, --sequence-length=64 make"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):

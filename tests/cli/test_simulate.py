@@ -139,7 +139,7 @@ MISTAKES = {
     "overlap": ([*METHOD, "--overlap-steps", "100"], "must be at least 0 and below"),
     "no overlap": (["--method", "data_parallel", "--overlap-steps", "1"], "--overlap-steps=1, but data_parallel"),
     "fragment": ([*METHOD, "--layers-per-fragment", "25"], "--layers-per-fragment=25, but the model has"),
-    "target": ([*METHOD, "--targets", "1.5"], "a target must be above 0 and at most 1, not 1.5"),
+    "target": ([*METHOD, "--targets", "1.5"], "--targets must be above 0 and at most 1, not 1.5"),
     "no target": ([*METHOD, "--targets", "half"], "--targets: 'half' is no number"),
     "layers": ([*METHOD, "--num-layers", "100000000"], "--num-layers=100,000,000 must be at most 10,000"),
     "seed": ([*METHOD, "--seed", "-1"], "--seed=-1 must be at least 0"),
@@ -149,12 +149,12 @@ MISTAKES = {
 }
 PHYSICAL_MISTAKES = {
     "no latency": (["--latency-seconds"], "--latency-seconds=() must be one number"),
-    "variation": (["--step-variation", "1e300"], "variation must be at least 0 and at most 100"),
+    "variation": (["--step-variation", "1e300"], "--step-variation must be at least 0 and at most 100"),
     "too many": (["--num-replicas", "100000"], "--num-replicas must be from 1 to 256, not 100000"),
     "replicas": (["--num-replicas", "3", "--latency-seconds", "1", "2"], "one for each of 3 replicas"),
-    "wire": (["--wire", "e9m9"], "'e9m9' is not a wire format"),
+    "wire": (["--wire", "e9m9"], "--wire=e9m9: 'e9m9' is not a codec"),
     "no stall": (["--stall-probability", "0.5"], "--stall-probability=0.5 with --stall-seconds=0.0 stalls"),
-    "no straggler": (["--seed", "3"], "--seed=3, but nothing is random"),
+    "no straggler": (["--seed", "3"], "leave it out, or set --step-variation or --stall-probability"),
 }
 
 
@@ -196,7 +196,6 @@ WALL_CLOCK = [
         ),
         (["curves", "--figures", "loss"], "'loss' is not a figure: choose from methods"),
         ([*WALL_CLOCK, "--overlap-steps", "5"], "--overlap-steps=5, but --num-replicas=0 is Data-Parallel"),
-        ([*WALL_CLOCK, "--inside", "slow"], "--inside='slow' is not a network"),
     ],
 )
 def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp_path, monkeypatch):

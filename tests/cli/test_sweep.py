@@ -85,9 +85,14 @@ def test_a_table_that_names_no_run_is_left_alone(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--axis", "learning_rate=high"], "'learning_rate=high' is not of the form NAME=NUMBER"),
+        (["--axis", "learning_rate=high"], "--axis 'learning_rate=high' is not of the form NAME=NUMBER"),
         (["--axis", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
-        (["--axis", "seed=0", "--axis", "seed=1"], "the axis seed is named twice"),
+        (["--axis", "seed=0", "--axis", "seed=1"], "--axis seed is given twice"),
+        (
+            ["--axis", "seed=0", "--then", "outer_momentum=0"],
+            "--then 'outer_momentum' is unknown: choose",
+        ),
+        (["--axis", "width=0"], "--axis width takes finite numbers above 0, not 0"),
         ([], "names nothing to vary"),
         (["--axis", "seed=0", "--cores", "1", "--ray", "auto"], "--ray=auto has its own"),
         (["--axis", "seed=0", "--num-tokens", "5120"], "leave out --num-tokens"),

@@ -227,6 +227,21 @@ def test_a_metric_of_two_filters_is_two_numbers():
     assert _metrics(results) == {"exact_match,strict": 0.25, "exact_match,flexible": 0.5, "acc": 1.0}
 
 
+@pytest.mark.parametrize("error", [ValueError("no such split"), ConnectionError("no such split")])
+def test_a_task_that_cannot_be_loaded_is_a_users_mistake(error, monkeypatch, tmp_path):
+    from diloco.evaluation import zero_shot
+
+    def simple_evaluate(*_, **__):
+        raise error
+
+    monkeypatch.setattr(zero_shot, "simple_evaluate", simple_evaluate)
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"query": "1 + 1 =", "choices": ["2", "3"], "gold": 0}) + "\n")
+    with pytest.raises(UserError, match="tasks task can't be loaded or scored: no such split") as refusal:
+        score(Uniform(), path)
+    assert refusal.value.field == "tasks"
+
+
 @pytest.mark.slow
 def test_a_task_that_the_harness_does_not_have_is_refused(monkeypatch):
     from diloco.evaluation import zero_shot

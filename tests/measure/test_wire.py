@@ -23,7 +23,7 @@ def test_bits_and_error_are_those_of_the_codec_and_speeds_are_positive():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"specs": ["fp8"]}, "'fp8' is not a wire format"),
+        ({"specs": ["fp8"]}, "'fp8' is not a codec"),
         ({"num_values": 0}, "num_values must be at least 1, not 0"),
         ({"gradient_N": torch.zeros(3)}, "the gradient holds nothing but zeros"),
     ],

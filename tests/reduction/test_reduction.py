@@ -30,7 +30,7 @@ def test_reductions_are_known_by_name(spec, expected):
     [
         ("all_reduce", "e3m0", "combine='all_reduce' is neither gather nor reduce_scatter"),
         ("gather:bf16", "e3m0", "combine='gather:bf16' is neither"),
-        ("reduce_scatter:fp8", "e3m0", "'fp8' is not a wire format"),
+        ("reduce_scatter:fp8", "e3m0", "'fp8' is not a codec"),
         ("reduce_scatter", "dare", "name another codec for them"),
     ],
 )

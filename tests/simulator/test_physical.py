@@ -81,7 +81,7 @@ def test_stragglers_slow_all_replicas_down():
         size=ModelSize(num_params=1e6, num_layers=6, width=64, vocab_size=100),
         replicas=[Replica(step_seconds=1.0)] * 8,
     )
-    some = Stragglers(variation=0.3), Stragglers(stall_probability=0.01, stall_seconds=5)
+    some = Stragglers(step_variation=0.3), Stragglers(stall_probability=0.01, stall_seconds=5)
     uneven = [replace(model, stragglers=stragglers).compute_utilization([1e3])[0] for stragglers in some]
     assert model.compute_utilization([1e3])[0] > 0.999 and max(uneven) < 0.9
 

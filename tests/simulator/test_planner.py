@@ -121,7 +121,7 @@ def test_the_train_settings_of_a_plan_make_the_planned_run():
     ("change", "message", "field"),
     [
         (lambda one: replace(one, target=1.0), "target must be above 0 and below 1, not 1.0", "target"),
-        (lambda one: replace(one, num_steps=19), "num_steps=19: so short a run is over before", "num_steps"),
+        (lambda one: replace(one, num_steps=19), "num_steps=19 must be at least 20", "num_steps"),
         (lambda one: with_replicas(one, gbit_s=None), "each replica's link needs a bandwidth", "link_gbit_s"),
     ],
 )

@@ -14,7 +14,7 @@ def test_there_are_as_many_replicas_as_numbers():
 
 
 def test_compute_times_are_drawn_around_their_average():
-    drawn = Stragglers(variation=0.5).draw(np.full(200_000, 2.0), np.random.default_rng(0))
+    drawn = Stragglers(step_variation=0.5).draw(np.full(200_000, 2.0), np.random.default_rng(0))
     assert drawn.min() > 0
     assert drawn.mean() == pytest.approx(2, rel=0.01) and drawn.std() == pytest.approx(1, rel=0.02)
     stalls = Stragglers(stall_probability=0.1, stall_seconds=3)
@@ -30,7 +30,7 @@ def test_compute_times_are_drawn_around_their_average():
         (lambda: Replica(step_seconds=1, latency_seconds=-1), "latency_seconds"),
         (lambda: replicas_of(3, (1.0,), (0.0, 1.0), (None,)), "latency_seconds"),
         (lambda: replicas_of(0, (1.0,), (0.0,), (None,)), "num_replicas"),
-        (lambda: Stragglers(variation=-1), "variation"),
+        (lambda: Stragglers(step_variation=-1), "step_variation"),
         (lambda: Stragglers(stall_probability=0.5), "stall_probability"),
     ],
 )

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.config import AdamWConfig, CheckpointConfig, EvaluationConfig
+from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig
 from diloco.training.recipes import tiny
 
 
@@ -41,6 +41,8 @@ def test_contradictions_name_both_values_and_the_field(change, message):
         (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be above 0 and finite, not 0\.0"),
         (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1, not 1\.0"),
         (AdamWConfig, {"weight_decay": float("nan")}, r"optimizer.weight_decay must be at least 0 and finite"),
+        (DilocoConfig, {"outer_learning_rate": 0.0}, r"diloco.outer_learning_rate must be above 0 and finite"),
+        (DilocoConfig, {"outer_momentum": 1.0}, r"diloco.outer_momentum must be at least 0 and below 1, not 1\.0"),
         (EvaluationConfig, {"batch": 0}, r"evaluation.batch must be at least 1, not 0"),
     ],
 )

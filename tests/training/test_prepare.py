@@ -25,7 +25,14 @@ MISTAKES = {
     "overlap": (diloco(overlap_steps=10), "overlap_steps=10 must be at least 0 and below"),
     "mixing": (diloco(mixing=1.5), "mixing must lie between 0 and 1, not 1.5"),
     "period": (diloco(sync_every=0), "sync_every=0 must be at least 1"),
-    "wire": (diloco(wire="e9m9"), "'e9m9' is not a wire format: choose one of fp32, bf16, fp16, e4m3"),
+    "wire": (
+        diloco(wire="e9m9"),
+        "diloco.wire=e9m9: 'e9m9' is not a codec: choose one of fp32, bf16",
+    ),
+    "second wire": (
+        diloco(combine="reduce_scatter:e9"),
+        "diloco.combine=reduce_scatter:e9: 'e9' is not a codec",
+    ),
     "never sent": (diloco(sync_every=58), "fragment 2 is first sent at step 96, and the run has 60"),
     "no whole gradient": (
         {"log_layer_cosine": True, **diloco(combine="reduce_scatter")},

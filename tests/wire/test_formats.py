@@ -64,8 +64,8 @@ def test_a_place_costs_less_than_two_bits_more_than_its_information(length, dens
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fp8", r"'fp8' is not a wire format: choose one of fp32, bf16, fp16, e4m3"),
-        ("", r"'' is not a wire format"),
+        ("fp8", r"'fp8' is not a codec: choose one of fp32, bf16, fp16, e4m3"),
+        ("", r"'' is not a codec"),
         (
             "e3m0:blocks=128",
             r"'blocks=128' is not an option of e3m0, .* \(it has: block=INTEGER, stochastic=true\|false\)",

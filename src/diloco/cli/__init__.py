@@ -1,1 +1,1 @@
-"""The `diloco` command: one module a verb, with HELP and run(arguments); the others begin with an underscore."""
+"""The `diloco` command: a module a verb, with HELP, ORDER and run(arguments); others begin with an underscore."""

@@ -31,7 +31,8 @@ def fields_of(command: Callable[..., Any]) -> Iterator[str]:
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if isinstance(kind, type) and is_dataclass(kind):
             prefix = "" if any(getattr(extra, "name", None) == "" for extra in extras) else f"{name}."
-            yield from (prefix + field for field in fields_of(kind))
+            families = (kind, *kind.__subclasses__())  # a model's own fields stand in the class of its family
+            yield from dict.fromkeys(prefix + field for family in families for field in fields_of(family))
         elif name != "return" and not _NO_FLAG & set(extras):
             yield name
 

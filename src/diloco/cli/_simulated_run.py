@@ -110,14 +110,15 @@ class SimulatedRun:
         )
         latencies = (0.0,) if self.latency_seconds is None else self.latency_seconds
         stragglers = Stragglers(
-            variation=self.step_variation,
+            step_variation=self.step_variation,
             stall_probability=self.stall_probability,
             stall_seconds=self.stall_seconds,
         )
         if stragglers == Stragglers() and self.seed is not None:
             raise UserError(
-                f"seed={self.seed}, but nothing is random: leave it out, or set step_variation",
-                *("seed", "step_variation"),
+                f"seed={self.seed}, but nothing is random: leave it out, or set step_variation or "
+                "stall_probability",
+                *("seed", "step_variation", "stall_probability"),
             )
         return PhysicalModel(
             settings=self.settings,

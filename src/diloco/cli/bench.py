@@ -7,13 +7,14 @@ import torch
 from rich.console import Console
 
 from diloco.cli._command import choose
-from diloco.errors import UserError
+from diloco.errors import UserError, setting
 from diloco.measure.gradient import demo_gradient, load_gradient
 from diloco.measure.wire import measure_wire
 from diloco.report.terminal.wire import print_wire, wire_json
 from diloco.wire import CODECS, codec
 
 HELP = "how long parts of a run take on this machine: diloco bench wire [--json]"
+ORDER = 10
 
 
 def run(arguments: list[str]) -> None:
@@ -38,7 +39,8 @@ def _wire(
         json: Print JSON.
     """
     for wire in wires:
-        codec(wire)
+        with setting("wires", wire):
+            codec(wire)
     if values < 1:
         raise UserError(f"values={values} must be at least 1", "values")
     if device == "cuda" and not torch.cuda.is_available():

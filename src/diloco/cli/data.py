@@ -14,6 +14,7 @@ from diloco.errors import UserError
 from diloco.report.terminal.training import preparation_progress
 
 HELP = "prepare text for training: diloco data prepare --output DIRECTORY [--field value …]"
+ORDER = 11
 
 
 def run(arguments: list[str]) -> None:

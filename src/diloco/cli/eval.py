@@ -13,6 +13,7 @@ from diloco.errors import UserError
 from diloco.training.finished import Parameters, evaluate_run
 
 HELP = "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]"
+ORDER = 4
 
 
 def run(arguments: list[str]) -> None:

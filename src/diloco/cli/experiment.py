@@ -24,6 +24,7 @@ from diloco.files import require
 from diloco.training.config import TrainConfig
 
 HELP = "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]"
+ORDER = 6
 
 
 def run(arguments: list[str]) -> None:

@@ -8,6 +8,7 @@ from diloco.cli._command import call
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
+ORDER = 5
 
 
 def run(arguments: list[str]) -> None:

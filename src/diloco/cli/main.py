@@ -2,12 +2,14 @@
 
 import argparse
 import ast
+import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 from diloco import cli
 from diloco.cli._explain import explained
@@ -38,19 +40,22 @@ def _run_no_verb(words: Sequence[str]) -> None:
     )
     parser.add_argument("--version", action="version", version=f"diloco {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for verb in verbs():
-        commands.add_parser(verb, help=_help(verb), add_help=False)
+    constants = {verb: _constants(verb) for verb in verbs()}
+    for verb, values in sorted(constants.items(), key=lambda item: item[1].get("ORDER", math.inf)):
+        commands.add_parser(verb, help=values["HELP"], add_help=False)
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         parser.error(f"unknown option {words[0]}: COMMAND comes first")
     parser.parse_args(words)
 
 
-def _help(verb: str) -> str:
-    """A verb's HELP, read from its source: importing all verbs takes seconds."""
+def _constants(verb: str) -> dict[str, Any]:
+    """A verb's HELP, and its ORDER if it has one, read from its source: importing all verbs takes seconds."""
     spec = find_spec(f"{cli.__name__}.{verb}")
     assert spec is not None and spec.origin is not None, f"verb {verb} has no source"
+    constants: dict[str, Any] = {}
     for statement in ast.parse(Path(spec.origin).read_text()).body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id="HELP")], value=ast.Constant(value=str(text))):
-                return text
-    raise AssertionError(f"{spec.origin} assigns no string to HELP")
+            case ast.Assign(targets=[ast.Name(id="HELP" | "ORDER" as name)], value=ast.Constant(value=value)):
+                constants[name] = value
+    assert "HELP" in constants, f"{spec.origin} assigns no constant to HELP"
+    return constants

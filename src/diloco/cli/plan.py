@@ -14,7 +14,7 @@ from diloco.errors import UserError
 from diloco.report.terminal.plan import plan_json, print_plans, print_remedy
 from diloco.report.terminal.simulation import wide_console
 from diloco.simulator.model_size import ModelSize
-from diloco.simulator.planner import Plan, Task, feasible
+from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
 from diloco.simulator.remedy import remedy
 from diloco.simulator.replicas import Replica, replicas_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diloco.training.config import TrainConfig
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
+ORDER = 2
 
 
 def run(arguments: list[str]) -> None:
@@ -80,8 +81,17 @@ def _plan_described(
     for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
         if not 0 < value < math.inf:
             raise UserError(f"{name} must be above 0 and finite, not {value}", name)
-    task = Task(size=size, replicas=replicas, num_steps=round(tokens / batch_tokens), target=target)
+    num_steps = round(tokens / batch_tokens)
+    _check_length(num_steps, num_tokens=tokens, batch_tokens=batch_tokens)
+    task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
     _answer(task, command="diloco train RECIPE", json=json)
+
+
+def _check_length(num_steps: int, **settings: float) -> None:
+    """Refuse a run that is too short to plan, by the settings that decide its length."""
+    if num_steps < MIN_STEPS:
+        names = ", ".join(f"{name}={value:.12g}" for name, value in settings.items())
+        raise UserError(f"{names} make a run of {num_steps} steps: a plan needs at least {MIN_STEPS}", *settings)
 
 
 def _plan_measured(arguments: list[str]) -> None:
@@ -107,17 +117,17 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     from diloco.training.launcher import launch, under_a_launcher
     from diloco.training.traits import fields_with, get
 
-    if asked.method == "data_parallel":
-        raise UserError("method=data_parallel has no outer step to plan: leave it out", "method")
     changed = changes(asked)
     for name in fields_with(type(asked), "planned").keys() & changed.keys():
         value = get(asked, name)
         raise UserError(f"{name}={value}: the plan chooses it, for strided fragments; leave it out", name)
+    lengths = {name: get(asked, name) for name in ("num_tokens", "global_batch", "sequence_length")}
+    _check_length(asked.num_steps, **lengths)
     config = measurable(asked)
     # Refuse now what would be refused after measuring.
     _task_of(config, (Replica(step_seconds=1.0, gbit_s=1.0),) * config.num_replicas, target=target)
-    # Every plan names the method and the number of replicas itself.
-    kept = (words for name, words in changed.items() if name not in ("num_replicas", "method"))
+    # Every plan names the number of replicas itself.
+    kept = (words for name, words in changed.items() if name != "num_replicas")
     train = " ".join(["diloco train", config.recipe, *map(shlex.join, kept)])
     if under_a_launcher():
         _measure_and_plan(config, target, train, json)

@@ -11,6 +11,7 @@ from diloco.report.html.page import write_page
 from diloco.report.html.run_section import run_section
 
 HELP = "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]"
+ORDER = 9
 
 
 def run(arguments: list[str]) -> None:

@@ -15,6 +15,7 @@ from diloco.scaling.published import method_name
 from diloco.scaling.table import read_table
 
 HELP = "loss and hyperparameters to expect: diloco scaling predict|fit|pictures [--data FILE]"
+ORDER = 8
 
 
 def run(arguments: list[str]) -> None:

@@ -27,9 +27,10 @@ from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import replicas_of
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
-from diloco.simulator.wall_clock import NETWORKS, IdealizedRun
+from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 
 HELP = "links and runs: diloco simulate bandwidth|utilization|timeline|curves|wall-clock|published"
+ORDER = 3
 
 
 def run(arguments: list[str]) -> None:
@@ -49,9 +50,9 @@ def _bandwidth(
         targets: Compute utilizations between 0 and 1, separated by commas.
         json: Print JSON.
     """
-    texts = [target.strip() for target in targets.split(",")]
+    numbers = {text.strip(): _target(text.strip()) for text in targets.split(",")}
     utilizations = run.compute_utilization(GBIT_S)
-    needed = {text: needed_gbit_s(utilizations, _number(text)) for text in texts}
+    needed = {text: needed_gbit_s(utilizations, target) for text, target in numbers.items()}
     if json:
         print(bandwidth_json(needed))
     else:
@@ -59,11 +60,14 @@ def _bandwidth(
     _print_rounded_period(run)
 
 
-def _number(text: str) -> float:
+def _target(text: str) -> float:
     try:
-        return float(text)
+        target = float(text)
     except ValueError:
         raise UserError(f"targets: {text!r} is no number; give some like 0.5,0.9", "targets") from None
+    if not 0 < target <= 1:
+        raise UserError(f"targets must be above 0 and at most 1, not {text}", "targets")
+    return target
 
 
 def _utilization(
@@ -187,8 +191,8 @@ def _wall_clock(
     num_replicas: int = 0,
     sync_every: int = 30,
     overlap_steps: int = 0,
-    inside: str = "high",
-    between: str = "low",
+    inside: NetworkName = "high",
+    between: NetworkName = "low",
     flops_per_chip: float = 300e12,
     bits_per_param: float = 16,
     json: bool = False,
@@ -203,15 +207,12 @@ def _wall_clock(
         num_replicas: M; 0 is Data-Parallel.
         sync_every: H, inner steps between two syncs.
         overlap_steps: τ, inner steps that hide the exchange of outer gradients.
-        inside: Network within a replica: high, medium or low (400, 100, 10 Gbit/s).
-        between: Network between replicas, and of Data-Parallel: high, medium or low.
+        inside: Network within a replica (400, 100 or 10 Gbit/s).
+        between: Network between replicas, and of Data-Parallel.
         flops_per_chip: Q, floating-point operations a second.
         bits_per_param: Bits of a parameter or its gradient on the network.
         json: Print JSON.
     """
-    for name, network in (("inside", inside), ("between", between)):
-        if network not in NETWORKS:
-            raise UserError(f"{name}={network!r} is not a network: choose one of {', '.join(NETWORKS)}", name)
     run = IdealizedRun(
         num_params=num_params,
         num_tokens=num_tokens,

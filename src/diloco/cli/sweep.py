@@ -24,6 +24,7 @@ from diloco.training.launcher import num_cores
 from diloco.training.recipes import recipe
 
 HELP = "runs over learning rate, batch, replicas: diloco sweep RECIPE --axis NAME=VALUES … [--plan]"
+ORDER = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +76,25 @@ def _sweep_of(command: Command) -> Sweep:
         raise UserError(f"cores={command.cores} must be at least 1; left out, all are used", "cores")
     return Sweep(
         base=config,
-        axes=_axes(command.axis),
-        then=_axes(command.then),
+        axes=_axes("axis", command.axis),
+        then=_axes("then", command.then),
         tokens_per_param=command.tokens_per_param,
         vocab_size=load_tokenizer(resolve_data(config.data)).vocab_size,
     )
 
 
-def _axes(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """The values of each axis."""
+def _axes(field: str, texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """The values of each axis, from the texts of one field."""
     axes: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, _, values = text.partition("=")
         name = name.strip().replace("-", "_")
         if name in axes:
-            raise UserError(f"the axis {name} is named twice")
+            raise UserError(f"{field} {name} is given twice", field)
         try:
             axes[name] = tuple(float(value) for value in values.split(","))
         except ValueError:
-            raise UserError(f"{text!r} is not of the form NAME=NUMBER,NUMBER,…") from None
+            raise UserError(f"{field} {text!r} is not of the form NAME=NUMBER,NUMBER,…", field) from None
     return axes
 
 

@@ -23,6 +23,7 @@ from diloco.training.recipes import RECIPES
 from diloco.training.runs import CONFIG_FILE, resumable
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--resume RUN]"
+ORDER = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,8 +151,10 @@ def score_tasks(
                     log_samples=False,
                     bootstrap_iters=100,
                 )
-        except (ConnectionError, OSError) as error:
-            raise UserError(f"the data of {', '.join(tasks)} can't be loaded: {error}", "tasks") from error
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: datasets, of a file that it can't read
+            raise UserError(f"tasks {', '.join(tasks)} can't be loaded or scored: {error}", "tasks") from error
     assert scores is not None, "this process is the first, and gets the results"
     return {name.removeprefix(_OWN): _metrics(values) for name, values in scores.get("results", {}).items()}
 

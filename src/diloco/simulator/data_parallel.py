@@ -6,7 +6,7 @@ last. Replicas begin a step together, so that the slowest replica's compute time
     seconds(x) = max(x, max_k (φ_k·x + Σ_{i ≥ k} all-reduce of i) + latency)
 
 with gradients k in the order of the backward pass, those outside the blocks last, and φ_k the part of x after
-which gradient k is ready: a step has the nodes of the paper's simulator.
+which gradient k is ready: a step has the parts of the paper's simulator.
 
 Shapes: B bandwidths, K gradients, L layers, S steps.
 """
@@ -42,8 +42,8 @@ class DataParallelRun:
         ) * np.ones_like(gbit_s_B)
         num_replicas, num_layers = len(replicas), size.num_layers
         from_last_L = np.arange(1, num_layers + 1)
-        nodes_L = num_layers + 2 * from_last_L - (from_last_L == num_layers)
-        self._ready_K = np.append(nodes_L / (3 * num_layers - 1), 1.0)
+        parts_L = num_layers + 2 * from_last_L - (from_last_L == num_layers)
+        self._ready_K = np.append(parts_L / (3 * num_layers - 1), 1.0)
         params_K = np.append(np.full(num_layers, size.block_params), size.outside_params)
         bits_K = 2 * (num_replicas - 1) / num_replicas * bits_per_param * params_K
         seconds_KxB = bits_K[:, None] / (slowest_B * 1e9)

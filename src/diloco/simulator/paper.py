@@ -1,6 +1,6 @@
 """The simulator of arXiv 2501.18512, as its published table determines it: one replica, one serial network.
 
-A step is 3L − 1 nodes of equal duration, one after the other: the forward pass of layers 1 to L; then, for
+A step is 3L − 1 parts of equal duration, one after the other: the forward pass of layers 1 to L; then, for
 l = L to 1, the backward pass with respect to layer l's activations (not for l = 1) and to its parameters. When
 layer l's parameter gradient is done at a step with a sync of layer l, its reduction is ready; it lasts
 v·N/(L·bandwidth), and the network carries one reduction at a time, in the order in which they are ready. The
@@ -112,7 +112,7 @@ class PaperRun:
         """Seconds that one layer's reduction takes."""
         self._num_layers, self._schedule = model.num_layers, model.schedule
         self._layers = model.settings.layers(model.num_layers)
-        self._node_seconds = model.step_seconds / (3 * model.num_layers - 1)
+        self._part_seconds = model.step_seconds / (3 * model.num_layers - 1)
         self.clock_B = np.zeros_like(gbit_s_B)
         """When the last step ended."""
         self.free_B = np.zeros_like(gbit_s_B)
@@ -154,15 +154,15 @@ class PaperRun:
 
     def take(self, step: int) -> None:
         """Take one step."""
-        num_layers, node = self._num_layers, self._node_seconds
-        forward_B = self.clock_B + num_layers * node
+        num_layers, part = self._num_layers, self._part_seconds
+        forward_B = self.clock_B + num_layers * part
         for layer, end_B in self.awaited.pop(step, {}).items():
-            forward_B = np.maximum(forward_B, end_B + (num_layers - layer) * node)
+            forward_B = np.maximum(forward_B, end_B + (num_layers - layer) * part)
         if layers := self._layers_sent(step):
-            # Layer l, from 0, is done 2(L − l) nodes after the forward pass; the first layer has one fewer.
-            nodes_L = np.array([2 * (num_layers - layer) - (layer == 0) for layer in layers])
+            # Layer l, from 0, is done 2(L − l) parts after the forward pass; the first layer has one fewer.
+            parts_L = np.array([2 * (num_layers - layer) - (layer == 0) for layer in layers])
             before_L = np.arange(len(layers))[:, None]
-            ready_LxB = forward_B + nodes_L[:, None] * node
+            ready_LxB = forward_B + parts_L[:, None] * part
             # end_i = max(ready_i, end_{i−1}) + c: subtracting i·c makes it a running maximum.
             ends_LxB = np.maximum.accumulate(
                 np.maximum(ready_LxB - before_L * self.reduction_B, self.free_B), axis=0
@@ -170,4 +170,4 @@ class PaperRun:
             ends_LxB += (before_L + 1) * self.reduction_B
             self.awaited[step + 1 + self._schedule.max_overlap] = dict(zip(layers, ends_LxB, strict=True))
             self.free_B = ends_LxB[-1]
-        self.clock_B = forward_B + (2 * num_layers - 1) * node
+        self.clock_B = forward_B + (2 * num_layers - 1) * part

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.errors import UserError
+from diloco.errors import UserError, setting
 from diloco.schedule import Schedule
 from diloco.simulator.data_parallel import DataParallelRun
 from diloco.simulator.methods import MethodSettings
@@ -106,12 +106,14 @@ class PhysicalModel:
         """Bits a parameter of a fragment puts on each lane, one number a phase of the exchange."""
         wire = self.wire if self.wire is not None else self.settings.wire
         name, _, second = self.combine.partition(":")
+        with setting("wire", wire):
+            bits = parse(wire).bits_per_value
         if self.combine == "gather":
-            return (parse(wire).bits_per_value,)
+            return (bits,)
         if name == "reduce_scatter":
-            num_replicas = len(self.replicas)
-            specs = wire, second or wire
-            return tuple(parse(spec).bits_per_value / num_replicas for spec in specs)
+            with setting("combine", self.combine):
+                second_bits = parse(second).bits_per_value if second else bits
+            return bits / len(self.replicas), second_bits / len(self.replicas)
         raise UserError(
             f"combine={self.combine!r} is neither gather nor reduce_scatter, nor reduce_scatter:CODEC", "combine"
         )

@@ -17,6 +17,8 @@ from diloco.simulator.replicas import Replica
 from diloco.wire.formats import parse
 
 SYNC_EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
+MIN_STEPS = 2 * SYNC_EVERY[0]
+"""In a shorter run no replica syncs twice."""
 OVERLAP_STEPS = (0, 1, 2, 5, 10, 20)
 WIRES = ("fp32", "bf16", "int8", "e3m0")
 """The codecs without a measured cost to quality, finest first; every coarser one has a cost."""
@@ -45,12 +47,8 @@ class Task:
         """Refuse tasks that can't be planned."""
         if not 0 < self.target < 1:
             raise UserError(f"target must be above 0 and below 1, not {self.target}", "target")
-        if self.num_steps < 2 * SYNC_EVERY[0]:
-            raise UserError(
-                f"num_steps={self.num_steps}: so short a run is over before replicas that sync every "
-                f"{SYNC_EVERY[0]} steps have done so twice",
-                "num_steps",
-            )
+        if self.num_steps < MIN_STEPS:
+            raise UserError(f"num_steps={self.num_steps} must be at least {MIN_STEPS}", "num_steps")
         if any(replica.gbit_s is None for replica in self.replicas):
             raise UserError("link_gbit_s: each replica's link needs a bandwidth", "link_gbit_s")
 

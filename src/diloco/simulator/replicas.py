@@ -82,7 +82,7 @@ class Stragglers:
         UserError: if a number is out of range, or stalls have a probability but no duration.
     """
 
-    variation: float = 0.0
+    step_variation: float = 0.0
     """Standard deviation of a log-normal factor with mean 1."""
     stall_probability: float = 0.0
     """Probability that a step takes `stall_seconds` longer."""
@@ -95,7 +95,7 @@ class Stragglers:
             raise UserError(
                 f"stall_probability must lie between 0 and 1, not {self.stall_probability}", "stall_probability"
             )
-        for name, most in (("variation", 100.0), ("stall_seconds", 1e9)):
+        for name, most in (("step_variation", 100.0), ("stall_seconds", 1e9)):
             if not 0 <= getattr(self, name) <= most:
                 raise UserError(f"{name} must be at least 0 and at most {most:g}, not {getattr(self, name)}", name)
         if bool(self.stall_probability) != bool(self.stall_seconds):
@@ -107,7 +107,7 @@ class Stragglers:
 
     def draw(self, step_seconds: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
         """Random compute times, of any shape, with the given averages (before stalls)."""
-        sigma = np.sqrt(np.log1p(self.variation**2))
+        sigma = np.sqrt(np.log1p(self.step_variation**2))
         factor = np.exp(generator.normal(-(sigma**2) / 2, sigma, step_seconds.shape)) if sigma else 1.0
         return step_seconds * factor + self.stall_seconds * (
             generator.random(step_seconds.shape) < self.stall_probability

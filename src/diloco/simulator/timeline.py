@@ -33,15 +33,15 @@ def paper_timeline(model: PaperModel, *, gbit_s: float, num_steps: int) -> list[
     """
     _check(num_steps)
     run = PaperRun(model, gbit_s)
-    node_seconds = model.step_seconds / (3 * model.num_layers - 1)
+    part_seconds = model.step_seconds / (3 * model.num_layers - 1)
     intervals: list[Interval] = []
     for step in range(1, num_steps + 1):
         now, awaited = run.clock_B[0], run.awaited.get(step, {})
         for layer in range(model.num_layers):
             start = max(now, awaited[layer][0]) if layer in awaited else now
-            now = start + node_seconds
+            now = start + part_seconds
             intervals.append(Interval("replica 0", "forward", start, now, (layer,)))
-        intervals += _backward("replica 0", model.num_layers, now, node_seconds)
+        intervals += _backward("replica 0", model.num_layers, now, part_seconds)
         before = set(run.awaited)
         run.take(step)
         for launched in set(run.awaited) - before:
@@ -78,11 +78,11 @@ def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) ->
         starts = run.ready_BxM[0]
         run.advance(compute_M[None])
         for replica, start in enumerate(starts):
-            lane, node_seconds = f"replica {replica}", compute_M[replica] / (3 * num_layers - 1)
+            lane, part_seconds = f"replica {replica}", compute_M[replica] / (3 * num_layers - 1)
             for layer in range(num_layers):
-                begin = start + layer * node_seconds
-                intervals.append(Interval(lane, "forward", begin, begin + node_seconds, (layer,)))
-            intervals += _backward(lane, num_layers, start + num_layers * node_seconds, node_seconds)
+                begin = start + layer * part_seconds
+                intervals.append(Interval(lane, "forward", begin, begin + part_seconds, (layer,)))
+            intervals += _backward(lane, num_layers, start + num_layers * part_seconds, part_seconds)
     return intervals + exchanges
 
 
@@ -94,8 +94,8 @@ def _check(num_steps: int) -> None:
 _MOST_STEPS = 1000
 
 
-def _backward(lane: str, num_layers: int, now: float, node_seconds: float) -> Iterator[Interval]:
+def _backward(lane: str, num_layers: int, now: float, part_seconds: float) -> Iterator[Interval]:
     for layer in reversed(range(num_layers)):
         for kind in ("backward_activations", "backward_parameters") if layer else ("backward_parameters",):
-            yield Interval(lane, kind, now, now + node_seconds, (layer,))
-            now += node_seconds
+            yield Interval(lane, kind, now, now + part_seconds, (layer,))
+            now += part_seconds

@@ -1,6 +1,6 @@
 """Idealized wall-clock of a whole run on two levels of network (arXiv 2503.09799, appendix A).
 
-Compute takes 6·N·D/(R·Q) seconds. An all-reduce of N parameters over R nodes takes 2N/W·(1 − 1/R) + ε. At each of
+Compute takes 6·N·D/(R·Q) seconds. An all-reduce of N parameters over R chips takes 2N/W·(1 − 1/R) + ε. At each of
 T steps
 
     Data-Parallel    2N/W₁·(1 − 1/R) + ε₁
@@ -12,6 +12,7 @@ with W₀, ε₀ inside a site and W₁, ε₁ between sites. Overlap hides the 
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from diloco.errors import UserError
 
@@ -25,7 +26,7 @@ class Network:
     """
 
     gbit_s: float
-    """W, bandwidth between two nodes."""
+    """W, bandwidth between two ends of the network."""
     latency_seconds: float
     """ε, latency of an all-reduce."""
 
@@ -39,7 +40,12 @@ class Network:
             )
 
 
-NETWORKS = {"high": Network(400, 1e-4), "medium": Network(100, 1e-3), "low": Network(10, 1e-2)}
+NetworkName = Literal["high", "medium", "low"]
+NETWORKS: dict[NetworkName, Network] = {
+    "high": Network(400, 1e-4),
+    "medium": Network(100, 1e-3),
+    "low": Network(10, 1e-2),
+}
 """The paper's archetypes."""
 
 
@@ -131,6 +137,6 @@ class IdealizedRun:
         """Duration of the whole run."""
         return self.compute_seconds + self.inside_seconds + self.between_seconds
 
-    def _all_reduce(self, network: Network, num_nodes: float) -> float:
-        bits = 2 * self.num_params * self.bits_per_param * (1 - 1 / num_nodes)
+    def _all_reduce(self, network: Network, num_chips: float) -> float:
+        bits = 2 * self.num_params * self.bits_per_param * (1 - 1 / num_chips)
         return bits / (network.gbit_s * 1e9) + network.latency_seconds

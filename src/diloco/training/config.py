@@ -91,6 +91,13 @@ class DilocoConfig:
     freeze: bool = False
     """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
 
+    def __post_init__(self) -> None:
+        """Refuse an outer rule with which nothing can be trained; the engine checks the rest."""
+        if not 0 < self.outer_learning_rate < math.inf:
+            raise _out_of_range("diloco.outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
+        if not 0 <= self.outer_momentum < 1:
+            raise _out_of_range("diloco.outer_momentum", "at least 0 and below 1", self.outer_momentum)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -130,7 +137,7 @@ class TrainConfig:
     """The run's directory below `runs`; left out, the recipe's name and the time."""
     runs: Path = field(default=Path("runs"), metadata=trait(incidental=True, own_to_a_replica=True))
     """Directory of all runs."""
-    method: Method = "streaming_overlapped_fp4"
+    method: Method = field(default="streaming_overlapped_fp4", metadata=trait(planned=True))
     """Preset of the DiLoCo settings that are left out; data_parallel exchanges gradients at every step instead."""
     num_replicas: int = field(default=2, metadata=trait(column="replicas"))
     """M, how many replicas train; they are local processes, or under torchrun those of its world."""
@@ -172,8 +179,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse contradictions; the schedule, codec and fragments check their own."""
-        counts = ("num_replicas", "num_tokens", "global_batch", "sequence_length", "num_connections")
-        for name in counts:
+        for name in ("num_replicas", "num_tokens", "global_batch", "sequence_length", "num_connections"):
             if getattr(self, name) < 1:
                 raise _out_of_range(name, "at least 1", getattr(self, name))
         if self.num_shards < 1:
@@ -290,7 +296,5 @@ class TrainConfig:
         diloco, overlap = self.diloco, self.diloco.overlap_steps
         if self.method == "data_parallel":
             return 1
-        waits_for_first = diloco.sync_every
-        if diloco.offsets and diloco.first_sync == "full_period":
-            waits_for_first += min(diloco.offsets)
-        return waits_for_first + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
+        first_offset = min(diloco.offsets) if diloco.offsets and diloco.first_sync == "full_period" else 0
+        return diloco.sync_every + first_offset + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))

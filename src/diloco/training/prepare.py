@@ -12,11 +12,11 @@ from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
 from diloco.training.config import TrainConfig
+from diloco.training.engine_settings import check
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
 from diloco.training.runs import check_unclaimed, resume_config
-from diloco.training.streaming import check
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
 

@@ -13,7 +13,7 @@ from diloco.models.language_model import LanguageModel
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import AdamWConfig, TrainConfig
 from diloco.training.data_parallel import DataParallel
-from diloco.training.streaming import engine_settings, frozen_parameters
+from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.synchronizer import Synchronizer
 from diloco.training.world import World
 

@@ -244,7 +244,7 @@ def parse(spec: str) -> Format:
     """
     name, _, options = spec.partition(":")
     if name not in FORMATS:
-        raise UserError(f"{spec!r} is not a wire format: choose one of {', '.join(FORMATS)}")
+        raise UserError(f"{spec!r} is not a codec: choose one of {', '.join(FORMATS)}")
     kind = FORMATS[name]
     readers = {field.name: _READERS[field.type] for field in fields(kind)}
     chosen: dict[str, Any] = {}

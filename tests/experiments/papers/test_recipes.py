@@ -1,13 +1,16 @@
 """Every experiment, at both tiers, on rows that are made up: its runs, its panels and its finding."""
 
+import re
+from pathlib import Path
+
 import pytest
 from tests.experiments.papers.made_up import made_up
 
 from diloco.errors import UserError
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import BASELINE, STREAMING, TIERS
+from diloco.training.engine_settings import check
 from diloco.training.resolve import resolve
-from diloco.training.streaming import check
 
 
 @pytest.fixture(params=list(TIERS), scope="module")
@@ -89,6 +92,11 @@ def test_a_verdict_follows_the_losses(name):
     mixed = made_up(one, lambda r: 1 + (holds if r["seed"] else fails)(r))
     assert one.finding(mixed).verdict == "cannot tell"
     assert one.finding([{**row, "failed": "lost"} for row in mixed]).verdict == "cannot tell"
+
+
+def test_experiments_stand_in_the_order_of_the_docs():
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "experiments.md"
+    assert list(EXPERIMENTS) == re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE)
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():

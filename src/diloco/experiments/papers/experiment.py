@@ -60,15 +60,23 @@ class Experiment:
 
 
 Recipe = Callable[[Tier], Experiment]
-REGISTERED: dict[str, Recipe] = {}
-"""The experiments of the modules that have been imported, by name; `recipes` imports all."""
+REGISTERED: dict[str, tuple[int, Recipe]] = {}
+"""Place and function of the experiments whose modules have been imported, by name; `recipes` imports all."""
 
 
-def registered(recipe: Recipe) -> Recipe:
-    """Register an experiment under its function's name."""
-    assert recipe.__name__ not in REGISTERED, f"two experiments are named {recipe.__name__}"
-    REGISTERED[recipe.__name__] = recipe
-    return recipe
+def registered(*, order: int) -> Callable[[Recipe], Recipe]:
+    """Register an experiment under its function's name.
+
+    Args:
+        order: its place among all experiments, the smallest first.
+    """
+
+    def register(recipe: Recipe) -> Recipe:
+        assert recipe.__name__ not in REGISTERED, f"two experiments are named {recipe.__name__}"
+        REGISTERED[recipe.__name__] = order, recipe
+        return recipe
+
+    return register
 
 
 LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig]]

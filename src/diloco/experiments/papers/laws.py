@@ -18,7 +18,7 @@ from diloco.experiments.papers.experiment import (
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, Tier
 
 
-@registered
+@registered(order=12)
 def sync_cadence(tier: Tier) -> Experiment:
     """H and the outer learning rate, for DiLoCo (Figures 8 and 9)."""
     rates = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -58,7 +58,7 @@ def _best_rate(rows: Sequence[Row]) -> Any:
     return min(rows, key=lambda row: row["eval_loss"])["outer_learning_rate"] if rows else None
 
 
-@registered
+@registered(order=13)
 def batch_size(tier: Tier) -> Experiment:
     """The global batch, for Data-Parallel and DiLoCo with one to four replicas (Figures 3 to 5).
 
@@ -105,7 +105,7 @@ def batch_size(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=14)
 def single_replica(tier: Tier) -> Experiment:
     """DiLoCo with one replica, a Lookahead variant, beside Data-Parallel (Finding 2)."""
 

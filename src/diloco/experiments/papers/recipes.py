@@ -11,7 +11,10 @@ from diloco.experiments.papers.tiers import Tier
 for _module in iter_modules(papers.__path__):
     import_module(f"{papers.__name__}.{_module.name}")
 
-EXPERIMENTS: dict[str, Recipe] = REGISTERED
+EXPERIMENTS: dict[str, Recipe] = {
+    name: recipe for name, (_, recipe) in sorted(REGISTERED.items(), key=lambda item: item[1][0])
+}
+"""In the order of the papers."""
 
 
 def experiment(name: str, tier: Tier) -> Experiment:

@@ -18,7 +18,7 @@ from diloco.experiments.papers.experiment import (
 from diloco.experiments.papers.tiers import DILOCO, STREAMING, Tier
 
 
-@registered
+@registered(order=7)
 def num_replicas(tier: Tier) -> Experiment:
     """One to eight replicas, at a constant global batch and at a constant local one (Figure 11)."""
 
@@ -49,7 +49,7 @@ def num_replicas(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=8)
 def sync_every(tier: Tier) -> Experiment:
     """H, for DiLoCo and for Streaming DiLoCo (Figure 12)."""
 
@@ -82,7 +82,7 @@ def sync_every(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=9)
 def evaluated_parameters(tier: Tier) -> Experiment:
     """Held-out loss of the outer parameters, one replica's own, and the replicas' average (Table 4)."""
     columns = {
@@ -152,7 +152,7 @@ def _accuracies(rows: Sequence[Row]) -> list[Panel]:
     return accuracy_panels(named, "evaluated", None, theirs, x_label="evaluated parameters")
 
 
-@registered
+@registered(order=10)
 def slack(tier: Tier) -> Experiment:
     """Different overlap_steps on the two replicas (Figure 14)."""
     pairs = ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
@@ -181,7 +181,7 @@ def slack(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=11)
 def outer_cosine(tier: Tier) -> Experiment:
     """The cosine between the replicas' outer gradients (Figures 18 and 19)."""
 

@@ -21,7 +21,7 @@ from diloco.experiments.papers.experiment import (
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, OVERTRAINED, STREAMING, Tier
 
 
-@registered
+@registered(order=1)
 def scaling(tier: Tier) -> Experiment:
     """Every method at every size (Figure 4, Table 6)."""
 
@@ -84,7 +84,7 @@ def _slope(rows: Sequence[Row]) -> float:
     )
 
 
-@registered
+@registered(order=2)
 def overtraining(tier: Tier) -> Experiment:
     """Token budgets beyond the model's own (Tables 2 and 8; Figure 11 of arXiv 2503.09799)."""
 
@@ -133,7 +133,7 @@ def _tokens(row: Row) -> float:
     return float(row["num_tokens"])
 
 
-@registered
+@registered(order=3)
 def overlap(tier: Tier) -> Experiment:
     """τ and α: the inner steps that an exchange overlaps, and the mixing at the merge (Figure 5)."""
 
@@ -163,7 +163,7 @@ def overlap(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=4)
 def compression(tier: Tier) -> Experiment:
     """Codecs of the outer gradients (Figures 6 and 15)."""
     sparse = ("topk", "feddropout", "dare")
@@ -190,7 +190,7 @@ def compression(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=5)
 def fragment_size(tier: Tier) -> Experiment:
     """The blocks of a fragment: their number and their pattern (Figure 7)."""
 
@@ -227,7 +227,7 @@ def fragment_size(tier: Tier) -> Experiment:
     )
 
 
-@registered
+@registered(order=6)
 def freezing(tier: Tier) -> Experiment:
     """Training only the fragment that is sent next, as FedPart does (arXiv 2410.21374)."""
 

@@ -7,13 +7,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import content, file_digest
 from diloco.data.index import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
+from diloco.files import expanded
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import identity
 from diloco.training.traits import differences_from_defaults, fields_with
@@ -41,7 +41,7 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
 def _facts_of_data(data: DataConfig) -> dict[str, Any]:
     """Text and tokenizer by their content, so that a copy elsewhere is the same and a changed file is not."""
     if data.prepared is not None:
-        index = read_index(data.prepared.expanduser())
+        index = read_index(expanded(data.prepared))
         return {"prepared": index.digest, "tokenizer": index.tokenizer_digest}
     facts = differences_from_defaults(replace(data, cache=DataConfig.cache))
     if is_file(data.tokenizer):
@@ -53,7 +53,7 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
     """The same data, named so that any process on this machine finds it."""
     cache = data.cache.absolute()
     if data.prepared is not None:  # it names its sources as they were when it was made
-        return replace(data, prepared=data.prepared.expanduser().absolute(), cache=cache)
+        return replace(data, prepared=expanded(data.prepared).absolute(), cache=cache)
     tokenizer = data.tokenizer
     return replace(
         data,
@@ -65,4 +65,4 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 
 
 def _absolute(source: str) -> str:
-    return source if source == "stdlib" or source.startswith("hf:") else str(Path(source).expanduser().absolute())
+    return source if source == "stdlib" or source.startswith("hf:") else str(expanded(source).absolute())

@@ -52,21 +52,15 @@ class Sweep:
     def __post_init__(self) -> None:
         """Check the axes and every setting."""
         if self.base.method == "data_parallel":
-            message = "method=data_parallel is no base of a sweep: leave it out, and take the axis num_replicas=0"
-            raise UserError(message, "method")
+            message = "method=data_parallel is no base of a sweep: leave it out, and take axis num_replicas=0"
+            raise UserError(message, "method", "axis")
         if not 0 < self.tokens_per_param < math.inf:
             message = f"tokens_per_param={self.tokens_per_param:g} must be above 0 and finite"
             raise UserError(message, "tokens_per_param")
-        for name, values in {**self.axes, **self.then}.items():
-            if name not in _AXES:
-                raise UserError(f"{name!r} is not an axis: choose from {', '.join(_AXES)}")
-            least = 0.0 if name in _MAY_BE_0 else math.ulp(0.0)
-            given = ", ".join(f"{value:g}" for value in values) or "none"
-            if not values or not all(least <= value < math.inf for value in values):
-                bound = "of 0 or more" if name in _MAY_BE_0 else "above 0"
-                raise UserError(f"the axis {name} takes finite numbers {bound}, not {given}")
-            if name in _INTEGERS and any(value != int(value) for value in values):
-                raise UserError(f"the axis {name} takes whole numbers, not {given}")
+        for name, values in self.axes.items():
+            _check_axis("axis", name, values)
+        for name, values in self.then.items():
+            _check_axis("then", name, values)
         for setting in (*self.settings(), *self.later(self.settings())):
             self.run(setting)
 
@@ -136,6 +130,19 @@ class Sweep:
         labels |= {"batch_tokens": step_tokens, "tokens": config.num_tokens, "seed": config.seed}
         labels |= {"base": self.name_of_base}
         return LabelledRun(labels=labels | ({} if is_baseline else diloco), config=config)
+
+
+def _check_axis(field: str, name: str, values: Sequence[float]) -> None:
+    """Refuse an unknown axis, and values that it can't take; `field` is where it stands."""
+    if name not in _AXES:
+        raise UserError(f"{field} {name!r} is unknown: choose from {', '.join(_AXES)}", field)
+    least = 0.0 if name in _MAY_BE_0 else math.ulp(0.0)
+    given = ", ".join(f"{value:g}" for value in values) or "none"
+    if not values or not all(least <= value < math.inf for value in values):
+        bound = "of 0 or more" if name in _MAY_BE_0 else "above 0"
+        raise UserError(f"{field} {name} takes finite numbers {bound}, not {given}", field)
+    if name in _INTEGERS and any(value != int(value) for value in values):
+        raise UserError(f"{field} {name} takes whole numbers, not {given}", field)
 
 
 def run_sweep(

@@ -15,7 +15,7 @@ from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.timeline import Interval, Kind
-from diloco.simulator.wall_clock import NETWORKS, IdealizedRun
+from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def wall_clock() -> "Figure":
     Each size is trained on 20·N tokens with the published best batch, on one chip for each of its sequences.
     """
 
-    def line(num_replicas: int, network: str) -> Line:
+    def line(num_replicas: int, network: NetworkName) -> Line:
         hours = [_run(num_params, num_replicas, network).seconds / 3600 for num_params in NUM_PARAMS]
         return Line(method_name(num_replicas), hours, LOSS[num_replicas])
 
@@ -127,7 +127,7 @@ def _utilization(sizes: Sequence[str], choices: dict[str, MethodSettings]) -> "F
     return draw_lines(panels, x_label="bandwidth, Gbit/s", y_label="compute utilization", y_range=(0.0, 1.02))
 
 
-def _run(num_params: float, num_replicas: int, network: str) -> IdealizedRun:
+def _run(num_params: float, num_replicas: int, network: NetworkName) -> IdealizedRun:
     batch = batch_tokens(num_params, num_replicas)
     return IdealizedRun(
         num_params=num_params,

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from diloco.engine.settings import Settings
-from diloco.errors import UserError
+from diloco.errors import UserError, setting
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
+from diloco.reduction import reduction_of
 from diloco.schedule import Schedule
 from diloco.training.config import TrainConfig
 from diloco.wire import codec
@@ -24,6 +25,10 @@ def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
     diloco = config.diloco
     assert diloco.overlap_steps is not None, "the config is resolved"
     assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
+    with setting("diloco.wire", diloco.wire):
+        wire = codec(diloco.wire)
+    with setting("diloco.combine", diloco.combine):
+        reduction_of(diloco.combine, wire)
     fragments = _fragments(config, model)
     schedule = Schedule(
         sync_every=diloco.sync_every,
@@ -37,7 +42,7 @@ def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
         schedule=schedule,
         outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
         mixing=Mixing(diloco.mixing),
-        wire=codec(diloco.wire),
+        wire=wire,
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,
         seed=config.seed,
