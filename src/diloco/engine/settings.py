@@ -79,8 +79,10 @@ class Settings:
         return {
             "num_replicas": num_replicas,
             **self._facts_of_schedule(num_replicas),
-            "outer rule": {"name": type(self.outer).__name__, **self.outer.facts()},
-            "merge rule": {"name": type(self.mixing).__name__, **self.mixing.facts()},
+            "outer rule": type(self.outer).__name__,
+            **{f"outer rule's {name}": value for name, value in self.outer.facts().items()},
+            "merge rule": type(self.mixing).__name__,
+            **{f"merge rule's {name}": value for name, value in self.mixing.facts().items()},
             "wire": self.wire.spec,
             "combine": self.reduction.spec,
             "error feedback": self.error_feedback,

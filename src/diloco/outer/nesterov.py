@@ -51,7 +51,7 @@ class Nesterov:
 
     def facts(self) -> Mapping[str, JSON]:
         """η and μ."""
-        return {"outer learning rate": float(self.lr), "outer momentum": float(self.momentum)}
+        return {"learning rate": float(self.lr), "momentum": float(self.momentum)}
 
     def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:
         """The new Θ and v, FP32, from the averaged outer gradient Δ; nothing is changed in place."""
