@@ -235,9 +235,9 @@ class StreamingDiLoCo:
                 with something in flight, of another schedule; with that, or error feedback, of another replica.
         """
         checkpoint.agree_to_load(self._rounds, state)
-        self._sound = False
+        was_sound, self._sound = self._sound, False
         self._drained_step = checkpoint.load(self._rounds, state)
-        self._sound = True
+        self._sound = was_sound
 
     def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A state with the tensors of a saved one, to be read in place as torch.distributed.checkpoint does.
