@@ -211,3 +211,17 @@ def test_a_run_may_go_on_after_a_drain(tau):
             assert (
                 mine.theta.tobytes() == theirs.theta.tobytes() and mine.Theta.tobytes() == theirs.Theta.tobytes()
             )
+
+
+def test_an_engine_that_failed_takes_up_no_state():
+    case = Case(P=1, H=2, tau=0)
+    model = case.model()
+    engine = case.engine(model)
+    saved = engine.state_dict()
+    engine.step()
+    nn.init.constant_(model.blocks[0].weight, float("nan"))
+    with pytest.raises(diloco.NonFiniteError):
+        engine.step()
+    for go_on in (lambda: engine.load_state_dict(saved), engine.step):
+        with pytest.raises(ValueError, match="step 2 failed: build a new engine"):
+            go_on()

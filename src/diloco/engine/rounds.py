@@ -95,15 +95,14 @@ class Rounds:
             except UserError as error:
                 raise UserError(f"step {self.num_steps}: {error}") from None
             encoded = [self._encode(sync) for sync in syncs]
+            for sync, (payloads, _) in zip(syncs, encoded, strict=True):
+                self._on_send(sync, payloads)
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
                 self.state.use(ERROR, sync.fragment).copy_(error_N)
                 self.state.keep(ERROR, sync.fragment)
             self.start(sync, self._reduction, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
-        with self._all_shards_or_none():
-            for sync, (payloads, _) in zip(syncs, encoded, strict=True):
-                self._on_send(sync, payloads)
 
     def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
         """Start to bring every member what it needs of a round."""

@@ -155,20 +155,16 @@ class StreamingDiLoCo:
                 engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
-        self._check_sound()
-        self._sound = False
         rounds, schedule = self._rounds, self.settings.schedule
-        rounds.num_steps += 1
-        due = schedule.due(rounds.num_steps, self.exchange.replica)
-        if due.send:
-            rounds.send(due.send)
-        merged = rounds.merge(
-            [sync for sync in due.merge if sync.step > self._drained_step],
-            forget=rounds.num_steps - schedule.max_overlap,
-        )
-        if due.send or due.merge:
-            rounds.expect_next()
-        self._sound = True
+        with self._whole():
+            rounds.num_steps += 1
+            due = schedule.due(rounds.num_steps, self.exchange.replica)
+            if due.send:
+                rounds.send(due.send)
+            merge = [sync for sync in due.merge if sync.step > self._drained_step]
+            merged = rounds.merge(merge, forget=rounds.num_steps - schedule.max_overlap)
+            if due.send or due.merge:
+                rounds.expect_next()
         return merged
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
@@ -186,13 +182,11 @@ class StreamingDiLoCo:
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
         """
-        self._check_sound()
-        self._sound = False
-        first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
-        due = [flight.sync for flight in self._rounds.in_flight if flight.sync.step >= first_step]
-        merged = self._rounds.merge(due, forget=self.num_steps)
-        self._drained_step = self.num_steps
-        self._sound = True
+        with self._whole():
+            first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
+            due = [flight.sync for flight in self._rounds.in_flight if flight.sync.step >= first_step]
+            merged = self._rounds.merge(due, forget=self.num_steps)
+            self._drained_step = self.num_steps
         return merged
 
     def outer_parameters(self) -> dict[str, Tensor]:
@@ -221,8 +215,8 @@ class StreamingDiLoCo:
         fragments in flight. Of a sharded model they are DTensors; examples/sharded_replicas.py saves them, and
         resumes on other shards.
         """
-        self._check_sound()
-        return checkpoint.state_of(self._rounds, self._drained_step)
+        with self._whole():
+            return checkpoint.state_of(self._rounds, self._drained_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
@@ -231,13 +225,12 @@ class StreamingDiLoCo:
 
         Raises:
             DisagreementError: if the replicas load different steps, or one of them what `finish()` has drained.
-            UserError: if the state is of another wire, combine, error_feedback, seed or number of replicas, or,
-                with something in flight, of another schedule; with that, or error feedback, of another replica.
+            UserError: if this engine failed; if the state is of other settings, seed or number of replicas (the
+                schedule counts with something in flight; the replica with that or error feedback).
         """
         checkpoint.agree_to_load(self._rounds, state)
-        was_sound, self._sound = self._sound, False
-        self._drained_step = checkpoint.load(self._rounds, state)
-        self._sound = was_sound
+        with self._whole():
+            self._drained_step = checkpoint.load(self._rounds, state)
 
     def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A state with the tensors of a saved one, to be read in place as torch.distributed.checkpoint does.
@@ -248,9 +241,13 @@ class StreamingDiLoCo:
         room = checkpoint.room_for_sent(self._rounds, saved["in_flight"])
         return checkpoint.state_of(self._rounds, self._drained_step, sent=room)
 
-    def _check_sound(self) -> None:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
         """Refuse to go on after a step that failed half-way."""
         if not self._sound:
             raise UserError(
                 f"step {self.num_steps} failed: build a new engine and load the last state that was saved"
             )
+        self._sound = False
+        yield
+        self._sound = True
