@@ -4,6 +4,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,7 +29,19 @@ class DirectoryTransport:
         for receiver, payload in payloads.items():
             write_atomically(self._path(tag, self.replica, receiver), [payload.cpu().numpy().data])
         paths = {sender: self._path(tag, sender, self.replica) for sender in payloads}
-        return _Arriving(paths, tag, time.monotonic() + self._timeout_seconds)
+        return _Arriving(self, paths, tag, time.monotonic() + self._timeout_seconds)
+
+    @property
+    def failure(self) -> str | None:
+        notice = self._directory / "failure"
+        return notice.read_text() if notice.exists() else None
+
+    def abort(self, reason: str) -> None:
+        if self.failure is None:
+            write_atomically(self._directory / "failure", [f"replica {self.replica} failed: {reason}".encode()])
+
+    def finishing(self, step: int) -> nullcontext[None]:
+        return nullcontext()  # who takes fewer steps than the others is found out by the timeout
 
     def _path(self, tag: Tag, sender: int, receiver: int) -> Path:
         name = f"{tag.channel:d}-{tag.fragment}-{tag.round}-{tag.phase}-{tag.shard}"
@@ -36,11 +49,13 @@ class DirectoryTransport:
 
 
 class _Arriving:
-    def __init__(self, paths: dict[int, Path], tag: Tag, deadline: float) -> None:
-        self._paths, self._tag, self._deadline = paths, tag, deadline
+    def __init__(self, way: DirectoryTransport, paths: dict[int, Path], tag: Tag, deadline: float) -> None:
+        self._way, self._paths, self._tag, self._deadline = way, paths, tag, deadline
 
     def wait(self) -> dict[int, Tensor]:
         while missing := tuple(sender for sender, path in self._paths.items() if not path.exists()):
+            if self._way.failure is not None:
+                raise diloco.ExchangeError(f"{self._tag}: {self._way.failure}", missing)
             if time.monotonic() > self._deadline:
                 raise diloco.ExchangeError(f"{self._tag}: no payload from replica {missing}", missing)
             time.sleep(0.001)

@@ -1,6 +1,7 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -30,6 +31,7 @@ def run_replicas(
     *args: Any,
     timeout_seconds: float = 60.0,
     mortal: Collection[int] = (),
+    joined: bool = True,
 ) -> list[Any]:
     """The results of `function(*args)` on each replica of a new process group, in replica order.
 
@@ -39,15 +41,19 @@ def run_replicas(
         args: its arguments, pickled.
         timeout_seconds: for all of it.
         mortal: replicas that may end without a result; theirs is None.
+        joined: False starts processes that know nothing of each other but `diloco.connect`'s environment.
 
     Raises:
         ReplicaError: with the traceback of the first replica that failed.
     """
     deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory() as folder:
+        address = None if joined else f"127.0.0.1:{free_port()}"
         pipes = [_CONTEXT.Pipe() for _ in range(num_replicas)]
         processes = [
-            _CONTEXT.Process(target=_replica, args=(theirs, replica, num_replicas, folder, function, args))
+            _CONTEXT.Process(
+                target=_replica, args=(theirs, replica, num_replicas, folder, address, function, args)
+            )
             for replica, (_, theirs) in enumerate(pipes)
         ]
         try:
@@ -83,20 +89,37 @@ def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int
     return results
 
 
+def init_group(folder: str, rank: int, size: int) -> None:
+    """Join a gloo process group that meets at a file."""
+    store = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+
+
+def free_port() -> int:
+    """A port of this computer that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def _replica(
-    connection: Connection, replica: int, num_replicas: int, folder: str, function: Callable[..., Any], args: Any
+    connection: Connection,
+    replica: int,
+    num_replicas: int,
+    folder: str,
+    address: str | None,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=Path(folder, "store").as_uri(),
-            rank=replica,
-            world_size=num_replicas,
-            timeout=timedelta(seconds=30),
-        )
+        if address is None:
+            init_group(folder, replica, num_replicas)
+        else:
+            names = ("DILOCO_ADDRESS", "DILOCO_REPLICA", "DILOCO_NUM_REPLICAS")
+            os.environ |= dict(zip(names, (address, str(replica), str(num_replicas)), strict=True))
         connection.send((function(*args), None))
     except BaseException:
         connection.send((None, traceback.format_exc()))

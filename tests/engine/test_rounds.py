@@ -19,7 +19,7 @@ import diloco
 from diloco.engine.lanes import ThreadLane
 from diloco.engine.rounds import _exchange
 from diloco.errors import PayloadError
-from diloco.exchange.transport import Channel
+from diloco.exchange.transport import Channel, Tag
 from diloco.reduction import reduction_of
 from diloco.reduction.cohort import Cohort
 from diloco.wire import Key, codec
@@ -29,10 +29,12 @@ from diloco.wire.floats import FP32
 class Losing:
     """Replica 1 sends what replica 0 sends, but not fragment 0."""
 
-    replica, num_replicas, ordered, device = 0, 2, False, torch.device("cpu")
+    replica, num_replicas, ordered, device, failure = 0, 2, False, torch.device("cpu"), None
 
     def __init__(self, *, loses: bool) -> None:
         self.loses = loses
+
+    def abort(self, reason): ...
 
     def start(self, payloads, tag):
         def wait() -> dict:
@@ -174,7 +176,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_sent():
         "NonFiniteError: step 6: the outer gradient of blocks.1.bias (replica 1, fragment 1)"
     )
     assert bytes_sent == 0
-    assert waiting.startswith("ExchangeError: step 6: fragment 1, round 1: no payload") and "replica 1" in waiting
+    assert waiting.startswith("ExchangeError: step 6: ") and f"replica 1 failed: {diverged[16:]}" in waiting
 
 
 def test_nothing_is_sent_when_another_fragment_of_the_step_is_not_finite():
@@ -220,7 +222,7 @@ def fail_at_the_first_sync(case: Case, other: type[diloco.ProcessGroupExchange],
 @pytest.mark.parametrize(
     ("other", "expected", "message"),
     [
-        (WithoutFragment1, diloco.ExchangeError, "no payload from or to replica 1"),
+        (WithoutFragment1, diloco.ExchangeError, "replica 1 failed: "),
         (WithNaNInFragment1, PayloadError, "replica 1: a payload in fp32 holds NaN"),
     ],
 )
@@ -281,7 +283,8 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     )
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
-    pending = _exchange(exchange, ThreadLane(), reduction, reduction.encode(delta, key, cohort), 5, key, cohort)
+    payloads, tag = reduction.encode(delta, key, cohort), Tag(Channel.PAYLOAD, key.fragment, key.round)
+    pending = _exchange(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
@@ -310,9 +313,8 @@ def reduce_without_the_last_replica() -> str:
     if exchange.replica == 2:
         time.sleep(5)
         return ""
-    pending = _exchange(
-        exchange, ThreadLane(), reduction, reduction.encode(torch.ones(5), key, cohort), 5, key, cohort
-    )
+    payloads, tag = reduction.encode(torch.ones(5), key, cohort), Tag(Channel.PAYLOAD, 3, 2)
+    pending = _exchange(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
         pending.wait()
     return str(caught.value.missing)

@@ -107,9 +107,9 @@ class Rounds:
     def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
         """Start to bring every member what it needs of a round."""
         num_elements = self.state.num_elements(sync.fragment)
-        exchanged = _exchange(
-            self.transport, self.lane, reduction, payloads, num_elements, self.key(sync), self.cohort
-        )
+        key = self.key(sync)
+        tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=sync.step)
+        exchanged = _exchange(self.transport, self.lane, reduction, payloads, num_elements, key, self.cohort, tag)
         self.in_flight.append(Round(sync, reduction, payloads, exchanged, self.cohort))
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
@@ -257,9 +257,9 @@ def _exchange(
     num_elements: int,
     key: Key,
     cohort: Cohort,
+    tag: Tag,
 ) -> Handle[dict[int, Tensor]]:
     """Start the first phase; a second phase follows in a thread as soon as the first is over."""
-    tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard)
     first = _Phase(transport, reduction.addressed(payloads, cohort), tag)
     if reduction.num_phases == 1:
         return first

@@ -8,19 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diloco.engine import checkpoint
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import Rounds
 from diloco.engine.settings import Settings
-from diloco.engine.sharded import gathered
-from diloco.engine.state import OUTER, OuterState
-from diloco.errors import UserError
-from diloco.exchange.control import agree
+from diloco.engine.state import OuterState
+from diloco.engine.view import EngineView
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange.control import agree, failing_together
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
-from diloco.outer.digest import parameters_hash
 from diloco.outer.mixing import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
@@ -31,7 +30,7 @@ from diloco.wire import codec
 from diloco.wire.payload import Codec
 
 
-class StreamingDiLoCo:
+class StreamingDiLoCo(EngineView):
     """Keeps the replicas of a model together, a fragment at a time, while each trains on its own.
 
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
@@ -96,53 +95,34 @@ class StreamingDiLoCo:
         seed: int = 0,
         offload: bool = False,
     ) -> None:
-        self.settings = Settings(
-            fragments=tuple(fragments),
-            schedule=schedule,
-            outer=Nesterov() if outer is None else outer,
-            mixing=mixing if hasattr(mixing, "merge") else Mixing(float(mixing)),  # pyright: ignore[reportArgumentType]
-            wire=codec(wire) if isinstance(wire, str) else wire,
-            combine=combine,
-            error_feedback=error_feedback,
-            seed=seed,
-        )
-        """The arguments that decide what is computed."""
-        self.settings.check(model, exchange.num_replicas)
-        self.settings.check_transport(exchange)
-        self.exchange = exchange
-        self._parameters = FragmentParameters(model, self.settings.fragments)
-        self._state = OuterState(
-            map(self._parameters.flat, range(len(self.settings.fragments))),
-            slots=self.settings.outer.slots,
-            with_error=error_feedback is not None,
-            offload=offload,
-        )
-        cohort = Cohort.equal(exchange.num_replicas)
-        self._rounds = Rounds(self.settings, exchange, self._parameters, self._state, cohort)
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._sound = True
-        self._drained_step = 0  # what was sent up to this step was merged by finish()
-        agree(exchange, self.settings.facts(exchange.num_replicas) | self._parameters.facts())
-
-    @property
-    def num_steps(self) -> int:
-        """Inner steps taken."""
-        return self._rounds.num_steps
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes of all shards, each destination counted."""
-        return self._rounds.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Payload bytes of all shards from the other replicas that were merged."""
-        return self._rounds.bytes_received
-
-    @property
-    def blocked_seconds(self) -> float:
-        """How long training has waited for payloads."""
-        return self._rounds.blocked_seconds
+        with failing_together(exchange):
+            self.settings = Settings(
+                fragments=tuple(fragments),
+                schedule=schedule,
+                outer=Nesterov() if outer is None else outer,
+                mixing=mixing if hasattr(mixing, "merge") else Mixing(float(mixing)),  # pyright: ignore[reportArgumentType]
+                wire=codec(wire) if isinstance(wire, str) else wire,
+                combine=combine,
+                error_feedback=error_feedback,
+                seed=seed,
+            )
+            """The arguments that decide what is computed."""
+            self.settings.check(model, exchange.num_replicas)
+            self.settings.check_transport(exchange)
+            self.exchange = exchange
+            parameters = FragmentParameters(model, self.settings.fragments)
+            state = OuterState(
+                map(parameters.flat, range(len(self.settings.fragments))),
+                slots=self.settings.outer.slots,
+                with_error=error_feedback is not None,
+                offload=offload,
+            )
+            cohort = Cohort.equal(exchange.num_replicas)
+            self._rounds = Rounds(self.settings, exchange, parameters, state, cohort)
+            self._handle: torch.utils.hooks.RemovableHandle | None = None
+            self._sound = True
+            self._drained_step = 0  # what was sent up to this step was merged by finish()
+            agree(exchange, self.settings.facts(exchange.num_replicas) | parameters.facts())
 
     def step(self) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
@@ -155,10 +135,13 @@ class StreamingDiLoCo:
                 engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
+        self._check_going_on()
         rounds, schedule = self._rounds, self.settings.schedule
+        rounds.num_steps += 1
+        due = schedule.due(rounds.num_steps, self.exchange.replica)
+        if not (due.send or due.merge or rounds.in_flight):
+            return ()  # most steps
         with self._whole():
-            rounds.num_steps += 1
-            due = schedule.due(rounds.num_steps, self.exchange.replica)
             if due.send:
                 rounds.send(due.send)
             merge = [sync for sync in due.merge if sync.step > self._drained_step]
@@ -182,30 +165,14 @@ class StreamingDiLoCo:
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
         """
-        with self._whole():
+        self._check_going_on()
+        with self._whole(), self.exchange.finishing(self.num_steps):
+            agree(self.exchange, {"number of inner steps at finish()": self.num_steps})
             first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
             due = [flight.sync for flight in self._rounds.in_flight if flight.sync.step >= first_step]
             merged = self._rounds.merge(due, forget=self.num_steps)
             self._drained_step = self.num_steps
         return merged
-
-    def outer_parameters(self) -> dict[str, Tensor]:
-        """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
-
-        They are views, which the next outer step changes; with `offload` of host memory. Evaluate a sharded model
-        in `outer_in_place`: `functional_call` would silently take the parameters that FSDP has gathered itself.
-        """
-        return self._parameters.all_named(self._state.at_home(OUTER))
-
-    @contextmanager
-    def outer_in_place(self) -> Iterator[None]:
-        """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
-        with self._parameters.replaced_by(self.outer_parameters()):
-            yield
-
-    def outer_hash(self) -> str:
-        """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
-        return parameters_hash(self.outer_parameters(), gathered)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
@@ -215,8 +182,8 @@ class StreamingDiLoCo:
         fragments in flight. Of a sharded model they are DTensors; examples/sharded_replicas.py saves them, and
         resumes on other shards.
         """
-        with self._whole():
-            return checkpoint.state_of(self._rounds, self._drained_step)
+        self._check_sound()
+        return checkpoint.state_of(self._rounds, self._drained_step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
@@ -243,11 +210,22 @@ class StreamingDiLoCo:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Refuse to go on after a step that failed half-way."""
+        """Work that is done whole, or else ends this engine, and tells the other replicas so."""
+        self._check_sound()
+        self._sound = False
+        with failing_together(self.exchange):
+            yield
+        self._sound = True
+
+    def _check_sound(self) -> None:
+        """Refuse to use what a step that failed half-way has left."""
         if not self._sound:
             raise UserError(
                 f"step {self.num_steps} failed: build a new engine and load the last state that was saved"
             )
-        self._sound = False
-        yield
-        self._sound = True
+
+    def _check_going_on(self) -> None:
+        """Refuse to go on after a failure, here or in another replica."""
+        self._check_sound()
+        if (failure := self.exchange.failure) is not None:
+            raise ExchangeError(f"step {self.num_steps}: {failure}")

@@ -1,8 +1,9 @@
-"""Messages about the run: comparing what the replicas believe, and sharing values."""
+"""Messages about the run: comparing what the replicas believe, sharing values, failing together."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,16 @@ def share(transport: Transport, value: Any) -> list[Any]:
     lengths = _swap(transport, len(mine).to_bytes(8, "little"))
     longest = max(int.from_bytes(length, "little") for length in lengths)
     return [json.loads(text) for text in _swap(transport, mine.ljust(longest))]
+
+
+@contextmanager
+def failing_together(transport: Transport) -> Iterator[None]:
+    """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        transport.abort(str(error) or type(error).__name__)
+        raise
 
 
 # The number of control messages on each transport: every replica sends them in the same order.

@@ -8,6 +8,7 @@ started.
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,17 +24,37 @@ _FRAGMENT_BITS, _ROUND_BITS = 11, 17
 _CHUNK_BYTES = 1 << 16
 
 
-def post(messages: Messages, groups: list[dist.ProcessGroup]) -> None:
+class Group(Protocol):
+    """A group of torch.distributed, or a gloo backend of which it knows nothing."""
+
+    def rank(self) -> int:
+        """This process, from 0."""
+        ...
+
+    def size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> dist.Work:
+        """Start to send one tensor."""
+        ...
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int, /) -> dist.Work:
+        """Start to receive one tensor."""
+        ...
+
+
+def post(messages: Messages, groups: list[Group]) -> None:
     """Post every receive, then every send; a large payload is cut into a chunk for each group."""
     tag = tag_bits(messages.tag)
     for replica, buffer in messages.incoming.items():
         with messages.blaming(replica):
             for group, chunk in _chunks(buffer, groups):
-                _add(messages, replica, dist.irecv(chunk, group=group, group_src=replica, tag=tag))
+                messages.add(replica, partial(wait_for, group.recv([chunk], replica, tag)))
     for replica, payload in messages.outgoing.items():
         with messages.blaming(replica):
             for group, chunk in _chunks(payload, groups):
-                _add(messages, replica, dist.isend(chunk, group=group, group_dst=replica, tag=tag))
+                messages.add(replica, partial(wait_for, group.send([chunk], replica, tag)))
 
 
 def group_like(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
@@ -61,16 +82,12 @@ def tag_bits(tag: Tag) -> int:
     return (place << _ROUND_BITS | tag.round % (1 << _ROUND_BITS)) << 1 | tag.phase
 
 
-def _chunks(payload: Tensor, groups: list[dist.ProcessGroup]) -> Iterator[tuple[dist.ProcessGroup, Tensor]]:
+def _chunks(payload: Tensor, groups: list[Group]) -> Iterator[tuple[Group, Tensor]]:
     """The part of a payload that travels in each group; a small payload travels in the first alone."""
     num_chunks = min(len(groups), max(1, payload.numel() // _CHUNK_BYTES))
     return zip(groups, payload.tensor_split(num_chunks), strict=False)
 
 
-def _add(messages: Messages, replica: int, work: dist.Work | None) -> None:
-    assert work is not None, "this process is a member of the group"
-    messages.add(replica, partial(_wait, work))
-
-
-def _wait(work: dist.Work, seconds: float) -> None:
+def wait_for(work: dist.Work, seconds: float) -> None:
+    """Wait until a message is over; closes all connections of its group if the time is over first."""
     work.wait(timedelta(seconds=seconds))

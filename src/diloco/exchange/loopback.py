@@ -1,6 +1,7 @@
 """The transport of one replica alone (M = 1): nothing to send, nobody to wait for."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +18,19 @@ class LoopbackExchange:
     num_replicas: int = 1
     ordered: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    failure: str | None = None
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> "_Nothing":
         """Send nothing."""
         assert not payloads, "a replica alone has nobody to send to"
         return _Nothing()
+
+    def abort(self, reason: str) -> None:
+        """Tell nobody."""
+
+    def finishing(self, step: int) -> AbstractContextManager[None]:
+        """Nobody is waited for."""
+        return nullcontext()
 
 
 class _Nothing:

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from diloco.errors import ExchangeError
+from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Tag
 
 
@@ -19,13 +20,23 @@ class Messages:
         device: where the messages lie.
         tag: the exchange that errors name.
         timeout_seconds: how long `wait` waits at the most.
+        notices: they end a wait that is in vain.
     """
 
     def __init__(
-        self, payloads: Mapping[int, Tensor], device: torch.device, tag: Tag, timeout_seconds: float
+        self,
+        payloads: Mapping[int, Tensor],
+        device: torch.device,
+        tag: Tag,
+        timeout_seconds: float,
+        notices: Notices,
     ) -> None:
         self.tag = tag
+        """The exchange."""
+        self.interruption: str | None = None
+        """Why the wait is in vain."""
         self._timeout_seconds = timeout_seconds
+        self._notices = notices
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
         # Kept alive: the transport reads from them until all is sent.
@@ -53,15 +64,33 @@ class Messages:
             ExchangeError: naming the exchange and the replicas that are missing.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        while self._waits:
-            replica, wait = self._waits.pop(0)
-            with self.blaming(replica):
-                # After one timeout the others have a moment left, to learn who else is missing.
-                wait(max(deadline - time.monotonic(), 0.01))
+        with self._notices.watching(self):
+            while self._waits:
+                replica, wait = self._waits[0]
+                with self.blaming(replica):
+                    # After one timeout the others have a moment left, to learn who else is missing.
+                    wait(max(deadline - time.monotonic(), 0.01))
+                del self._waits[0]
         if self._missing:
-            names = ", ".join(f"replica {replica} ({why})" for replica, why in sorted(self._missing.items()))
-            raise ExchangeError(f"{self.tag}: no payload from or to {names}", tuple(sorted(self._missing)))
+            raise self._error()
         return self.incoming
+
+    def interrupt(self, reason: str) -> None:
+        """End the wait: gloo closes its connections when any wait on one of them runs out of time."""
+        self.interruption = self.interruption or reason
+        for _, wait in self._waits[:1]:
+            with suppress(RuntimeError, TimeoutError):
+                wait(0.001)
+
+    def _error(self) -> ExchangeError:
+        """The error of messages that did not come, with its cause where a replica has told it."""
+        missing = tuple(sorted(self._missing))
+        if self.interruption is None:
+            self._notices.look()
+        if (cause := self.interruption or self._notices.failure) is not None:
+            return ExchangeError(f"{self.tag}: {cause}", missing)
+        names = ", ".join(f"replica {replica} ({self._missing[replica]})" for replica in missing)
+        return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
 
 def _reason(error: Exception) -> str:

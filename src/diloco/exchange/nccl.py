@@ -23,14 +23,14 @@ def post(messages: Messages, group: dist.ProcessGroup) -> None:
     # nccl answers for all messages at once: whoever is late may be any of them.
     for work in dist.batch_isend_irecv(operations):
         for replica in messages.outgoing:
-            messages.add(replica, partial(_wait, work))
+            messages.add(replica, partial(_wait, messages, work))
 
 
-def _wait(work: dist.Work, seconds: float) -> None:
+def _wait(messages: Messages, work: dist.Work, seconds: float) -> None:
     """Poll: nccl's own wait only orders streams, and its watchdog ends the process instead of raising."""
     deadline = time.monotonic() + seconds
     while not work.is_completed():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or messages.interruption is not None:
             raise TimeoutError("timed out")
         time.sleep(1e-4)
     work.wait()

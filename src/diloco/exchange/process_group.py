@@ -1,7 +1,9 @@
 """The exchange over a torch.distributed process group, on gloo or nccl."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -10,11 +12,76 @@ from torch import Tensor
 from diloco.errors import UserError
 from diloco.exchange import gloo, nccl
 from diloco.exchange.control import agree
+from diloco.exchange.gloo import Group
 from diloco.exchange.messages import Messages
-from diloco.exchange.transport import Tag
+from diloco.exchange.notices import Notices
+from diloco.exchange.transport import Tag, Transport
 
 
-class ProcessGroupExchange:
+class GroupExchange(Transport):
+    """Each process of a group is one replica and sends to every other directly.
+
+    Args:
+        groups: of the same replicas; the first takes every message, the others chunks of large ones.
+        notices: of these replicas.
+        timeout_seconds: how long `Pending.wait` waits at the most.
+        is_gloo: False for nccl.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], notices: Notices, *, timeout_seconds: float, is_gloo: bool = True
+    ) -> None:
+        self._groups = list(groups)
+        self._notices = notices
+        self._timeout_seconds = timeout_seconds
+        self._ordered = not is_gloo
+
+    @property
+    def replica(self) -> int:
+        """This process's rank in the group."""
+        return self._groups[0].rank()
+
+    @property
+    def num_replicas(self) -> int:
+        """The size of the group."""
+        return self._groups[0].size()
+
+    @property
+    def ordered(self) -> bool:
+        """True on nccl, which has no tags."""
+        return self._ordered
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU on gloo, the current GPU on nccl."""
+        return torch.device("cuda" if self._ordered else "cpu")
+
+    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Messages:
+        """Post every message and return."""
+        messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices)
+        self._notices.expect()
+        if self._ordered:
+            assert isinstance(self._groups[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"
+            nccl.post(messages, self._groups[0])
+        else:
+            gloo.post(messages, self._groups)
+        return messages
+
+    @property
+    def failure(self) -> str | None:
+        """Which other replica has failed, and why."""
+        return self._notices.failure
+
+    def abort(self, reason: str) -> None:
+        """Tell the others that this replica has failed; waits until they know, 3 s at the most."""
+        self._notices.abort(reason)
+
+    def finishing(self, step: int) -> AbstractContextManager[None]:
+        """Tell the others that this replica sends nothing after a step."""
+        return self._notices.finishing(step)
+
+
+class ProcessGroupExchange(GroupExchange):
     """Each process of `group` is one replica and sends to every other directly.
 
     Args:
@@ -37,32 +104,28 @@ class ProcessGroupExchange:
     ) -> None:
         if not dist.is_initialized():
             raise UserError(
-                "ProcessGroupExchange needs torch.distributed.init_process_group first; "
-                "for one replica alone take LoopbackExchange"
+                "ProcessGroupExchange needs torch.distributed.init_process_group first; replicas that are jobs of "
+                "their own meet with diloco.connect, and for one replica alone take LoopbackExchange"
             )
-        if not 0 < timeout_seconds < math.inf:
-            raise UserError(
-                f"timeout_seconds must be above 0 and finite, not {timeout_seconds}", "timeout_seconds"
-            )
+        check_timeout(timeout_seconds)
         group = group if group is not None else dist.group.WORLD
-        assert group is not None, "torch.distributed is initialised"
-        self.replica: int = dist.get_rank(group)
-        """This process's rank in the group."""
-        self.num_replicas: int = dist.get_world_size(group)
-        """The size of the group."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise UserError(
+                f"group={group!r} is no process group that has this process: give each process the group of the "
+                "replicas that it is one of",
+                "group",
+            )
         is_gloo = "gloo" in dist.get_backend_config(group)
-        self.ordered = not is_gloo
-        """True on nccl, which has no tags."""
-        self.device = torch.device("cpu" if is_gloo else "cuda")
-        """The CPU on gloo, the current GPU on nccl."""
-        self._timeout_seconds = timeout_seconds
         if num_connections < 1 or (num_connections > 1 and not is_gloo):
             raise UserError(
                 f"num_connections={num_connections} must be at least 1, and 1 with nccl, which has channels of "
                 "its own: give ProcessGroupExchange a group that has gloo",
                 "num_connections",
             )
-        self._groups = [group]
+        _NUM_EXCHANGES[group] = _NUM_EXCHANGES.get(group, 0) + 1
+        store = dist.PrefixStore(f"diloco exchange {_NUM_EXCHANGES[group]}", group.get_group_store())
+        notices = Notices(store, group.rank(), group.size(), group.size())
+        super().__init__([group], notices, timeout_seconds=timeout_seconds, is_gloo=is_gloo)
         if num_connections > 1:
             agree(self, {"num_connections": num_connections})
             self._groups += [gloo.group_like(group, timeout_seconds) for _ in range(1, num_connections)]
@@ -73,14 +136,16 @@ class ProcessGroupExchange:
         Only several `num_connections` make any. Nothing may be in flight, but what has failed.
         """
         for group in self._groups[1:]:
+            assert isinstance(group, dist.ProcessGroup), "gloo.group_like made it"
             dist.destroy_process_group(group)
         del self._groups[1:]
 
-    def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Messages:
-        """Post every message and return."""
-        messages = Messages(payloads, self.device, tag, self._timeout_seconds)
-        if self.ordered:
-            nccl.post(messages, self._groups[0])
-        else:
-            gloo.post(messages, self._groups)
-        return messages
+
+# How many exchanges each group has had: every replica makes them in the same order.
+_NUM_EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def check_timeout(timeout_seconds: float) -> None:
+    """Refuse a timeout that is not above 0 and finite."""
+    if not 0 < timeout_seconds < math.inf:
+        raise UserError(f"timeout_seconds must be above 0 and finite, not {timeout_seconds}", "timeout_seconds")

@@ -4,6 +4,7 @@ Numbers live above this contract, sockets below it. A transport knows nothing of
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -34,6 +35,8 @@ class Tag(NamedTuple):
     """The leg of an exchange that has several, 0 or 1."""
     shard: int = 0
     """The replica's process that sends, from 0."""
+    step: int = 0
+    """The inner step after which a payload is sent, for messages; 0 where there is none."""
 
     def __str__(self) -> str:
         if self.channel is Channel.PAYLOAD:
@@ -83,5 +86,21 @@ class Transport(Protocol):
             payloads: a flat uint8 tensor for each other replica; must not change until the exchange is over.
                 Every replica starts the same tag with payloads of the same lengths.
             tag: the name of the exchange.
+        """
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Which other replica has failed, and why; None as far as this one knows."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Tell the others that this replica has failed, so that they need not wait for it; bounded in time."""
+        ...
+
+    def finishing(self, step: int) -> AbstractContextManager[None]:
+        """A context in which the replica waits for the others to reach its last step.
+
+        Whoever waits meanwhile for something that is sent after a later step can stop: it never comes.
         """
         ...

@@ -1,0 +1,148 @@
+"""The start of an exchange between jobs: all meet at the store of replica 0, and compare their settings."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange.site import Site
+
+_LOG = logging.getLogger("diloco")
+
+
+class Meeting:
+    """The start of an exchange, at the store of replica 0.
+
+    Args:
+        address: host:port of the store.
+        replica: this replica.
+        num_replicas: M.
+        site: this process in its replica.
+        deadline: by `time.monotonic`.
+    """
+
+    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, deadline: float) -> None:
+        self._address, self._deadline = address, deadline
+        self._replica, self._num_replicas, self._site = replica, num_replicas, site
+        self._next_report = time.monotonic() + _SECONDS_BETWEEN_REPORTS
+        self.sizes: list[int] = []
+        """The number of processes of each replica, once all have come."""
+
+    def open(self, timeout_seconds: float) -> tuple[dist.Store, str]:
+        """The store, and the address of the network interface of this machine that leads to it."""
+        host, _, port = self._address.rpartition(":")
+        host = host.strip("[]")
+        timeout = timedelta(seconds=timeout_seconds)
+        hosts_store = self._replica == 0 and self._site.rank == 0
+        if hosts_store:
+            listener, own_address = _listen(host, int(port))
+            fd = listener.detach()
+            store = dist.TCPStore(
+                *(own_address, int(port)),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=fd,
+            )
+        else:
+            own_address = self._wait_until_it_listens(host, int(port))
+            store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
+        return dist.PrefixStore("diloco", store), own_address
+
+    def compare(self, store: dist.Store, facts: Mapping[str, object]) -> None:
+        """Wait for every process of every replica, and compare what they believe."""
+        mine = f"{self._replica}/{self._site.rank}"
+        if store.add(f"arrivals/{mine}", 1) > 1:
+            raise UserError(
+                f"process {self._site.rank} of replica {self._replica} has come to {self._address} already: give "
+                "each replica a number of its own, and start the others anew with replica 0",
+                "replica",
+            )
+        store.set(f"facts/{mine}", json.dumps({**facts, "size": self._site.size, "job": self._site.job}))
+        for replica in range(self._num_replicas):
+            self._wait_for(store, replica, 0)
+            theirs = json.loads(store.get(f"facts/{replica}/0"))
+            self._check(replica, facts, theirs)
+            self.sizes.append(theirs["size"])
+        for replica, size in enumerate(self.sizes):
+            for rank in range(size):
+                self._wait_for(store, replica, rank)
+
+    def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, object]) -> None:
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise UserError(
+                    f"replica {self._replica} was started with {name}={value}, and replica {replica} with "
+                    f"{name}={theirs[name]}: start all with the same",
+                    name,
+                )
+        if replica != self._replica and self._site.job is not None and theirs["job"] == self._site.job:
+            raise UserError(
+                f"replicas {self._replica} and {replica} are processes of one job, {self._site.job}, which "
+                "averages their gradients: start one torchrun a replica; for replicas inside one job there is "
+                "ProcessGroupExchange",
+                "replica",
+            )
+
+    def _wait_for(self, store: dist.Store, replica: int, rank: int) -> None:
+        while not store.check([f"facts/{replica}/{rank}"]):
+            of_several = f"process {rank} of " if rank else ""
+            self._wait_a_moment(f"{of_several}replica {replica} of {self._num_replicas}")
+
+    def _wait_until_it_listens(self, host: str, port: int) -> str:
+        while True:
+            try:
+                with socket.create_connection((host, port), timeout=5) as connection:
+                    return connection.getsockname()[0]
+            except socket.gaierror as error:
+                raise UserError(
+                    f"address={self._address}: {host} can't be resolved ({error})", "address"
+                ) from None
+            except OSError:
+                self._wait_a_moment(f"replica 0 of {self._num_replicas}")
+
+    def _wait_a_moment(self, for_whom: str) -> None:
+        """Wait, and say for whom from time to time.
+
+        Raises:
+            ExchangeError: if the time is over.
+        """
+        now = time.monotonic()
+        if now > self._deadline:
+            raise ExchangeError(
+                f"{for_whom} did not come to {self._address} in time: start all replicas within timeout_seconds, "
+                "and check that this machine reaches that address"
+            )
+        if now >= self._next_report:
+            _LOG.warning("waiting for %s at %s", for_whom, self._address)
+            self._next_report = now + _SECONDS_BETWEEN_REPORTS
+        time.sleep(0.05)
+
+
+_SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def _listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens on one address of this machine, and that address."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"replica 0 can't listen at address={host}:{port} ({error.strerror or error}): it must run on "
+            "that host, and the port must be free",
+            "address",
+        ) from None
+    return listener, str(where[0])

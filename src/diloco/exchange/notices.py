@@ -1,0 +1,166 @@
+"""Notices of the replicas beside their payloads: that one has failed, or at which step one finishes.
+
+They lie in the store of the process group. While something is in flight, each process looks there twice a second,
+and wakes up whoever waits for what will never come.
+"""
+
+import atexit
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread, current_thread
+from typing import Protocol
+
+import torch.distributed as dist
+
+from diloco.exchange.transport import Tag
+
+
+class Waiting(Protocol):
+    """A wait for messages, which can be ended."""
+
+    @property
+    def tag(self) -> Tag:
+        """The exchange waited for."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """End the wait with an error."""
+        ...
+
+
+class Notices:
+    """The notices of one exchange.
+
+    Args:
+        store: shared by all processes of the exchange, and used for nothing else.
+        replica: this process's.
+        num_replicas: M.
+        num_processes: of all replicas, that read these notices.
+    """
+
+    def __init__(self, store: dist.Store, replica: int, num_replicas: int, num_processes: int) -> None:
+        self.failure: str | None = None
+        """Which other replica has failed, and why."""
+        self._store = store
+        self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
+        self._waiting: list[Waiting] = []
+        self._num_finishes = 0
+        self._in_flight = False
+        self._ended = Event()
+        self._thread: Thread | None = None
+
+    def abort(self, reason: str) -> None:
+        """Post that this replica has failed, and wait until the others have read it, 3 s at the most."""
+        self._in_flight = False
+        if self.failure is not None or self._num_processes == 1:
+            return
+        mine = f"replica {self._replica} failed: {reason}"
+        deadline = time.monotonic() + _SECONDS_TO_BE_READ
+        try:
+            self.failure = self._store.compare_set("failure", "", mine).decode()
+            if self.failure != mine:  # another came first
+                self._store.add("readers", 1)
+                return
+            while self._store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except RuntimeError:
+            return  # the store is gone, and with it the process that held it: the others have noticed that
+
+    @contextmanager
+    def finishing(self, step: int) -> Iterator[None]:
+        """Post that this replica sends nothing after a step until all have come so far."""
+        # The count tells this finish from earlier ones, whose notices stay.
+        notice = json.dumps({"finish": self._num_finishes, "step": step})
+        if self._num_processes > 1:
+            self._store.set(f"finishing/{self._replica}", notice)
+        yield
+        self._num_finishes += 1
+        self._in_flight = False
+
+    @contextmanager
+    def watching(self, waiting: Waiting) -> Iterator[None]:
+        """Interrupt a wait when a notice says that it is in vain."""
+        self._waiting.append(waiting)
+        try:
+            yield
+        finally:
+            self._waiting.remove(waiting)
+
+    def expect(self) -> None:
+        """Start to look for notices: something is in flight."""
+        self._in_flight = True
+        if self._thread is None and self._num_processes > 1:
+            self._thread = Thread(
+                target=_look_again_and_again, args=(weakref.ref(self), self._ended), name="notices", daemon=True
+            )
+            self._thread.start()
+            _ALIVE.add(self)
+
+    def look(self) -> None:
+        """Read the notices, and interrupt every wait that is in vain."""
+        try:
+            if self.failure is None and self._store.check(["failure"]):
+                self.failure = self._store.get("failure").decode()
+                self._store.add("readers", 1)
+            for waiting in list(self._waiting):
+                if (reason := self.failure or self._never_comes(waiting.tag)) is not None:
+                    waiting.interrupt(reason)
+        except RuntimeError:
+            self._in_flight = False  # the store is gone: so are the connections to the process that held it
+
+    def _never_comes(self, tag: Tag) -> str | None:
+        """Why an exchange will not take place."""
+        if not tag.step:
+            return None
+        for replica in range(self._num_replicas):
+            key = f"finishing/{replica}"
+            if replica == self._replica or not self._store.check([key]):
+                continue
+            notice = json.loads(self._store.get(key))
+            if notice["finish"] == self._num_finishes and notice["step"] < tag.step:
+                return (
+                    f"replica {replica} called finish() after step {notice['step']}, and this replica waits for "
+                    f"what is sent after step {tag.step}: let all replicas take the same number of steps"
+                )
+        return None
+
+    def look_if_in_flight(self) -> None:
+        """Read the notices where something can be in vain."""
+        if self._in_flight:
+            self.look()
+
+    def close(self) -> None:
+        """End the thread that looks, and every wait."""
+        self._ended.set()
+        for waiting in list(self._waiting):
+            waiting.interrupt("this process ends")
+        deadline = time.monotonic() + _SECONDS_TO_BE_READ
+        while self._waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._thread is not None and self._thread is not current_thread():
+            self._thread.join(_SECONDS_TO_BE_READ)
+
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_BE_READ = 3.0
+
+
+def _look_again_and_again(notices: "weakref.ref[Notices]", ended: Event) -> None:
+    while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+        if (alive := notices()) is None:
+            return
+        alive.look_if_in_flight()
+        del alive  # or it would live as long as this thread
+
+
+_ALIVE: "weakref.WeakSet[Notices]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that came back from torch while Python shuts down would end the process with SIGABRT."""
+    for notices in list(_ALIVE):
+        notices.close()

@@ -1,0 +1,197 @@
+"""Replicas that are jobs of their own. Legend: see tests/engine/cases.py."""
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.engine.cases import Case, run_cases, train
+from tests.processes import free_port, init_group, run_replicas
+from torch.nn.parallel import DistributedDataParallel
+
+import diloco
+
+CASE = Case(P=3, H=5, tau=2, wire="e3m0")
+SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
+
+
+def train_connected(case: Case, num_connections: int) -> str:
+    exchange = diloco.connect(timeout_seconds=20, num_connections=num_connections)
+    assert not dist.is_initialized()
+    model = case.model()
+    engine = case.engine(model, exchange=exchange)
+    for _ in train(engine, model, case.T):
+        pass
+    return engine.outer_hash()
+
+
+@pytest.mark.parametrize(("case", "num_replicas", "num_connections"), [(CASE, 3, 1), (SHARES, 2, 2)])
+def test_replicas_of_one_process_train_as_in_a_process_group(case, num_replicas, num_connections):
+    connected = run_replicas(train_connected, num_replicas, case, num_connections, joined=False)
+    grouped = [results[0][1] for results in run_replicas(run_cases, num_replicas, [case])]
+    assert set(connected) == set(grouped)
+
+
+def train_with_ddp(folder: str, leader: bool) -> tuple[str, float, int]:
+    """One of four processes: two sites of two, each with a group of its own for DDP."""
+    number = int(os.environ["DILOCO_REPLICA"])
+    replica, rank = divmod(number, 2)
+    Path(folder, str(replica)).mkdir(parents=True, exist_ok=True)
+    init_group(f"{folder}/{replica}", rank, 2)
+    exchange = diloco.connect(replica=replica, num_replicas=2, leader=leader, timeout_seconds=20)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        exchange=exchange,
+    )
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine.attach(optimizer)
+    data = torch.Generator().manual_seed(number)
+    for _ in range(30):
+        inputs = torch.randn(16, 8, generator=data)
+        loss = (wrapped(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    engine.finish()
+    everyones = [torch.zeros(2) for _ in range(2)]
+    mine = torch.tensor([p.detach().sum() for p in (model[0].weight, model[2].weight)])
+    dist.all_gather(everyones, mine)
+    assert torch.equal(*everyones), "the processes of a replica hold the same parameters"
+    return engine.outer_hash(), loss.item(), engine.bytes_sent
+
+
+def test_two_sites_with_ddp_inside_train_one_model(tmp_path):
+    hashes = set()
+    for leader in (False, True):
+        folder = tmp_path / str(leader)
+        results = run_replicas(train_with_ddp, 4, str(folder), leader, joined=False)
+        hashes |= {digest for digest, _, _ in results}
+        assert all(loss < 1.0 for _, loss, _ in results), "the variance of the target is 8"
+    assert len(hashes) == 1
+
+
+def differ_from_the_leader() -> str:
+    """The second process of replica 1 starts from parameters of its own."""
+    number = int(os.environ["DILOCO_REPLICA"])
+    replica, rank = divmod(number, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    exchange = diloco.connect(replica=replica, num_replicas=2, leader=True, timeout_seconds=20)
+    case = Case(P=1, seed=int(number == 3))
+    with pytest.raises((diloco.DisagreementError, diloco.ExchangeError)) as caught:
+        model = case.model()
+        engine = case.engine(model, exchange=exchange)
+        for _ in train(engine, model, case.T):
+            pass
+    return str(caught.value)
+
+
+def test_a_process_that_differs_from_its_leader_is_named():
+    for message in run_replicas(differ_from_the_leader, 4, joined=False):
+        assert "process 1 of replica 1 has other settings, another model or other initial parameters" in message
+
+
+def start_differently() -> str:
+    leader = os.environ["DILOCO_REPLICA"] == "1"
+    with pytest.raises(diloco.UserError) as caught:
+        diloco.connect(leader=leader, timeout_seconds=10)
+    time.sleep(1)  # replica 0 holds the store, from which the other reads
+    return str(caught.value)
+
+
+def test_replicas_that_were_started_differently_are_told_so():
+    messages = run_replicas(start_differently, 2, joined=False)
+    assert messages == [
+        f"replica {mine} was started with leader={mine == 1}, and replica {1 - mine} with leader={mine == 0}: "
+        "start all with the same"
+        for mine in range(2)
+    ]
+
+
+def come_twice() -> str:
+    os.environ["DILOCO_REPLICA"] = str(min(int(os.environ["DILOCO_REPLICA"]), 1))
+    os.environ["DILOCO_NUM_REPLICAS"] = "2"
+    try:
+        exchange = diloco.connect(timeout_seconds=10)
+    except diloco.UserError as error:
+        return str(error)
+    time.sleep(2)
+    return str(exchange.num_replicas)
+
+
+def test_a_replica_that_has_come_already_is_refused():
+    first, *others = run_replicas(come_twice, 3, joined=False)
+    assert first == "2"
+    assert any("process 0 of replica 1 has come" in message for message in others)
+
+
+def test_a_job_that_spans_replicas_is_refused():
+    for message in run_replicas(one_job_of_two_replicas, 2, joined=False):
+        assert "are processes of one job" in message and "start one torchrun a replica" in message
+
+
+def one_job_of_two_replicas() -> str:
+    """Both replicas in one job of one process each: as `torchrun --nproc-per-node 2` would start them."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    with pytest.raises(diloco.UserError) as caught:
+        diloco.connect(timeout_seconds=10)
+    time.sleep(1)
+    return str(caught.value)
+
+
+def test_a_port_in_use_and_a_foreign_address_are_refused():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(diloco.UserError, match=f"replica 0 can't listen at address=127.0.0.1:{port} .*in use"):
+            diloco.connect(f"127.0.0.1:{port}", replica=0, num_replicas=2)
+    with pytest.raises(diloco.UserError, match="it must run on that host"):
+        diloco.connect(f"192.0.2.1:{free_port()}", replica=0, num_replicas=2)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch):
+    monkeypatch.setattr("diloco.exchange.meeting._SECONDS_BETWEEN_REPORTS", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    missing = f"replica {1 - replica} of 2"
+    with caplog.at_level(logging.WARNING), pytest.raises(diloco.ExchangeError, match=f"{missing} did not come to"):
+        diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=0.5)
+    assert f"waiting for {missing} at {address}" in caplog.messages
+
+
+PLACE = {"address": "host:1", "replica": 0, "num_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "address=None must be host:port of replica 0: give it, or set DILOCO_ADDRESS"),
+        ({"address": "host"}, "address=host must be host:port"),
+        ({"address": "host:1"}, "replica=None must be a whole number: give it, or set DILOCO_REPLICA"),
+        (
+            {"address": "host:1", "replica": 2, "num_replicas": 2},
+            "replica=2 must be from 0 to below num_replicas=2",
+        ),
+        ({"address": "host:1", "replica": 0, "num_replicas": 2, "timeout_seconds": 0}, "timeout_seconds must be"),
+        (
+            {"address": "host:1", "replica": 0, "num_replicas": 2, "num_connections": 0},
+            "num_connections=0 must be",
+        ),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(diloco.UserError, match=message):
+        diloco.connect(**arguments)
+
+
+def test_one_replica_alone_has_nobody_to_meet():
+    assert diloco.connect("nowhere:1", replica=0, num_replicas=1).num_replicas == 1
