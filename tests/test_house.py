@@ -74,6 +74,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "scaling/table.py": "scaling/test_prediction.py",
     "training/ancestor.py": "training/test_launcher.py",
     "training/engine_settings.py": "training/test_prepare.py",
+    "training/sections.py": "training/test_config.py",
     "training/summary.py": "training/test_loop.py",
     "training/synchronizer.py": "training/test_state.py",
     "training/world.py": "training/test_launcher.py",

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig
 from diloco.training.recipes import tiny
+from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,15 @@ from diloco.training.launcher import _explain
 )
 def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence):
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {1: failure}), num_shards=1)
+    error = _explain(ChildFailedError("entrypoint", {1: failure}), num_ranks=1)
     with pytest.raises(type(error), match=sentence):
         raise error
 
 
-def test_a_shard_that_ends_without_a_word_is_named():
+def test_a_process_that_ends_without_a_word_is_named():
     failure = ProcessFailure(local_rank=5, pid=1, exitcode=1, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {5: failure}), num_shards=2)
-    assert str(error) == "replica 2, shard 1, ended with exit code 1"
+    error = _explain(ChildFailedError("entrypoint", {5: failure}), num_ranks=2)
+    assert str(error) == "replica 2, process 1, ended with exit code 1"
 
 
 _LAUNCH = """

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.config import CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
 from diloco.training.runs import read_config
+from diloco.training.sections import CheckpointConfig, DilocoConfig
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,10 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config import TrainConfig
 from diloco.training.recipes import scaling_laws, tiny
 from diloco.training.resolve import identity, resolve, shared_facts
+from diloco.training.sections import CheckpointConfig, DilocoConfig
 
 
 def resolved(config: TrainConfig) -> TrainConfig:

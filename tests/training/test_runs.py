@@ -158,7 +158,7 @@ def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held
         for step in held[replica] or [40]:
             (folder / f"step-{step:08d}.sha256").touch()
     monkeypatch.setattr(runs, "share", lambda exchange, mine: held)
-    world = SimpleNamespace(everyone=None, num_replicas=2, num_shards=1)
+    world = SimpleNamespace(everyone=None, num_replicas=2, num_ranks=1)
     checkpoints = SimpleNamespace(steps=lambda: held[0])
     if isinstance(expected, int):
         assert newest_common_step(run, world, checkpoints) == expected

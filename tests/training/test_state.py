@@ -13,9 +13,10 @@ from tests.processes import run_replicas
 from diloco.engine.sharded import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.training.checkpoints import Checkpoints
-from diloco.training.config import DilocoConfig, TrainConfig
+from diloco.training.config import TrainConfig
 from diloco.training.recipes import tiny
 from diloco.training.resolve import resolve
+from diloco.training.sections import DilocoConfig
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, world_of
@@ -24,9 +25,11 @@ M = 2
 SAVED, LAST = 15, 25
 
 
-def config_of(S: int, wire: str, combine: str) -> TrainConfig:
+def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
     diloco = DilocoConfig(sync_every=10, layers_per_fragment=2, overlap_steps=(2, 7), wire=wire, combine=combine)
-    config = replace(tiny(), shards_per_replica=S, diloco=diloco, precision="fp32", num_tokens=LAST * 8 * 64)
+    config = replace(
+        tiny(), shards_per_replica=S, ddp_per_replica=D, diloco=diloco, precision="fp32", num_tokens=LAST * 8 * 64
+    )
     return resolve(config, vocab_size=257, prepared=Path())
 
 
@@ -75,8 +78,8 @@ def save(S: int, wire: str, combine: str, folder: Path) -> tuple:
     return saved, losses, state.sync.outer_hash()
 
 
-def resume(S: int, wire: str, combine: str, folder: Path) -> tuple:
-    config = config_of(S, wire, combine)
+def resume(S: int, wire: str, combine: str, folder: Path, D: int = 1) -> tuple:
+    config = config_of(S, wire, combine, D)
     world, state, checkpoints = begin(config, folder)
     state.load(checkpoints, SAVED)
     saved = contents(state)
@@ -104,6 +107,17 @@ def test_a_state_is_taken_up_on_any_number_of_shards(tmp_path, before, wire, com
             else:
                 tolerance = 1e-5 if wire == "fp32" else 0.02
                 assert losses == pytest.approx(expected_losses, abs=tolerance)
+
+
+@pytest.mark.slow
+def test_a_state_is_taken_up_by_processes_that_share_a_batch(tmp_path):
+    """DistributedDataParallel inside the replicas, whose first processes exchange for all."""
+    saved = run_replicas(save, M, 1, "fp32", "gather", tmp_path)
+    resumed = run_replicas(resume, 2 * M, 1, "fp32", "gather", tmp_path, 2)
+    for process, (loaded, losses, outer_hash) in enumerate(resumed):
+        expected, expected_losses, _ = saved[process // 2]
+        assert loaded == expected and outer_hash == resumed[0][2]
+        assert losses == pytest.approx(expected_losses, abs=1e-5)
 
 
 def train_alone(S: int, also_compiled: bool) -> tuple[list[float], str]:

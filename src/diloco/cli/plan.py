@@ -132,7 +132,7 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     if under_a_launcher():
         _measure_and_plan(config, target, train, json)
     else:
-        launch(_measure_and_plan, config.num_replicas, config.num_shards, config, target, train, json)
+        launch(_measure_and_plan, config.num_replicas, config.processes_per_replica, config, target, train, json)
 
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:

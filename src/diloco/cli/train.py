@@ -75,7 +75,7 @@ def _train(config: TrainConfig, *, is_resume: bool) -> None:
     if config.data.prepared is not None:
         print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
     print(f"run   {config.directory}", flush=True)
-    launch(_replica, config.num_replicas, config.num_shards, config, is_resume)
+    launch(_replica, config.num_replicas, config.processes_per_replica, config, is_resume)
 
 
 def _replica(config: TrainConfig, is_resume: bool) -> None:

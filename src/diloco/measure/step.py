@@ -63,7 +63,7 @@ def measure_machines(config: TrainConfig) -> Machines:
     """
     with join(config) as world:
         gbit_s, latency_seconds = measure_link(world.exchange, beside=world.everyone)
-        gbit_s = world.over_shards(gbit_s, dist.ReduceOp.SUM)
+        gbit_s = world.over_ranks(gbit_s, dist.ReduceOp.SUM)
         rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds])
     return Machines(*map(tuple, zip(*rows, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The baseline: torch's DistributedDataParallel averages the gradients of all replicas at every step."""
+"""torch's DistributedDataParallel: among the processes of a replica, or, as the baseline, among all replicas."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,31 @@ def ring_all_reduce_bytes(num_params: int, num_replicas: int) -> int:
     return round(2 * (num_replicas - 1) / num_replicas * num_params * 4)
 
 
+def data_parallel(forward: nn.Module, group: dist.ProcessGroup | None) -> DistributedDataParallel:
+    """The model, wrapped so that the processes of a group average their gradients."""
+    return DistributedDataParallel(forward, process_group=group, gradient_as_bucket_view=True)
+
+
+def settle_buckets(forward: DistributedDataParallel, batch: tuple[int, int], *, autocast: bool) -> None:
+    """Run the first pass now, after which DDP sorts gradients into buckets anew.
+
+    With three processes or more the order of a sum depends on the bucket: a resumed run would differ.
+
+    Args:
+        forward: the wrapped model.
+        batch: shape (B, T) of the tokens that training calls it with: windows of T + 1 without their last.
+        autocast: whether training calls it in bfloat16.
+    """
+    num_sequences, length = batch
+    device = next(forward.parameters()).device
+    # The strides are training's too: a compiled model would otherwise be compiled again, for any shape.
+    windows_BxT1 = torch.zeros(num_sequences, length + 1, dtype=torch.int64, device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        logits_BxTxV = forward(windows_BxT1[:, :-1])
+    logits_BxTxV.float().sum().backward()
+    forward.zero_grad()
+
+
 class DataParallel:
     """The synchronizer of replicas whose parameters are equal at every step.
 
@@ -35,26 +60,13 @@ class DataParallel:
         self._model = model
         group = dist.group.WORLD
         assert group is not None, "this process has joined the others"
-        self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True)
+        self.forward = data_parallel(forward, group)
         self.forward.register_comm_hook(group, self._reduce)
         self._last_bucket_at = 0.0
-        self._settle_buckets(*batch, autocast)
+        settle_buckets(self.forward, batch, autocast=autocast)
         self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
-
-    def _settle_buckets(self, num_sequences: int, length: int, autocast: bool) -> None:
-        """Run the first pass now, after which DDP sorts gradients into buckets anew.
-
-        With three replicas or more the order of a sum depends on the bucket: a resumed run would differ.
-        """
-        device = next(self._model.parameters()).device
-        # The strides are training's too: a compiled model would otherwise be compiled again, for any shape.
-        windows_BxT1 = torch.zeros(num_sequences, length + 1, dtype=torch.int64, device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            logits_BxTxV = self.forward(windows_BxT1[:, :-1])
-        logits_BxTxV.float().sum().backward()
-        self._model.zero_grad()
 
     def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():

@@ -25,8 +25,8 @@ def under_a_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, *arguments: Any) -> None:
-    """Run `entrypoint(*arguments)` in `num_replicas` · `num_shards` local processes, and wait for all of them.
+def launch(entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, *arguments: Any) -> None:
+    """Run `entrypoint(*arguments)` in `num_replicas` · `num_ranks` local processes, and wait for all of them.
 
     Each uses its share of the cores, or OMP_NUM_THREADS threads. When one fails, the others are ended.
 
@@ -42,11 +42,11 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name may not resolve to the host itself
         start_method = "forkserver"
         multiprocessing.set_forkserver_preload(["diloco.training.ancestor"])
-    os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_shards)))
+    os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_replicas * num_shards,
+        nproc_per_node=num_replicas * num_ranks,
         run_id=str(os.getpid()),
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -59,7 +59,7 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_shards: int, 
     try:
         elastic_launch(config, _run)(entrypoint, arguments)
     except ChildFailedError as error:
-        raise _explain(error, num_shards) from None
+        raise _explain(error, num_ranks) from None
     except SignalException as error:
         raise ReplicaFailedError(f"stopped by {error.sigval.name}", exit_code=128 + error.sigval) from None
 
@@ -101,13 +101,13 @@ def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 _SECONDS_FOR_THE_CAUSE = 3.0
 
 
-def _explain(error: ChildFailedError, num_shards: int) -> ReplicaFailedError:
+def _explain(error: ChildFailedError, num_ranks: int) -> ReplicaFailedError:
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).is_file():
         fields = tuple(failure.error_file_data.get("fields", ()))
         return ReplicaFailedError(failure.message, exit_code=failure.exitcode, fields=fields)
-    shard = f", shard {rank % num_shards}," if num_shards > 1 else ""
-    return ReplicaFailedError(f"replica {rank // num_shards}{shard} {_ending(failure)}", exit_code=1)
+    process = f", process {rank % num_ranks}," if num_ranks > 1 else ""
+    return ReplicaFailedError(f"replica {rank // num_ranks}{process} {_ending(failure)}", exit_code=1)
 
 
 def _ending(failure: ProcessFailure) -> str:

@@ -1,4 +1,4 @@
-"""The training loop of one process: a replica, or one of its shards."""
+"""The training loop of one process of a replica."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
-from diloco.exchange.control import agree
+from diloco.exchange.control import agree, failing_together
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.failures import lack_of_memory_explained, lost_processes_named
@@ -86,7 +86,7 @@ class _Run:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
         measured = evaluate(self.state, self.config, self.world, self.held_out, together=False)
         total, count = (
-            self.world.over_shards(value, dist.ReduceOp.SUM)
+            self.world.over_ranks(value, dist.ReduceOp.SUM)
             for value in (measured.loss * measured.num_tokens, measured.num_tokens)
         )
         return total / count
@@ -111,6 +111,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
+        stack.enter_context(failing_together(world.exchange))
         stack.enter_context(lack_of_memory_explained(config, world))
         corpus, held_out = _open_corpus(config, world)
         if not resume:
@@ -127,7 +128,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
-        log = MetricsLog(config.directory, world.replica, after_step=state.step) if world.shard == 0 else None
+        log = MetricsLog(config.directory, world.replica, after_step=state.step) if world.rank == 0 else None
         yield _Run(config, world, batches, held_out, state, checkpoints, log)
 
 
@@ -135,7 +136,7 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     """Both splits, once all replicas are known to read the same text with the same settings."""
     assert config.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(config.data.prepared, split) for split in ("train", "held_out"))
-    member = "replica" if world.num_shards == 1 else "process"
+    member = "replica" if world.num_ranks == 1 else "process"
     text = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
     agree(world.everyone, shared_facts(config) | text, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
@@ -151,6 +152,6 @@ def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batc
         sequence_length=config.sequence_length,
         replica=world.replica,
         num_replicas=world.num_replicas,
-        rank=world.shard,
-        num_ranks=world.num_shards,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
     )

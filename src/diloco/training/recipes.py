@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
-from diloco.training.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config import TrainConfig
+from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig
 
 
 def laptop() -> TrainConfig:

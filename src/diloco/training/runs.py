@@ -172,7 +172,7 @@ def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoin
     """
     held = share(world.everyone, checkpoints.steps())
     for replica in range(world.num_replicas):
-        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_shards]):
+        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_ranks]):
             raise UserError(
                 f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
                 "start each machine with the node rank it had"
@@ -183,7 +183,7 @@ def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoin
     taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
     if taken and not common:
         raise UserError(
-            f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_shards]))}): "
+            f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_ranks]))}): "
             f"bring the checkpoints that are missing back, or delete {config.checkpoints} to start over"
         )
     return max(common, default=0)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.models.language_model import LanguageModel
 from diloco.training.checkpoints import Checkpoints
-from diloco.training.config import AdamWConfig, TrainConfig
-from diloco.training.data_parallel import DataParallel
+from diloco.training.config import TrainConfig
+from diloco.training.data_parallel import DataParallel, data_parallel, settle_buckets
 from diloco.training.engine_settings import engine_settings, frozen_parameters
+from diloco.training.sections import AdamWConfig
 from diloco.training.synchronizer import Synchronizer
 from diloco.training.world import World
 
@@ -25,7 +26,7 @@ class TrainState:
     model: LanguageModel
     """θ_m, or this process's shards of it."""
     forward: nn.Module
-    """The model as training calls it: itself, compiled, or wrapped for Data-Parallel."""
+    """The model as training calls it: itself, compiled, or wrapped in DistributedDataParallel."""
     optimizer: torch.optim.Optimizer
     """AdamW."""
     sync: Synchronizer
@@ -97,16 +98,24 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     optimizer = _adamw(model, config.optimizer)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
-        assert config.micro_batch is not None, "the config is resolved"
-        batch = config.micro_batch, config.sequence_length
-        baseline = DataParallel(model, forward, batch, autocast=world.autocast)
+        baseline = DataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
         return TrainState(model, baseline.forward, optimizer, baseline, passes=baseline.passes)
     settings = engine_settings(config, model)
     engine = StreamingDiLoCo(model, exchange=world.exchange, offload=config.diloco.offload, **vars(settings))
     state = TrainState(model, forward, optimizer, engine)
+    if config.num_ddp > 1:
+        state.forward = inside = data_parallel(forward, world.own_device_group)
+        settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
+        state.passes = lambda is_last: nullcontext() if is_last else inside.no_sync()
     if config.diloco.freeze:
         state.frozen = frozen_parameters(settings, model)
     return state
+
+
+def _batch_shape(config: TrainConfig) -> tuple[int, int]:
+    """The shape (B, T) of the tokens of a pass."""
+    assert config.micro_batch is not None, "the config is resolved"
+    return config.micro_batch, config.sequence_length
 
 
 def _shard(model: LanguageModel, world: World) -> None:

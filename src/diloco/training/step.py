@@ -43,7 +43,7 @@ def train_step(
     if step == config.num_steps:
         outer_steps += sync.finish()
     described = tuple(describe(o, log_layer_cosine=config.log_layer_cosine) for o in outer_steps)
-    blocked_seconds = world.over_shards(sync.blocked_seconds - blocked_before, dist.ReduceOp.MAX)
+    blocked_seconds = world.over_ranks(sync.blocked_seconds - blocked_before, dist.ReduceOp.MAX)
     seconds = time.perf_counter() - since
     state.step, state.seconds = step, state.seconds + seconds
     state.blocked_seconds += blocked_seconds
@@ -103,7 +103,7 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
     loss = torch.stack(losses).mean().item()
-    return world.over_shards(loss, dist.ReduceOp.SUM) / world.num_shards, gathered(grad_norm).item()
+    return world.over_ranks(loss, dist.ReduceOp.SUM) / world.num_ranks, gathered(grad_norm).item()
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -84,16 +84,16 @@ def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainCon
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
-    """Write the outer parameters and the summary of a run that is over, on shard 0 of replica 0.
+    """Write the outer parameters and the summary of a run that is over, in the first process of replica 0.
 
     All processes of replica 0 must call it, and no other.
     """
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
-        if world.shard == 0:
+        if world.rank == 0:
             outer[name] = value
-    if world.shard > 0:
+    if world.rank > 0:
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
@@ -111,6 +111,7 @@ def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         "method": config.method,
         "num_replicas": config.num_replicas,
         "shards_per_replica": config.num_shards,
+        "ddp_per_replica": config.num_ddp,
         "num_params": num_params,
         "num_tokens": config.num_tokens,
         "num_steps": config.num_steps,

@@ -11,24 +11,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.errors import DisagreementError, UserError
+from diloco.exchange import gloo
+from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.notices import Notices
+from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the others: its rank is replica · num_shards + shard."""
+    """The place of this process among the others: its number is replica · num_ranks + rank."""
 
     exchange: Transport
-    """The exchange with the same shard of the other replicas."""
+    """The exchange with the other replicas, of this process's shard where the replica is sharded."""
     everyone: Transport
     """The exchange with all processes, in the order of their ranks; `exchange` if a replica is one process."""
     mesh: DeviceMesh | None
-    """Replicas × shards; None if a replica is one process."""
+    """Replicas × shards; None if a replica is not sharded."""
     own_group: dist.ProcessGroup | None
     """This replica's processes on gloo, for its checkpoints; None if there are no process groups."""
+    own_device_group: dist.ProcessGroup | None
+    """This replica's processes where they compute; None if a replica is one process."""
     device: torch.device
     """The device on which this process computes."""
     is_first_on_machine: bool
@@ -47,21 +52,21 @@ class World:
         return self.exchange.num_replicas
 
     @property
-    def num_shards(self) -> int:
-        """S, processes in a replica."""
+    def num_ranks(self) -> int:
+        """The number of processes in a replica."""
         return self.everyone.num_replicas // self.num_replicas
 
     @property
-    def shard(self) -> int:
+    def rank(self) -> int:
         """This process within its replica, from 0."""
-        return self.everyone.replica % self.num_shards
+        return self.everyone.replica % self.num_ranks
 
-    def over_shards(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
+    def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
         """Reduce a number over the processes of the replica; each of them must call it."""
-        if self.mesh is None:
+        if self.own_device_group is None:
             return value
         combined = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, operation, group=self.mesh.get_group("shard"))
+        dist.all_reduce(combined, operation, group=self.own_device_group)
         return combined.item()
 
 
@@ -70,8 +75,8 @@ def join(config: TrainConfig) -> Iterator[World]:
     """Join the world that torchrun or our own launcher describes in the environment, and leave it at the end.
 
     Raises:
-        UserError: if its size is not num_replicas · shards_per_replica, or the device is missing.
-        DisagreementError: if the processes were started with different numbers of replicas, shards or connections.
+        UserError: if its size is not the config's number of processes, or the device is missing.
+        DisagreementError: if the processes were started with other numbers of replicas, processes or connections.
         TimeoutError: if the other processes don't join in time, or can't be reached.
     """
     try:
@@ -85,9 +90,9 @@ def join(config: TrainConfig) -> Iterator[World]:
     if world_size != config.num_processes:
         raise UserError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
-            f"shards_per_replica={config.num_shards} needs {config.num_processes}: "
-            f"set num_replicas and shards_per_replica to a product of {world_size}",
-            *("num_replicas", "shards_per_replica"),
+            f"shards_per_replica={config.num_shards} and ddp_per_replica={config.num_ddp} needs "
+            f"{config.num_processes}: set num_replicas and one of the others to a product of {world_size}",
+            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
     device = _device(config, local_rank)
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -109,21 +114,21 @@ def join(config: TrainConfig) -> Iterator[World]:
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
     """Compare the settings that decide which groups there are, before any is made."""
-    mine = (config.num_replicas, config.num_shards, config.num_connections)
-    everyones: list[tuple[int, int, int]] = [mine] * world_size
+    mine = (config.num_replicas, config.num_shards, config.num_ddp, config.num_connections)
+    everyones: list[tuple[int, int, int, int]] = [mine] * world_size
     dist.all_gather_object(everyones, mine)
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise DisagreementError(
-                "the processes disagree on (num_replicas, shards_per_replica, num_connections): process 0 has "
-                f"{everyones[0]}, process {rank} has {theirs}; start them with the same settings",
-                *("num_replicas", "shards_per_replica", "num_connections"),
+                "the processes disagree on (num_replicas, shards_per_replica, ddp_per_replica, num_connections): "
+                f"process 0 has {everyones[0]}, process {rank} has {theirs}; start them with the same settings",
+                *("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections"),
             )
 
 
 def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, is_first_on_machine: bool) -> World:
     """Make the groups of this process; payloads travel on gloo from the CPU, while the device computes."""
-    num_replicas, num_shards = config.num_replicas, config.num_shards
+    num_replicas, num_ranks = config.num_replicas, config.processes_per_replica
 
     def group(
         ranks: list[list[int]], backend: str | None = "gloo", timeout: timedelta = timeout
@@ -142,26 +147,42 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         seconds = config.timeout_seconds
         return ProcessGroupExchange(group, timeout_seconds=seconds, num_connections=num_connections)
 
-    ranks = [[replica * num_shards + shard for shard in range(num_shards)] for replica in range(num_replicas)]
-    same_shard = group([list(others) for others in zip(*ranks, strict=True)])
-    others, everyone, mesh = exchange(same_shard, config.num_connections), None, None
-    if num_shards > 1:
+    ranks = [[replica * num_ranks + rank for rank in range(num_ranks)] for replica in range(num_replicas)]
+    same_rank, own_group = group([list(others) for others in zip(*ranks, strict=True)]), group(ranks)
+    others = everyone = own_device_group = mesh = None
+    if num_ranks > 1:
         everyone = exchange(group([list(range(config.num_processes))]))
-        mesh = DeviceMesh.from_group(
-            # Longer than an exchange's own, so that its error, which names the replicas, comes first.
-            [same_shard, group(ranks, backend=None, timeout=3 * timeout)],
-            device.type,
-            mesh=torch.tensor(ranks),
-            mesh_dim_names=("replica", "shard"),
-        )
+        # Longer than an exchange's own, so that its error, which names the replicas, comes first.
+        own_device_group = group(ranks, backend=None, timeout=3 * timeout)
+    if config.num_shards > 1:
+        groups, names = [same_rank, own_device_group], ("replica", "shard")
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+    elif config.num_ddp > 1 and num_replicas > 1:
+        others = _through_leaders(config, same_rank, group(ranks))
+    others = others or exchange(same_rank, config.num_connections)
     return World(
         exchange=others,
         everyone=everyone or others,
         mesh=mesh,
-        own_group=group(ranks),
+        own_group=own_group,
+        own_device_group=own_device_group,
         device=device,
         is_first_on_machine=is_first_on_machine,
         autocast=use_autocast(config, device),
+    )
+
+
+def _through_leaders(config: TrainConfig, same_rank: dist.ProcessGroup, inside: dist.ProcessGroup) -> Transport:
+    """The exchange of replicas whose processes are equal: their first ones send and receive for all."""
+    seconds, num_replicas = config.timeout_seconds, config.num_replicas
+    store, replica = dist.PrefixStore("leaders", same_rank.get_group_store()), same_rank.rank()
+    notices = Notices(store, replica, num_replicas, config.num_processes)
+    outside = None
+    if inside.rank() == 0:
+        others = [gloo.group_like(same_rank, seconds) for _ in range(1, config.num_connections)]
+        outside = GroupExchange([same_rank, *others], notices, timeout_seconds=seconds)
+    return LeaderExchange(
+        outside, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=seconds
     )
 
 
@@ -173,6 +194,7 @@ def alone(config: TrainConfig) -> World:
         everyone=exchange,
         mesh=None,
         own_group=None,
+        own_device_group=None,
         device=cpu,
         is_first_on_machine=True,
         autocast=use_autocast(config, cpu),
@@ -195,11 +217,11 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if (config.method == "data_parallel" or config.num_shards > 1) and num_local > num_gpus:
+    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
         raise UserError(
-            f"data_parallel and a sharded replica need a GPU a process: here are {num_local} processes and "
-            f"{num_gpus} GPUs; lower num_replicas or shards_per_replica",
-            *("num_replicas", "shards_per_replica"),
+            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
+            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
+            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
     device = torch.device("cuda", local_rank % num_gpus)
     torch.cuda.set_device(device)

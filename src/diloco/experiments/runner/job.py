@@ -111,7 +111,7 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
             resolved = replace(resolved, data=replace(resolved.data, prepared=prepared))
         else:
             resolved = prepare_run(config, resume=None)
-        launch(_train, resolved.num_replicas, resolved.num_shards, resolved, is_resumed)
+        launch(_train, resolved.num_replicas, resolved.processes_per_replica, resolved, is_resumed)
     except Exception as error:
         if exit_code_of(error) is None:
             raise

@@ -1,0 +1,122 @@
+"""The sections of a run's settings: inner optimizer, outer step and exchange, checkpoints, evaluation."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from diloco.errors import UserError
+from diloco.training.traits import trait
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """The inner optimizer and its learning-rate schedule."""
+
+    learning_rate: float = field(default=2e-3, metadata=trait(column="learning_rate"))
+    """Peak, reached at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; None is 1/T for a run of T steps."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0; None is min(1000, T/10)."""
+    final_fraction: float = 0.05
+    """Learning rate at the last step of the cosine, as a fraction of the peak."""
+    clip_norm: float = 1.0
+    """Largest gradient norm of a replica."""
+    z_loss: float = 1e-4
+    """Weight of (log Z)² in the training loss."""
+
+    def __post_init__(self) -> None:
+        """Refuse values with which nothing can be trained."""
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise out_of_range(f"optimizer.{name}", "above 0 and finite", getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise out_of_range(f"optimizer.{name}", "at least 0 and below 1", getattr(self, name))
+        if not 0 <= self.final_fraction <= 1:
+            raise out_of_range("optimizer.final_fraction", "between 0 and 1", self.final_fraction)
+        for name in ("weight_decay", "warmup_steps", "z_loss"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise out_of_range(f"optimizer.{name}", "at least 0 and finite", getattr(self, name))
+
+
+def out_of_range(name: str, bounds: str, value: Any) -> UserError:
+    """The refusal of a setting's value."""
+    return UserError(f"{name} must be {bounds}, not {value}", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """Outer step and exchange; data_parallel uses none of it."""
+
+    sync_every: int = field(default=30, metadata=trait(planned=True, column="sync_every"))
+    """H: inner steps between two syncs of the same fragment."""
+    overlap_steps: int | tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
+    """τ: inner steps between sending a fragment and merging it, one number or one a replica; None is the method's
+    own."""
+    offsets: tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
+    """t_p, one a fragment; None is floor(p·H/P)."""
+    first_sync: Literal["full_period", "early"] = "full_period"
+    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
+    fragments: Literal["strided", "sequential", "whole"] | None = field(default=None, metadata=trait(planned=True))
+    """How blocks form fragments; None is the method's own."""
+    layers_per_fragment: int = field(default=3, metadata=trait(planned=True))
+    """Blocks in a strided or sequential fragment."""
+    outer_learning_rate: float = field(default=0.4, metadata=trait(column="outer_learning_rate"))
+    """η of the outer SGD with Nesterov momentum."""
+    outer_momentum: float = 0.9
+    """μ of the outer SGD with Nesterov momentum."""
+    mixing: float | None = None
+    """α: how much of its own parameters a replica keeps at a merge; None is the method's own."""
+    wire: str | None = field(default=None, metadata=trait(planned=True))
+    """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is the method's own."""
+    combine: str = field(default="gather", metadata=trait(planned=True))
+    """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
+    in the same codec or, as in reduce_scatter:bf16, another."""
+    offload: bool = field(default=False, metadata=trait(may_change_on_resume=True))
+    """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
+    error_feedback: float | None = None
+    """β of error feedback, e ← β e + Δ, which sends later what the codec lost; None is no error feedback."""
+    freeze: bool = False
+    """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
+
+    def __post_init__(self) -> None:
+        """Refuse an outer rule with which nothing can be trained; the engine checks the rest."""
+        if not 0 < self.outer_learning_rate < math.inf:
+            raise out_of_range("diloco.outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
+        if not 0 <= self.outer_momentum < 1:
+            raise out_of_range("diloco.outer_momentum", "at least 0 and below 1", self.outer_momentum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints for a resume, on each replica's own disk."""
+
+    every_steps: int = field(default=200, metadata=trait(may_change_on_resume=True))
+    """Steps between two checkpoints; 0 saves none."""
+    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    """Number of the newest checkpoints to keep; None is as many as replicas that are apart need, at least 3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out loss of the outer parameters."""
+
+    every_steps: int = 0
+    """Steps between two evaluations while training, each replica on its share of the text; 0 is the end only."""
+    num_tokens: int = 262_144
+    """Largest number of held-out tokens to evaluate on."""
+    batch: int = field(default=16, metadata=trait(may_change_on_resume=True))
+    """Sequences a forward pass."""
+
+    def __post_init__(self) -> None:
+        """Refuse values with which nothing can be evaluated."""
+        for name, least in (("every_steps", 0), ("num_tokens", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise out_of_range(f"evaluation.{name}", f"at least {least}", getattr(self, name))
