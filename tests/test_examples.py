@@ -4,11 +4,13 @@ import re
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -36,6 +38,20 @@ def test_own_loop_learns_and_its_replicas_agree(tmp_path):
     output = torchrun(tmp_path, 2, str(EXAMPLES / "own_loop.py"))
     assert len(losses(output)) == 4 and losses(output)[-1] < 1, "chance is log 32 = 3.47"
     assert replicas_agree(output, num_processes=2)
+
+
+@pytest.mark.slow
+def test_two_sites_of_two_processes_agree(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as sites:
+        command = [str(EXAMPLES / "two_sites.py"), "--leader", "--address", address, "--replica"]
+        jobs = [
+            sites.submit(torchrun, tmp_path, 2, f"--master-port={free_port()}", *command, str(replica))
+            for replica in range(2)
+        ]
+    outputs = [job.result() for job in jobs]
+    assert all(losses(output)[-1] < losses(output)[0] for output in outputs)
+    assert replicas_agree("".join(outputs), num_processes=4)
 
 
 @pytest.mark.slow

@@ -117,3 +117,10 @@ def test_links_measures_and_predicts_each_method_once(tmp_path: Path, text: list
     rows = [row for row in table(tmp_path / "links.csv") if row["method"] == "torchft_diloco"]
     assert {float(row["mbit_s"]) for row in rows} == {200.0, 10_000.0}
     assert len({row["outer_hash"] for row in rows}) == 1, "a faster link changes no bit"
+
+
+@needs_namespaces
+def test_sites():
+    *_, one_a_process, leaders = (line.split() for line in run("sites.py", "--width", 64).splitlines())
+    each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
+    assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]
