@@ -37,6 +37,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/export.py": "cli/test_finished_runs.py",
     "cli/report.py": "cli/test_finished_runs.py",
     "cli/scaling.py": "scaling/test_prediction.py",
+    "engine/phases.py": "engine/test_rounds.py",
     "engine/view.py": "engine/test_streaming.py",
     "exchange/control.py": "exchange/test_process_group.py",
     "exchange/gloo.py": "exchange/test_process_group.py",

@@ -17,7 +17,7 @@ from torch import nn
 
 import diloco
 from diloco.engine.lanes import ThreadLane
-from diloco.engine.rounds import _exchange
+from diloco.engine.phases import exchange as bring
 from diloco.errors import PayloadError
 from diloco.exchange.transport import Channel, Tag
 from diloco.reduction import reduction_of
@@ -284,7 +284,7 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
     payloads, tag = reduction.encode(delta, key, cohort), Tag(Channel.PAYLOAD, key.fragment, key.round)
-    pending = _exchange(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
+    pending = bring(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
@@ -314,7 +314,7 @@ def reduce_without_the_last_replica() -> str:
         time.sleep(5)
         return ""
     payloads, tag = reduction.encode(torch.ones(5), key, cohort), Tag(Channel.PAYLOAD, 3, 2)
-    pending = _exchange(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
+    pending = bring(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
         pending.wait()
     return str(caught.value.missing)

@@ -4,7 +4,7 @@ Shapes: N elements of one fragment that this process holds.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.engine import observe
 from diloco.engine.lanes import Handle, Lane, ThreadLane
 from diloco.engine.parameters import FragmentParameters
+from diloco.engine.phases import exchange
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import all_shards_or_none, shard_index, sum_over_shards
 from diloco.engine.state import ERROR, OUTER, OuterState
@@ -109,7 +110,7 @@ class Rounds:
         num_elements = self.state.num_elements(sync.fragment)
         key = self.key(sync)
         tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=sync.step)
-        exchanged = _exchange(self.transport, self.lane, reduction, payloads, num_elements, key, self.cohort, tag)
+        exchanged = exchange(self.transport, self.lane, reduction, payloads, num_elements, key, self.cohort, tag)
         self.in_flight.append(Round(sync, reduction, payloads, exchanged, self.cohort))
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
@@ -247,37 +248,3 @@ class Rounds:
             spans=self.parameters.spans[p],
             shard_group=self._shard_group,
         )
-
-
-def _exchange(
-    transport: Transport,
-    lane: Lane,
-    reduction: Reduction,
-    payloads: Sequence[Tensor],
-    num_elements: int,
-    key: Key,
-    cohort: Cohort,
-    tag: Tag,
-) -> Handle[dict[int, Tensor]]:
-    """Start the first phase; a second phase follows in a thread as soon as the first is over."""
-    first = _Phase(transport, reduction.addressed(payloads, cohort), tag)
-    if reduction.num_phases == 1:
-        return first
-
-    def relay() -> dict[int, Tensor]:
-        average = reduction.relay(first.wait(), num_elements, key, cohort)
-        return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
-
-    return lane.run(relay)
-
-
-class _Phase:
-    """One phase of an exchange, with this replica's own payload beside the others'."""
-
-    def __init__(self, transport: Transport, payloads: Mapping[int, Tensor], tag: Tag) -> None:
-        others = {member: payload for member, payload in payloads.items() if member != transport.replica}
-        self._own = {transport.replica: payloads[transport.replica]}
-        self._pending = transport.start(others, tag)
-
-    def wait(self) -> dict[int, Tensor]:
-        return {**self._pending.wait(), **self._own}
