@@ -99,6 +99,29 @@ def test_a_process_that_differs_from_its_leader_is_named():
         assert "process 1 of replica 1 has other settings, another model or other initial parameters" in message
 
 
+def connect_again(leader: bool) -> set[str]:
+    """Train, close, and train anew at the same address."""
+    hashes = set()
+    for _ in range(2):
+        exchange = diloco.connect(leader=leader, timeout_seconds=20)
+        model = CASE.model()
+        engine = CASE.engine(model, exchange=exchange)
+        for _ in train(engine, model, CASE.T):
+            pass
+        hashes.add(engine.outer_hash())
+        if exchange.replica == 1:
+            time.sleep(1)
+        exchange.close()
+        if exchange.replica == 1:
+            time.sleep(1)  # until the store of the first time is gone
+    return hashes
+
+
+def test_replicas_that_have_closed_connect_again():
+    one, other = run_replicas(connect_again, 2, False, joined=False)
+    assert one == other and len(one) == 1
+
+
 def start_differently() -> str:
     leader = os.environ["DILOCO_REPLICA"] == "1"
     with pytest.raises(diloco.UserError) as caught:

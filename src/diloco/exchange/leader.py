@@ -38,7 +38,8 @@ class LeaderExchange(Transport):
         num_replicas: int,
         timeout_seconds: float,
     ) -> None:
-        self._outside, self._inside, self._notices = outside, inside, notices
+        self._outside, self._notices = outside, notices
+        self._groups = [inside]
         self._replica, self._num_replicas = replica, num_replicas
         # A follower waits for two journeys.
         self._timeout_seconds = timeout_seconds if outside else 2 * timeout_seconds
@@ -82,6 +83,18 @@ class LeaderExchange(Transport):
         """Tell the others that this replica sends nothing after a step."""
         return self._notices.finishing(step)
 
+    def close(self) -> None:
+        """Free the connections, and the port where this process listens; nothing is sent or received after it."""
+        self._notices.close()
+        if self._outside is not None:
+            self._outside.close()
+        self._groups.clear()
+
+    @property
+    def inside(self) -> Group:
+        """The replica's processes."""
+        return self._groups[0]
+
     def messages(self, tag: Tag) -> Messages:
         """Messages inside the replica, yet none."""
         self._notices.expect()
@@ -102,7 +115,7 @@ class _Leading:
         if self._facts is not None:
             self._compare(self._facts)
         received = self._pending.wait()
-        messages, inside = self._exchange.messages(self._tag), self._exchange._inside
+        messages, inside = self._exchange.messages(self._tag), self._exchange.inside
         together = torch.cat([received[replica] for replica in sorted(received)])
         for follower in range(1, inside.size()):
             with messages.blaming(follower):
@@ -112,7 +125,7 @@ class _Leading:
 
     def _compare(self, mine: Tensor) -> None:
         """Refuse processes of the replica that believe something else."""
-        messages, inside = self._exchange.messages(self._tag), self._exchange._inside
+        messages, inside = self._exchange.messages(self._tag), self._exchange.inside
         theirs = {follower: torch.empty_like(mine) for follower in range(1, inside.size())}
         for follower, digest in theirs.items():
             messages.add(follower, partial(wait_for, inside.recv([digest], follower, tag_bits(self._tag))))
@@ -132,7 +145,7 @@ class _Following:
     def __init__(self, exchange: LeaderExchange, payloads: Mapping[int, Tensor], tag: Tag) -> None:
         self._sizes = {replica: payloads[replica].numel() for replica in sorted(payloads)}
         self._together = torch.empty(sum(self._sizes.values()), dtype=torch.uint8)
-        self._messages, inside = exchange.messages(tag), exchange._inside
+        self._messages, inside = exchange.messages(tag), exchange.inside
         self._digest = digest_of(payloads)
         with self._messages.blaming(0):
             work = inside.recv([self._together], 0, tag_bits(tag))

@@ -133,7 +133,7 @@ class Notices:
             self.look()
 
     def close(self) -> None:
-        """End the thread that looks, and every wait."""
+        """End the thread that looks, and every wait, and let go of the store."""
         self._ended.set()
         for waiting in list(self._waiting):
             waiting.interrupt("this process ends")
@@ -142,6 +142,7 @@ class Notices:
             time.sleep(0.01)
         if self._thread is not None and self._thread is not current_thread():
             self._thread.join(_SECONDS_TO_BE_READ)
+        self._store, self._in_flight = dist.HashStore(), False
 
 
 _SECONDS_BETWEEN_LOOKS = 0.5

@@ -32,6 +32,7 @@ class GroupExchange(Transport):
         self, groups: Sequence[Group], notices: Notices, *, timeout_seconds: float, is_gloo: bool = True
     ) -> None:
         self._groups = list(groups)
+        self._replica, self._num_replicas = groups[0].rank(), groups[0].size()
         self._notices = notices
         self._timeout_seconds = timeout_seconds
         self._ordered = not is_gloo
@@ -39,12 +40,12 @@ class GroupExchange(Transport):
     @property
     def replica(self) -> int:
         """This process's rank in the group."""
-        return self._groups[0].rank()
+        return self._replica
 
     @property
     def num_replicas(self) -> int:
         """The size of the group."""
-        return self._groups[0].size()
+        return self._num_replicas
 
     @property
     def ordered(self) -> bool:
@@ -79,6 +80,14 @@ class GroupExchange(Transport):
     def finishing(self, step: int) -> AbstractContextManager[None]:
         """Tell the others that this replica sends nothing after a step."""
         return self._notices.finishing(step)
+
+    def close(self) -> None:
+        """Free the connections, and the port where this process listens; nothing is sent or received after it.
+
+        Nothing may be in flight, but what has failed. To go on after a failure, close, and connect anew.
+        """
+        self._notices.close()
+        self._groups.clear()
 
 
 class ProcessGroupExchange(GroupExchange):
@@ -133,12 +142,12 @@ class ProcessGroupExchange(GroupExchange):
     def close(self) -> None:
         """Free the connections that were made for this exchange; the group that it was given stays as it is.
 
-        Only several `num_connections` make any. Nothing may be in flight, but what has failed.
+        Nothing may be in flight, but what has failed.
         """
         for group in self._groups[1:]:
             assert isinstance(group, dist.ProcessGroup), "gloo.group_like made it"
             dist.destroy_process_group(group)
-        del self._groups[1:]
+        super().close()
 
 
 # How many exchanges each group has had: every replica makes them in the same order.
