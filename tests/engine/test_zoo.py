@@ -1,6 +1,6 @@
 """Models and optimizers that were tried; docs/explanation/models-and-optimizers.md lists them.
 
-One replica with α = 0, η = 1, μ = 0 and τ = 0 trains as without the engine, up to rounding: Θ ← Θ − (Θ − θ), θ ← Θ.
+One replica with α = 0, η = 1, μ = 0, τ = 0 trains as without the engine, up to rounding: Θ ← Θ − (Θ − θ), θ ← Θ.
 """
 
 from collections.abc import Callable
