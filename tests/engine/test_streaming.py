@@ -212,17 +212,6 @@ def test_attaching_to_the_optimizer_is_calling_step():
     assert np.array_equal(final_theta(attached=True), final_theta(attached=False))
 
 
-def test_an_engine_is_attached_once_at_a_time():
-    model = network()
-    engine = Case(P=5).engine(model, fragments=diloco.strided(model, layers_per_fragment=1))
-    one, other = adamw(model), adamw(model)
-    handle = engine.attach(one)
-    with pytest.raises(ValueError, match="the engine is attached already"):
-        engine.attach(other)
-    handle.remove()
-    engine.attach(other)
-
-
 def test_a_parameter_that_was_replaced_is_refused_by_name():
     case = Case(P=2, H=4)
     model = case.model()
