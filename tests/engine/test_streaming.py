@@ -212,6 +212,23 @@ def test_attaching_to_the_optimizer_is_calling_step():
     assert np.array_equal(final_theta(attached=True), final_theta(attached=False))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_through_parameters_from_before_a_merge_raises(dtype):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1),
+        exchange=diloco.LoopbackExchange(),
+    )
+    loss = model(torch.ones(1, 2, dtype=dtype)).sum()
+    engine.step()
+    loss.backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_parameter_that_was_replaced_is_refused_by_name():
     case = Case(P=2, H=4)
     model = case.model()

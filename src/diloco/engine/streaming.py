@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from diloco.engine import checkpoint
+from diloco.engine.arguments import check_exchange, check_model, settings_of
 from diloco.engine.attach import Attachment
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import Rounds
-from diloco.engine.settings import Settings
 from diloco.engine.state import OuterState
 from diloco.engine.view import EngineView
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.control import agree, failing_together
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
-from diloco.outer.mixing import MergeRule, Mixing
-from diloco.outer.nesterov import Nesterov
+from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
 from diloco.reduction.cohort import Cohort
 from diloco.schedule import Schedule
-from diloco.wire import codec
 from diloco.wire.payload import Codec
 
 
@@ -96,18 +94,20 @@ class StreamingDiLoCo(EngineView):
         seed: int = 0,
         offload: bool = False,
     ) -> None:
+        check_exchange(exchange)
         with failing_together(exchange):
-            self.settings = Settings(
-                fragments=tuple(fragments),
+            self.settings = settings_of(
+                fragments=fragments,
                 schedule=schedule,
-                outer=Nesterov() if outer is None else outer,
-                mixing=mixing if hasattr(mixing, "merge") else Mixing(float(mixing)),  # pyright: ignore[reportArgumentType]
-                wire=codec(wire) if isinstance(wire, str) else wire,
+                outer=outer,
+                mixing=mixing,
+                wire=wire,
                 combine=combine,
                 error_feedback=error_feedback,
                 seed=seed,
             )
             """The arguments that decide what is computed."""
+            check_model(model, exchange)
             self.settings.check(model, exchange.num_replicas)
             self.settings.check_transport(exchange)
             self.exchange = exchange
