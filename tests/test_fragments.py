@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -163,6 +165,120 @@ def test_the_list_of_blocks_is_named_where_it_is_not_plain():
     assert outside.parameters == tuple(f"encoder.{i}.{p}" for i in (0, 1) for p in ("weight", "bias"))
     both = strided(model, layers_per_fragment=2, blocks=("decoder", "encoder"))
     assert [fragment.blocks for fragment in both] == [("decoder.0", "encoder.0"), ("decoder.1", "encoder.1")]
+
+
+class Net(nn.Module):
+    """A model of the given parts."""
+
+    def __init__(self, **parts: nn.Module):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def linears(num: int) -> list[nn.Module]:
+    return [nn.Linear(2, 2) for _ in range(num)]
+
+
+def with_activations(num: int) -> nn.Sequential:
+    return nn.Sequential(*(part for linear in linears(num) for part in (linear, nn.ReLU())))
+
+
+FOUND = {
+    "sequential": (Net(embed=nn.Linear(2, 2), body=nn.Sequential(*linears(3))), "body.0 body.1 body.2"),
+    "the model itself": (with_activations(3), "0 2 4"),
+    "dict": (Net(body=nn.ModuleDict(dict(zip("abc", linears(3), strict=True)))), "body.a body.b body.c"),
+    "one list beside sequentials": (
+        Net(stem=with_activations(2), blocks=nn.ModuleList(linears(1)), head=with_activations(2)),
+        "blocks.0",
+    ),
+    "one list in a sequential": (
+        nn.Sequential(Net(layers=nn.ModuleList(linears(2))), *linears(2)),
+        "0.layers.0 0.layers.1",
+    ),
+    "sequentials in a sequential": (
+        Net(stages=nn.Sequential(with_activations(2), with_activations(2)), head=nn.Linear(2, 2)),
+        "stages.0 stages.1",
+    ),
+    "children of different classes are no blocks": (
+        Net(head=nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), body=with_activations(2)),
+        "body.0 body.2",
+    ),
+    "two lists, one of single parts": (
+        Net(blocks=nn.ModuleList(linears(2)), heads=nn.ModuleList(linears(1))),
+        "blocks.0 blocks.1",
+    ),
+    "two lists, one frozen": (
+        Net(vision=nn.ModuleList(linears(2)).requires_grad_(False), text=nn.ModuleList(linears(2))),
+        "text.0 text.1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "blocks"), FOUND.values(), ids=FOUND)
+def test_the_only_container_of_blocks_is_found(model, blocks):
+    fragments = sequential(model, layers_per_fragment=1)
+    assert [path for fragment in fragments for path in fragment.blocks] == blocks.split()
+
+
+LISTED = {
+    "features, classifier": Net(features=with_activations(2), classifier=with_activations(2)),
+    "layer1, layer2": Net(
+        stem=nn.Linear(2, 2), layer1=nn.Sequential(*linears(2)), layer2=nn.Sequential(*linears(2))
+    ),
+    "encoder.layers, decoder.layers": nn.Transformer(4, 2, 2, 2, 4, batch_first=True),
+    "none": nn.ModuleDict({"only": nn.Linear(1, 1)}),
+    "a, b": Net(a=nn.ModuleList(linears(1)), b=nn.ModuleList(linears(1))),
+}
+
+
+@pytest.mark.parametrize(("listed", "model"), LISTED.items())
+def test_several_containers_of_blocks_are_listed(listed, model):
+    with pytest.raises(ValueError, match=f"nn.Sequential, and it has {listed}: name the list with blocks="):
+        strided(model)
+    if listed != "none":
+        assert len(strided(model, layers_per_fragment=1, blocks=listed.split(", "))) > 1
+
+
+@pytest.mark.slow
+def test_the_blocks_of_transformers_models_are_found():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+    }
+    expected = {
+        transformers.GPT2LMHeadModel: (
+            transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=9, n_positions=8),
+            "transformer.h",
+        ),
+        transformers.LlamaForCausalLM: (transformers.LlamaConfig(**sizes, num_key_value_heads=2), "model.layers"),
+        transformers.BertForMaskedLM: (transformers.BertConfig(**sizes), "bert.encoder.layer"),
+        transformers.MixtralForCausalLM: (
+            transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2),
+            "model.layers",
+        ),
+        transformers.ViTForImageClassification: (
+            transformers.ViTConfig(**sizes, image_size=8, patch_size=4),
+            "vit.*layers?",
+        ),
+    }
+    for kind, (config, path) in expected.items():
+        model = kind(config)
+        blocks = [block for fragment in sequential(model, layers_per_fragment=1) for block in fragment.blocks]
+        assert len(blocks) == 3, kind
+        assert all(re.fullmatch(rf"{path}\.{i}", block) for i, block in enumerate(blocks)), blocks
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, vocab_size=9)
+    t5 = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(
+        ValueError, match=r"it has encoder\.block, decoder\.block: .* blocks=\['encoder.block', 'deco"
+    ):
+        strided(t5)
+    both = sequential(t5, layers_per_fragment=2, blocks=["encoder.block", "decoder.block"])
+    assert [fragment.blocks[:1] for fragment in both] == [("encoder.block.0",), ("decoder.block.0",), ()]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The parameters of each fragment: strided, sequential or whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,9 +27,11 @@ def strided(
     """Fragment b takes blocks b, b+B, b+2B, …, with B = ceil(L / layers_per_fragment) (arXiv 2501.18512, 3.1).
 
     Args:
-        model: any module that holds its blocks in an `nn.ModuleList`.
+        model: any module that holds its blocks in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`.
         layers_per_fragment: the most blocks in a fragment.
-        blocks: path of that list, or paths of several, one after another; needless where there is only one list.
+        blocks: path of that list, or paths of several, one after another. None takes the model's only ModuleList
+            that is in no other, or else the only container that is in no other with two trained children of one
+            class.
 
     Returns:
         The B block fragments, then one with the parameters outside every block (embeddings, final norm, head).
@@ -88,12 +90,34 @@ def check_partition(model: nn.Module, fragments: Sequence[Fragment]) -> None:
             placed[name] = index
         _check_blocks(index, fragment)
     if unknown := [name for name in placed if name not in trainable]:
+        _check_wrapping(placed, trainable)
         raise UserError(
             f"fragments name {_listed(unknown)}, which the model does not have, has frozen, or knows by "
             "another name (a tied parameter counts once, under its first name)"
         )
     if missing := [name for name in trainable if name not in placed]:
         raise UserError(f"no fragment holds {_listed(missing)}: each trainable parameter must be in one")
+
+
+def _check_wrapping(placed: Collection[str], trainable: Collection[str]) -> None:
+    """Refuse fragments of a model inside the given one, or around it, as DDP and torch.compile put theirs."""
+    if path := _path_before(placed, trainable):
+        raise UserError(
+            f"the model's parameters have names that begin with {path}., and the fragments' have not: pass "
+            f"model.{path}, from which they were cut, or cut them from the model that you pass"
+        )
+    if path := _path_before(trainable, placed):
+        raise UserError(
+            f"the fragments' parameters have names that begin with {path}., and the model's have not: cut the "
+            "fragments from the model that you pass"
+        )
+
+
+def _path_before(names: Collection[str], longer: Collection[str]) -> str | None:
+    """The path that stands before each of the names in the longer ones; None if there is none."""
+    first = next(iter(names), "")
+    paths = (name.removesuffix(f".{first}") for name in longer if name.endswith(f".{first}"))
+    return next((path for path in paths if {f"{path}.{name}" for name in names} == {*longer}), None)
 
 
 def block_spans(fragment: Fragment, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -129,24 +153,18 @@ def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
 
 def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
     """Module paths of the blocks, first to last."""
-    if blocks is None:
-        lists = _outermost_module_lists(model)
-        if len(lists) != 1:
-            raise UserError(
-                f"the model should hold its blocks in one nn.ModuleList, and it has {_listed(lists) or 'none'}: "
-                "name the list with blocks='path.to.the.list'"
-            )
-        blocks = lists
+    blocks = _found_blocks(model) if blocks is None else blocks
     paths = []
     for path in [blocks] if isinstance(blocks, str) else blocks:
         try:
             module = model.get_submodule(path)
         except AttributeError:
             raise UserError(f"the model has no module {path!r}: blocks must name an nn.ModuleList") from None
-        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not len(module):
+        if not isinstance(module, _CONTAINERS) or not len(module):
             raise UserError(f"blocks={path!r} is not a list of modules, but {type(module).__name__}")
         # Not named_children, which names a block that stands in two places only once.
-        paths += [f"{path}.{name}" for name, block in module._modules.items() if block is not None]
+        prefix = f"{path}." if path else ""
+        paths += [prefix + name for name, block in module._modules.items() if block is not None]
     if len(set(paths)) < len(paths):
         raise UserError(f"blocks={blocks!r} names a list of blocks twice")
     trained = [p for p in paths if any(w.requires_grad for w in model.get_submodule(p).parameters())]
@@ -157,13 +175,40 @@ def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[s
     return trained
 
 
-def _outermost_module_lists(model: nn.Module) -> list[str]:
-    lists: list[str] = []
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _found_blocks(model: nn.Module) -> list[str]:
+    """The path of the container of the model's blocks, where there is one candidate."""
+    lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList) and len(module) > 0)
+    candidates = lists if len(lists) == 1 else _outermost(model, _holds_blocks)
+    if len(candidates) != 1:
+        listed = candidates or lists
+        raise UserError(
+            "the model should hold its blocks in one nn.ModuleList, nn.ModuleDict or nn.Sequential, and it has "
+            f"{_listed(listed) or 'none'}: name the list with blocks='path.to.the.list'"
+            + (f", or several with blocks={listed[:2]}" if len(listed) > 1 else "")
+        )
+    return candidates
+
+
+def _outermost(model: nn.Module, is_candidate: Callable[[nn.Module], bool]) -> list[str]:
+    """The paths of the candidates that are in no other."""
+    outermost: list[str] = []
     for path, module in model.named_modules():
-        inside = any(path.startswith(outer + ".") for outer in lists)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside:
-            lists.append(path)
-    return lists
+        inside = any(not outer or path.startswith(outer + ".") for outer in outermost)
+        if not inside and is_candidate(module):
+            outermost.append(path)
+    return outermost
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """True for a container with two children of one class that have something to train."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    trained = [type(child) for child in children if any(w.requires_grad for w in child.parameters())]
+    return len(set(trained)) < len(trained)
 
 
 def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:

@@ -70,6 +70,20 @@ def test_parameters_that_cant_be_exchanged_are_refused():
         settings().check(model, num_replicas=1)
 
 
+def test_parameters_in_fp64_are_refused():
+    model = model_of_two_blocks()
+    model.blocks[1].double()
+    with pytest.raises(
+        UserError, match=r"blocks.1.weight is torch.float64, .* train the model in FP32, model.float"
+    ):
+        settings().check(model, num_replicas=1)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[0].to(torch.float16)
+    settings(fragments=diloco.whole(model), schedule=diloco.Schedule(sync_every=10, num_fragments=1)).check(
+        model, num_replicas=1
+    )
+
+
 def test_facts_tell_every_setting_apart():
     """A replica with any other setting is noticed by the others."""
     other = {

@@ -212,15 +212,21 @@ def test_attaching_to_the_optimizer_is_calling_step():
     assert np.array_equal(final_theta(attached=True), final_theta(attached=False))
 
 
-def test_an_engine_is_attached_once_at_a_time():
-    model = network()
-    engine = Case(P=5).engine(model, fragments=diloco.strided(model, layers_per_fragment=1))
-    one, other = adamw(model), adamw(model)
-    handle = engine.attach(one)
-    with pytest.raises(ValueError, match="the engine is attached already"):
-        engine.attach(other)
-    handle.remove()
-    engine.attach(other)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_through_parameters_from_before_a_merge_raises(dtype):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1),
+        exchange=diloco.LoopbackExchange(),
+    )
+    loss = model(torch.ones(1, 2, dtype=dtype)).sum()
+    engine.step()
+    loss.backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_a_parameter_that_was_replaced_is_refused_by_name():

@@ -85,6 +85,9 @@ class FragmentParameters:
             "which shard of how many this process holds (a replica's mesh has no process of another replica)"
         )
         facts: dict[str, Any] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
+        # Θ would differ between replicas in the numbers below 2^-126.
+        flushes = (torch.tensor(1e-40) * 1.0 == 0).item()
+        facts["whether the CPU flushes subnormal numbers to zero (torch.set_flush_denormal)"] = flushes
         values: dict[str, Tensor] = {}
         for fragment, parameters in enumerate(self._by_fragment):
             start = 0

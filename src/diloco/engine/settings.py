@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from diloco.engine.sharded import local
@@ -156,5 +157,10 @@ def _check_parameters(model: nn.Module) -> None:
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise UserError(f"parameter {name} is {parameter.dtype}: only real floats can be exchanged")
+        if parameter.dtype == torch.float64:
+            raise UserError(
+                f"parameter {name} is torch.float64, and outer parameters are FP32, to which a merge would round "
+                "it: train the model in FP32, model.float()"
+            )
         if (other := local(parameter).device) != device:
             raise UserError(f"parameter {first} is on {device} and {name} on {other}: one replica, one device")

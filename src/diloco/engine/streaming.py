@@ -11,22 +11,21 @@ import torch
 from torch import nn
 
 from diloco.engine import checkpoint
+from diloco.engine.arguments import check_exchange, check_model, settings_of
+from diloco.engine.attach import Attachment
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import Rounds
-from diloco.engine.settings import Settings
 from diloco.engine.state import OuterState
 from diloco.engine.view import EngineView
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.control import agree, failing_together
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
-from diloco.outer.mixing import MergeRule, Mixing
-from diloco.outer.nesterov import Nesterov
+from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
 from diloco.reduction.cohort import Cohort
 from diloco.schedule import Schedule
-from diloco.wire import codec
 from diloco.wire.payload import Codec
 
 
@@ -95,18 +94,20 @@ class StreamingDiLoCo(EngineView):
         seed: int = 0,
         offload: bool = False,
     ) -> None:
+        check_exchange(exchange)
         with failing_together(exchange):
-            self.settings = Settings(
-                fragments=tuple(fragments),
+            self.settings = settings_of(
+                fragments=fragments,
                 schedule=schedule,
-                outer=Nesterov() if outer is None else outer,
-                mixing=mixing if hasattr(mixing, "merge") else Mixing(float(mixing)),  # pyright: ignore[reportArgumentType]
-                wire=codec(wire) if isinstance(wire, str) else wire,
+                outer=outer,
+                mixing=mixing,
+                wire=wire,
                 combine=combine,
                 error_feedback=error_feedback,
                 seed=seed,
             )
             """The arguments that decide what is computed."""
+            check_model(model, exchange)
             self.settings.check(model, exchange.num_replicas)
             self.settings.check_transport(exchange)
             self.exchange = exchange
@@ -119,7 +120,7 @@ class StreamingDiLoCo(EngineView):
             )
             cohort = Cohort.equal(exchange.num_replicas)
             self._rounds = Rounds(self.settings, exchange, parameters, state, cohort)
-            self._handle: torch.utils.hooks.RemovableHandle | None = None
+            self._attachment: Attachment | None = None
             self._sound = True
             self._drained_step = 0  # what was sent up to this step was merged by finish()
             agree(exchange, self.settings.facts(exchange.num_replicas) | parameters.facts())
@@ -150,15 +151,20 @@ class StreamingDiLoCo(EngineView):
                 rounds.expect_next()
         return merged
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
-        """Call `step()` after every `optimizer.step()` until the handle is removed; an engine has one handle."""
-        if self._handle is not None and self._handle.id in (self._handle.hooks_dict_ref() or {}):
+    def attach(self, optimizer: Any, scaler: torch.amp.GradScaler | None = None) -> Attachment:
+        """Call `step()` after every inner step until `remove()` of what it returns; an engine is attached once.
+
+        Args:
+            optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
+            scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
+        """
+        if self._attachment is not None and self._attachment.is_attached:
             raise UserError(
                 "the engine is attached already, and would count every inner step twice: attach it alone to "
                 "the optimizer that steps last"
             )
-        self._handle = optimizer.register_step_post_hook(lambda *_: (self.step(), None)[1])
-        return self._handle
+        self._attachment = Attachment(self.step, optimizer, scaler)
+        return self._attachment
 
     def finish(self) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.

@@ -139,6 +139,13 @@ class ProcessGroupExchange(GroupExchange):
             agree(self, {"num_connections": num_connections})
             self._groups += [gloo.group_like(group, timeout_seconds) for _ in range(1, num_connections)]
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The replicas' processes that it joins, by their ranks in torch.distributed's default group."""
+        group = self._groups[0]
+        assert isinstance(group, dist.ProcessGroup), "it was given one"
+        return tuple(dist.get_process_group_ranks(group))
+
     def close(self) -> None:
         """Free the connections that were made for this exchange; the group that it was given stays as it is.
 

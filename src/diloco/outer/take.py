@@ -44,6 +44,8 @@ def take_outer_step(
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
         for theta, *parts in zip(parameters, *(vector_N.split(sizes) for vector_N in vectors), strict=True):
             fast.outer_step([*parts, theta], scalars)
+        # As torch's own operations do: a backward through values from before the merge must raise.
+        torch.autograd.graph.increment_version(parameters)
         return
     previous_N = fragment.use("outer").clone() if merge_rule.needs_previous else None
     rule.on_average(fragment, average, sync, cohort)

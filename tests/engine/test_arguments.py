@@ -1,0 +1,160 @@
+"""Arguments of wrong types, and models in wrappers that the engine would train wrongly."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step
+from tests.processes import run_replicas
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import diloco
+from diloco.outer.mixing import Mixing
+
+RULE = r"pass an outer rule such as diloco.Nesterov\(lr=0.4, momentum=0.9\)"
+FRAGMENTS = r"pass what diloco.strided\(model\), diloco.sequential\(model\) or diloco.whole\(model\) returns"
+EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(address\) returns, or"
+
+
+class Anything:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outer": 0.7}, rf"outer=0.7 is of the wrong type: {RULE}"),
+        ({"outer": diloco.Nesterov}, RULE),
+        ({"outer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, rf"outer=<SGD> .*{RULE}; the inner optimizer is"),
+        ({"mixing": "half"}, r"mixing='half' is of the wrong type: pass a number from 0 to 1, or a merge rule"),
+        ({"mixing": None}, "mixing=None is of the wrong type"),
+        ({"mixing": torch.zeros(2)}, "mixing=.* is of the wrong type"),
+        ({"wire": None}, r'wire=None is of the wrong type: pass the name of a codec such as "e3m0"'),
+        ({"wire": torch.bfloat16}, "wire=torch.bfloat16 is of the wrong type"),
+        ({"wire": diloco.codec}, "wire=<function> is of the wrong type"),
+        ({"combine": None}, 'combine=None is of the wrong type: pass "gather"'),
+        ({"error_feedback": "on"}, "error_feedback='on' is of the wrong type: pass a number above 0"),
+        ({"schedule": 30}, r"schedule=30 is of the wrong type: pass diloco.Schedule\(sync_every=…"),
+        ({"schedule": diloco.Schedule}, "is of the wrong type: pass diloco.Schedule"),
+        ({"fragments": diloco.strided}, rf"fragments=<function> .*{FRAGMENTS}"),
+        ({"fragments": 3}, rf"fragments=3 is of the wrong type: {FRAGMENTS}"),
+        ({"fragments": diloco.Fragment(("blocks.0.weight",))}, FRAGMENTS),
+        ({"fragments": [("blocks.0.weight",)]}, rf"{FRAGMENTS}, or a sequence of diloco.Fragment"),
+        ({"exchange": None}, f"exchange=None is of the wrong type: {EXCHANGE}"),
+        ({"exchange": "host:29500"}, EXCHANGE),
+        ({"exchange": diloco.LoopbackExchange}, EXCHANGE),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_a_wrong_type_is_refused_with_what_to_pass(changes, message):
+    case = Case()
+    with pytest.raises(diloco.UserError, match=message) as caught:
+        case.engine(case.model(), **changes)
+    assert caught.value.field == next(iter(changes))
+
+
+def test_a_model_that_is_no_module_is_refused():
+    case = Case()
+    with pytest.raises(
+        diloco.UserError, match=r"model=<odict_values> .* pass the torch.nn.Module that is trained"
+    ):
+        diloco.StreamingDiLoCo(
+            case.model().state_dict().values(),
+            fragments=diloco.whole(case.model()),
+            schedule=case.schedule(),
+            exchange=diloco.LoopbackExchange(),
+        )
+
+
+def test_numbers_and_rules_of_any_type_go_on_working():
+    case = Case()
+    for mixing in (0, True, torch.tensor(0.5), Mixing(0.25)):
+        engine = case.engine(case.model(), mixing=mixing)
+        assert isinstance(engine.settings.mixing, Mixing)
+    engine = case.engine(
+        case.model(),
+        wire=diloco.codec("int4"),
+        fragments=iter(diloco.strided(case.model(), layers_per_fragment=1)),
+    )
+    assert engine.settings.wire.name == "int4" and len(engine.settings.fragments) == 2
+
+
+def wrapped(model: nn.Module) -> dict[str, nn.Module]:
+    return {"_orig_mod": torch.compile(model, backend="eager"), "inner": nn.ModuleDict({"inner": model})}
+
+
+@pytest.mark.parametrize("path", ["_orig_mod", "inner"])
+def test_a_wrapper_and_its_model_are_not_mixed_up(path):
+    case = Case()
+    model = case.model()
+    wrapper = wrapped(model)[path]
+    inside, around = (diloco.sequential(each, layers_per_fragment=1) for each in (model, wrapper))
+    case.engine(wrapper, fragments=around)
+    with pytest.raises(
+        diloco.UserError, match=rf"begin with {path}., and the fragments' have not: pass model.{path}"
+    ):
+        case.engine(wrapper, fragments=inside)
+    with pytest.raises(
+        diloco.UserError, match=rf"begin with {path}., and the model's have not: cut the fragments"
+    ):
+        case.engine(model, fragments=around)
+
+
+def wrap_in_ddp() -> str:
+    """A replica in a DDP of its own trains; one in a DDP of all replicas is refused."""
+    case = Case()
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = DistributedDataParallel(case.model(), process_group=groups[dist.get_rank()])
+    engine = case.engine(model)
+    for t in range(1, case.T + 1):
+        inner_step(model.module, engine.exchange.replica, t)
+        engine.step()
+    engine.finish()
+    outer_hash = engine.outer_hash()
+    model = nn.ModuleDict({"net": DistributedDataParallel(case.model())})
+    with pytest.raises(diloco.UserError) as caught:
+        case.engine(model, fragments=diloco.sequential(model, layers_per_fragment=1))
+    assert str(caught.value).startswith(
+        f"net is a DistributedDataParallel over ranks [0, 1], and rank {1 - dist.get_rank()} is another replica"
+    )
+    return outer_hash
+
+
+def wrap_in_fsdp1() -> None:
+    case = Case()
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(
+            case.model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        with pytest.raises(diloco.UserError, match=r"the model is a FullyShardedDataParallel.*fully_shard\(model"):
+            diloco.StreamingDiLoCo(
+                model,
+                fragments=diloco.whole(model),
+                schedule=diloco.Schedule(sync_every=4, num_fragments=1),
+                exchange=diloco.LoopbackExchange(),
+            )
+
+
+def start_with_other_subnormals() -> None:
+    torch.set_flush_denormal(dist.get_rank() == 1)
+    case = Case()
+    with pytest.raises(diloco.DisagreementError) as caught:
+        case.engine(case.model())
+    assert str(caught.value).startswith(
+        "the replicas disagree on whether the CPU flushes subnormal numbers to zero (torch.set_flush_denormal): "
+        "replica 0 has false, replica 1 has true"
+    )
+    torch.set_flush_denormal(True)
+    case.engine(case.model())
+
+
+def start_in_every_wrong_way() -> str:
+    wrap_in_fsdp1()
+    start_with_other_subnormals()
+    torch.set_flush_denormal(False)
+    return wrap_in_ddp()
+
+
+def test_wrappers_and_replicas_that_would_train_wrongly_are_refused():
+    assert len(set(run_replicas(start_in_every_wrong_way, 2))) == 1

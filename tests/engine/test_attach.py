@@ -1,0 +1,270 @@
+"""Counting the steps of optimizers, their subclasses and wrappers; each test counts with a real engine."""
+
+import pytest
+import torch
+from torch import nn
+
+import diloco
+
+SYNC_EVERY = 100
+
+
+def engine_of(model: nn.Module) -> diloco.StreamingDiLoCo:
+    return diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=SYNC_EVERY, num_fragments=1),
+        exchange=diloco.LoopbackExchange(),
+    )
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters())
+
+
+class CallsSuper(torch.optim.AdamW):
+    """An optimizer as people write it."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("out of memory")
+
+
+def test_a_step_that_calls_supers_counts_once():
+    adamw(linear()).step()  # torch puts hooks around a class's step when the first of that class is built
+    model = linear()
+    optimizer, engine = CallsSuper(model.parameters()), engine_of(model)
+    engine.attach(optimizer)
+    steps = []
+    for _ in range(3):
+        optimizer.step()
+        steps.append(engine.num_steps)
+    assert steps == [1, 2, 3]
+
+
+def test_the_engine_steps_after_the_outermost_step():
+    adamw(linear())
+    model = linear()
+
+    class AddsOne(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                model.weight.fill_(7.0)
+
+    seen = []
+    engine = engine_of(model)
+    engine.step = lambda: seen.append(model.weight.detach().clone())
+    optimizer = AddsOne(model.parameters())
+    engine.attach(optimizer)
+    optimizer.step()
+    assert len(seen) == 1 and seen[0].eq(7.0).all()
+
+
+def test_a_step_that_raised_leaves_the_next_ones_counted():
+    adamw(linear())
+    model = linear()
+    optimizer, engine = CallsSuper(model.parameters()), engine_of(model)
+    engine.attach(optimizer)
+    optimizer.fails = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+    optimizer.fails = False
+    optimizer.step()
+    optimizer.step()
+    assert engine.num_steps == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile's own
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, CallsSuper])
+def test_a_compiled_step_is_counted_and_does_not_trace_the_engine(kind):
+    adamw(linear())
+    model = linear()
+    optimizer, engine = kind(model.parameters()), engine_of(model)
+    traced = []
+
+    def step() -> tuple:
+        traced.append(torch.compiler.is_compiling())
+        return type(engine).step(engine)
+
+    engine.step = step
+    engine.attach(optimizer)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        compiled()
+    assert engine.num_steps == 3 and traced == [False] * 3
+    torch._dynamo.reset()
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers as torchtitan's OptimizersContainer holds them."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for group in o.param_groups for p in group["params"]], {})
+
+    def step(self, *args, **kwargs):
+        for optimizer in self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+
+class PlainContainer:
+    """Several optimizers, stepped more than once."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+
+    def step(self):
+        for optimizer in [*self.optimizers, *self.optimizers]:
+            optimizer.step()
+
+    def zero_grad(self):
+        pass
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper that is never initialised as an optimizer, and steps every second time, as accelerate's."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.num_calls = optimizer, 0
+
+    def step(self, closure=None):
+        self.num_calls += 1
+        if self.num_calls % 2 == 0:
+            self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("container", [Container, PlainContainer])
+def test_a_container_of_optimizers_counts_once_a_step(container):
+    model = nn.Sequential(linear(), linear())
+    optimizers, engine = container([adamw(model[0]), adamw(model[1])]), engine_of(model)
+    for _ in range(2):
+        with engine.attach(optimizers):
+            optimizers.step()
+            optimizers.step()
+        optimizers.step()
+    assert engine.num_steps == 4
+
+
+def test_the_optimizer_in_a_wrapper_is_the_one_that_counts():
+    model = linear()
+    wrapper, engine = Wrapper(Wrapper(adamw(model))), engine_of(model)
+    engine.attach(wrapper)
+    for _ in range(8):
+        wrapper.step()
+    assert engine.num_steps == 2
+
+
+@pytest.mark.slow
+def test_micro_steps_under_accelerate_do_not_count():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = linear()
+    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    engine = engine_of(accelerator.unwrap_model(prepared))
+    engine.attach(optimizer)
+    for _ in range(9):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.num_steps == 3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, 0.1, torch.optim.SGD, nn.Linear(1, 1), "adamw"],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_what_is_no_optimizer_is_refused(optimizer):
+    engine = engine_of(linear())
+    with pytest.raises(
+        diloco.UserError, match=r"is no torch.optim.Optimizer, nor a wrapper .* pass the optimizer"
+    ):
+        engine.attach(optimizer)
+
+
+def test_a_scheduler_and_a_wrong_scaler_are_refused():
+    model = linear()
+    engine, optimizer = engine_of(model), adamw(model)
+    with pytest.raises(diloco.UserError, match="optimizer=StepLR is no torch"):
+        engine.attach(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(diloco.UserError, match=r"must be a torch\.amp\.GradScaler, or None"):
+        engine.attach(optimizer, 2.0)
+    engine.attach(optimizer)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapper], ids=["bare", "wrapped"])
+def test_a_step_that_the_scaler_skips_is_counted(kwargs, wrap):
+    model, other = linear(), linear()
+    optimizer, engine = torch.optim.AdamW(model.parameters(), **kwargs), engine_of(model)
+    others = adamw(other)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    handle = engine.attach(wrap(optimizer), scaler)
+    steps = []
+    for factor in (1.0, torch.inf, 1.0, torch.inf):
+        for each in (model, other):
+            scaler.scale(each(torch.ones(1, 2)).sum() * factor).backward()
+        before = model.weight.detach().clone()
+        scaler.step(optimizer)
+        assert model.weight.equal(before) == (factor == torch.inf)
+        scaler.step(others)
+        scaler.update()
+        for each in (optimizer, others):
+            each.zero_grad()
+        steps.append(engine.num_steps)
+    assert steps == [1, 2, 3, 4]
+    handle.remove()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    assert engine.num_steps == 4 and "step" not in vars(scaler)
+
+
+def test_a_wrapper_brings_its_scaler():
+    model = linear()
+    wrapper, engine = Wrapper(adamw(model)), engine_of(model)
+    wrapper.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    engine.attach(wrapper)
+    wrapper.scaler.scale(model(torch.ones(1, 2)).sum() * torch.inf).backward()
+    wrapper.scaler.step(wrapper.optimizer)
+    assert engine.num_steps == 1
+
+
+def test_engines_that_share_a_scaler_are_removed_in_any_order():
+    models = [linear(), linear()]
+    optimizers, engines = [adamw(model) for model in models], [engine_of(model) for model in models]
+    scaler = torch.amp.GradScaler("cpu")
+    handles = [engine.attach(optimizer, scaler) for engine, optimizer in zip(engines, optimizers, strict=True)]
+    handles[0].remove()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+    assert [engine.num_steps for engine in engines] == [0, 1]
+
+
+def test_an_engine_is_attached_once_at_a_time():
+    model = linear()
+    engine = engine_of(model)
+    one, other = adamw(model), adamw(model)
+    handle = engine.attach(one)
+    with pytest.raises(diloco.UserError, match="the engine is attached already"):
+        engine.attach(other)
+    handle.remove()
+    one.step()
+    assert engine.num_steps == 0
+    engine.attach(other)
+    other.step()
+    assert engine.num_steps == 1
