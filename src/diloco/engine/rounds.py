@@ -4,7 +4,7 @@ Shapes: N elements of one fragment that this process holds.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine import observe
+from diloco.engine.guards import refuse_equal_payloads
 from diloco.engine.lanes import Handle, Lane, ThreadLane
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
@@ -131,6 +132,7 @@ class Rounds:
         if not due and not again:
             return ()  # most steps: the shards have nothing to tell each other
         with self._all_shards_or_none():
+            self.parameters.watch.check()
             for flight in again:
                 self._receive(flight)
             received = [self._receive(flight) for flight in due]
@@ -233,8 +235,8 @@ class Rounds:
     ) -> OuterStep:
         sync, p = flight.sync, flight.sync.fragment
         self.bytes_received += self._fragment_bytes[p]
-        with self._fragment(p) as fragment:
-            rule, mixing, theta = self.settings.outer, self.settings.mixing, self.parameters.shards(p)
+        with self.parameters.merging(p, self.num_steps) as theta, self._fragment(p) as fragment:
+            rule, mixing = self.settings.outer, self.settings.mixing
             take_outer_step(rule, mixing, fragment, theta, average, sync, flight.cohort)
         return observe.outer_step(
             flight.reduction,
@@ -260,7 +262,8 @@ def _exchange(
     tag: Tag,
 ) -> Handle[dict[int, Tensor]]:
     """Start the first phase; a second phase follows in a thread as soon as the first is over."""
-    first = _Phase(transport, reduction.addressed(payloads, cohort), tag)
+    check = partial(refuse_equal_payloads, reduction=reduction, num_elements=num_elements, key=key, cohort=cohort)
+    first = _Phase(transport, reduction.addressed(payloads, cohort), tag, check if tag.round == 1 else None)
     if reduction.num_phases == 1:
         return first
 
@@ -274,10 +277,20 @@ def _exchange(
 class _Phase:
     """One phase of an exchange, with this replica's own payload beside the others'."""
 
-    def __init__(self, transport: Transport, payloads: Mapping[int, Tensor], tag: Tag) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        payloads: Mapping[int, Tensor],
+        tag: Tag,
+        check: Callable[[Mapping[int, Tensor]], None] | None = None,
+    ) -> None:
         others = {member: payload for member, payload in payloads.items() if member != transport.replica}
         self._own = {transport.replica: payloads[transport.replica]}
         self._pending = transport.start(others, tag)
+        self._check = check
 
     def wait(self) -> dict[int, Tensor]:
-        return {**self._pending.wait(), **self._own}
+        received = {**self._pending.wait(), **self._own}
+        if self._check is not None:
+            self._check(received)
+        return received
