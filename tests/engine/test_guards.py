@@ -24,18 +24,18 @@ def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tu
     return engine.num_steps, None
 
 
-def train_with_masters_of_its_own() -> list[tuple[int, str | None]]:
+def train_with_masters_of_its_own(arguments: dict) -> tuple[int, str | None]:
     """The optimizer's masters are unknown to the engine."""
-    settings = [{"mixing": 0.0}, {"mixing": 0.5}, {"mixing": 0.5, "overlap_steps": 3}]
-    return [train(torch.bfloat16, MastersSGD, **arguments) for arguments in settings]
+    return train(torch.bfloat16, MastersSGD, **arguments)
 
 
-def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send():
-    for results in run_replicas(train_with_masters_of_its_own, 2):
-        for num_steps, message in results:
-            assert num_steps == 40
-            assert "step 40: the merge of fragment 0 after step 2" in message
-            assert "was undone by the next inner step" in message and "masters=" in message
+@pytest.mark.parametrize("arguments", [{"mixing": 0.0}, {"mixing": 0.5, "overlap_steps": 3}])
+def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send(arguments):
+    results = run_replicas(train_with_masters_of_its_own, 2, arguments)
+    for num_steps, message in results:
+        assert num_steps == 40
+        assert "step 40: the merge of fragment 0 after step 2" in message
+        assert "was undone by the next inner step" in message and "masters=" in message
 
 
 def train_honestly() -> list[tuple[int, str | None]]:
