@@ -117,5 +117,5 @@ def test_deepspeed_without_the_adapter_is_refused(tmp_path):
 
 
 def test_zero_3_is_refused():
-    with pytest.raises(diloco.UserError, match="set zero_optimization.stage to 1 or 2"):
+    with pytest.raises(diloco.UserError, match="set zero_optimization"):
         DeepSpeedMasters(SimpleNamespace(zero_optimization_stage=lambda: 3))
