@@ -44,14 +44,16 @@ class DeepSpeedMasters:
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = {name: safe_get_full_fp32_param(self._parameters[name]) for name in names}
-        for name, master in masters.items():
+        masters: dict[str, Tensor] = {}
+        for name in names:
+            master = safe_get_full_fp32_param(self._parameters[name])
             if master is None:
                 raise UserError(
                     f"DeepSpeed keeps no FP32 master of parameter {name} under ZeRO stage {self._stage}: set "
                     "zero_optimization.stage to 1 or 2, or leave masters out if the optimizer keeps none",
                     "masters",
                 )
+            masters[name] = master
         return masters
 
     @torch.no_grad()
