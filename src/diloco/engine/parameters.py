@@ -5,13 +5,16 @@ A process of a sharded replica sees, and exchanges, the shards that it holds.
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diloco.engine.guards import MergeWatch, sample
+from diloco.engine.masters import Masters, check_master, masters_of
 from diloco.engine.sharded import joined, local, num_shards, reshard, shard_group, shard_index, sharded_like
 from diloco.errors import UserError
 from diloco.fragments import Fragment, block_spans
@@ -25,12 +28,19 @@ class FragmentParameters:
     Args:
         model: on one device.
         fragments: a partition of its trainable parameters.
+        masters: the weights that the optimizer keeps beside them, which are θ then.
 
     Raises:
-        UserError: if the parameters are not all cut into shards alike.
+        UserError: if the parameters are not all cut into shards alike, or the masters are not those of the model.
     """
 
-    def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        masters: Masters | Mapping[str, Tensor] | None = None,
+    ) -> None:
+        reshard(model)
         self._model, named = model, dict(model.named_parameters())
         self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
         self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
@@ -40,21 +50,59 @@ class FragmentParameters:
         sizes = {name: local(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """For each fragment, where its blocks lie in its flat vector."""
+        self.watch = MergeWatch()
+        """Guards the merges."""
+        self.merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()
+        """Called after each merge with the names of the parameters that it changed."""
+        self._masters = masters_of(model, masters)
 
     def shards(self, fragment: int) -> list[Tensor]:
         """The parameters, or this process's shards of them, in their own memory."""
         return [local(parameter) for parameter in self._by_fragment[fragment].values()]
 
+    def theta(self, fragment: int) -> list[Tensor]:
+        """θ_p, tensor by tensor: the masters, or where there are none, the parameters in their own memory.
+
+        Raises:
+            UserError: naming a master that is not its parameter's.
+        """
+        if self._masters is None:
+            return self.shards(fragment)
+        parameters = self._by_fragment[fragment]
+        masters = self._masters.read(tuple(parameters))
+        for name, parameter in parameters.items():
+            check_master(name, masters[name], parameter)
+        return [local(masters[name]) for name in parameters]
+
+    @contextmanager
+    def merging(self, fragment: int, step: int) -> Iterator[list[Tensor]]:
+        """θ_p, to be changed in place by a merge after an inner step; the model has the new values at the end."""
+        reshard(self._model)
+        parameters, before_K = self._by_fragment[fragment], sample(self.shards(fragment))
+        theta = self.theta(fragment)
+        yield theta
+        if self._masters is not None:
+            named = zip(parameters.items(), theta, strict=True)
+            self._masters.write({name: sharded_like(master, like) for (name, like), master in named})
+        self.watch.merged(fragment, step, before_K, self.shards(fragment))
+        for hook in tuple(self.merge_hooks.values()):
+            hook(tuple(parameters))
+
+    def look_at_merges(self, step: int) -> None:
+        """Judge the merges that this inner step follows."""
+        for fragment in tuple(self.watch.merges):
+            self.watch.look(fragment, step, self.shards(fragment))
+
     def flat(self, fragment: int) -> Tensor:
-        """A copy of a fragment, FP32 (N)."""
-        shards = self.shards(fragment)
+        """A copy of θ_p, FP32 (N)."""
+        shards = self.theta(fragment)
         return joined(shards, empty(sum(shard.numel() for shard in shards), torch.float32, self.device))
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
         """Write Δ_{m,p} = Θ_p − θ_{m,p} to `to_N`, and return it."""
-        shards, parts, results = self.shards(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
-        for shard, part, result in zip(shards, parts, results, strict=True):
-            torch.sub(part, shard, out=result)
+        theta, parts, results = self.theta(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
+        for own, part, result in zip(theta, parts, results, strict=True):
+            torch.sub(part, own, out=result)
         return to_N
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
@@ -91,7 +139,7 @@ class FragmentParameters:
         values: dict[str, Tensor] = {}
         for fragment, parameters in enumerate(self._by_fragment):
             start = 0
-            for name, shard in zip(parameters, self.shards(fragment), strict=True):
+            for name, shard in zip(parameters, self.theta(fragment), strict=True):
                 facts[f"shape, fragment and place of parameter {name}"] = [list(shard.shape), fragment, start]
                 start += shard.numel()
                 values[name] = shard
@@ -114,11 +162,13 @@ class FragmentParameters:
             reshard(self._model)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:
-        """Refuse a model whose parameters are no longer those of the fragments.
+        """Refuse a model whose parameters are no longer those of the fragments, or did not keep a merge.
 
         Raises:
             UserError: naming the parameter.
         """
+        reshard(self._model)
+        self.watch.check()
         placed = {name for part in self._by_fragment for name in part}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in placed:

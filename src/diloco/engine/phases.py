@@ -1,9 +1,11 @@
 """The phases of a round's exchange: every member's payload, or shares and then their averages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from diloco.engine.guards import refuse_equal_payloads
 from diloco.engine.lanes import Handle, Lane
 from diloco.exchange.transport import Tag, Transport
 from diloco.reduction import Reduction
@@ -22,7 +24,8 @@ def exchange(
     tag: Tag,
 ) -> Handle[dict[int, Tensor]]:
     """Start the first phase; a second phase follows in a thread as soon as the first is over."""
-    first = _Phase(transport, reduction.addressed(payloads, cohort), tag)
+    check = partial(refuse_equal_payloads, reduction=reduction, num_elements=num_elements, key=key, cohort=cohort)
+    first = _Phase(transport, reduction.addressed(payloads, cohort), tag, check if tag.round == 1 else None)
     if reduction.num_phases == 1:
         return first
 
@@ -36,10 +39,20 @@ def exchange(
 class _Phase:
     """One phase of an exchange, with this replica's own payload beside the others'."""
 
-    def __init__(self, transport: Transport, payloads: Mapping[int, Tensor], tag: Tag) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        payloads: Mapping[int, Tensor],
+        tag: Tag,
+        check: Callable[[Mapping[int, Tensor]], None] | None = None,
+    ) -> None:
         others = {member: payload for member, payload in payloads.items() if member != transport.replica}
         self._own = {transport.replica: payloads[transport.replica]}
         self._pending = transport.start(others, tag)
+        self._check = check
 
     def wait(self) -> dict[int, Tensor]:
-        return {**self._pending.wait(), **self._own}
+        received = {**self._pending.wait(), **self._own}
+        if self._check is not None:
+            self._check(received)
+        return received

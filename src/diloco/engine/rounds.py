@@ -132,6 +132,7 @@ class Rounds:
         if not due and not again:
             return ()  # most steps: the shards have nothing to tell each other
         with self._all_shards_or_none():
+            self.parameters.watch.check()
             for flight in again:
                 self._receive(flight)
             received = [self._receive(flight) for flight in due]
@@ -234,8 +235,8 @@ class Rounds:
     ) -> OuterStep:
         sync, p = flight.sync, flight.sync.fragment
         self.bytes_received += self._fragment_bytes[p]
-        with self._fragment(p) as fragment:
-            rule, mixing, theta = self.settings.outer, self.settings.mixing, self.parameters.shards(p)
+        with self.parameters.merging(p, self.num_steps) as theta, self._fragment(p) as fragment:
+            rule, mixing = self.settings.outer, self.settings.mixing
             take_outer_step(rule, mixing, fragment, theta, average, sync, flight.cohort)
         return observe.outer_step(
             flight.reduction,

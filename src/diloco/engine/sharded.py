@@ -4,6 +4,7 @@ The engine works on local shards, and shard i of a replica exchanges with shard 
 one process these functions return its plain tensors, and talk to nobody.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -87,13 +88,17 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 forget parameters that it has kept gathered, as it does after a pass without a backward."""
-    if any(map(is_sharded, model.parameters())):
-        from torch.distributed.fsdp import FSDPModule
+    """Give FSDP2's parameters, which it keeps gathered after a pass without a backward, back to their shards.
 
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    By default it keeps those of the outermost module. They hide the shards, and do not see a change of them.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # nothing is sharded
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def shard_index(group: dist.ProcessGroup | None) -> int:

@@ -3,16 +3,17 @@
 Shapes: N elements of one fragment.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.engine import checkpoint
 from diloco.engine.arguments import check_exchange, check_model, settings_of
 from diloco.engine.attach import Attachment
+from diloco.engine.masters import Masters
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import Rounds
 from diloco.engine.state import OuterState
@@ -54,6 +55,8 @@ class StreamingDiLoCo(EngineView):
             no error feedback.
         offload: keep Θ, the outer momentum and the error in pinned host memory, and fetch one fragment ahead.
         seed: the seed of codecs that draw random numbers, the same on all replicas.
+        masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
+            parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
         exchange: the transport of the payloads.
 
     Raises:
@@ -93,6 +96,7 @@ class StreamingDiLoCo(EngineView):
         error_feedback: float | None = None,
         seed: int = 0,
         offload: bool = False,
+        masters: Masters | Mapping[str, Tensor] | None = None,
     ) -> None:
         check_exchange(exchange)
         with failing_together(exchange):
@@ -111,7 +115,7 @@ class StreamingDiLoCo(EngineView):
             self.settings.check(model, exchange.num_replicas)
             self.settings.check_transport(exchange)
             self.exchange = exchange
-            parameters = FragmentParameters(model, self.settings.fragments)
+            parameters = FragmentParameters(model, self.settings.fragments, masters)
             state = OuterState(
                 map(parameters.flat, range(len(self.settings.fragments))),
                 slots=self.settings.outer.slots,
@@ -140,9 +144,10 @@ class StreamingDiLoCo(EngineView):
         rounds, schedule = self._rounds, self.settings.schedule
         rounds.num_steps += 1
         due = schedule.due(rounds.num_steps, self.exchange.replica)
-        if not (due.send or due.merge or rounds.in_flight):
+        if not (due.send or due.merge or rounds.in_flight or rounds.parameters.watch.merges):
             return ()  # most steps
         with self._whole():
+            rounds.parameters.look_at_merges(rounds.num_steps)
             if due.send:
                 rounds.send(due.send)
             merge = [sync for sync in due.merge if sync.step > self._drained_step]
@@ -165,6 +170,13 @@ class StreamingDiLoCo(EngineView):
             )
         self._attachment = Attachment(self.step, optimizer, scaler)
         return self._attachment
+
+    def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> torch.utils.hooks.RemovableHandle:
+        """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
+        hooks = self._rounds.parameters.merge_hooks
+        handle = torch.utils.hooks.RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def finish(self) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.

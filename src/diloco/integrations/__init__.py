@@ -1,0 +1,1 @@
+"""Adapters for other libraries, which are imported when an adapter is made."""

@@ -1,0 +1,110 @@
+"""Guards against results that would be wrong without an error."""
+
+import pytest
+import torch
+from tests.engine.test_masters import MastersSGD, Plain, engine_of, network, take_inner_step
+from tests.processes import run_replicas
+from torch.nn.parallel import DistributedDataParallel
+
+import diloco
+
+
+def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tuple[int, str | None]:
+    """The step at which training ends, and the error that ended it."""
+    model = network(dtype)
+    engine = engine_of(model, **arguments)
+    optimizer = optimizer_of(model)
+    data = torch.Generator().manual_seed(engine.exchange.replica)
+    try:
+        for _ in range(90):
+            take_inner_step(model, optimizer, data)
+            engine.step()
+    except (diloco.UserError, diloco.ExchangeError) as error:  # the other replica's, or its own
+        return engine.num_steps, str(error)
+    return engine.num_steps, None
+
+
+def train_with_masters_of_its_own(arguments: dict) -> tuple[int, str | None]:
+    """The optimizer's masters are unknown to the engine."""
+    return train(torch.bfloat16, MastersSGD, **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"mixing": 0.0}, {"mixing": 0.5, "overlap_steps": 3}])
+def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send(arguments):
+    results = run_replicas(train_with_masters_of_its_own, 2, arguments)
+    for num_steps, message in results:
+        assert num_steps == 40
+        assert "step 40: the merge of fragment 0 after step 2" in message
+        assert "was undone by the next inner step" in message and "masters=" in message
+
+
+def train_honestly() -> list[tuple[int, str | None]]:
+    """Parameters that keep what was merged: in BF16, with hardly any merge, with one at each step."""
+    fast = diloco.Nesterov(lr=0.9, momentum=0.5)
+    return [
+        train(torch.bfloat16, Plain),
+        train(torch.bfloat16, Plain, mixing=0.99),
+        train(torch.float32, Plain, mixing=0.0, outer=fast),
+        train(torch.float32, Plain, mixing=1.0),
+        train(torch.float32, Plain, mixing=0.0, sync_every=1, wire="e3m0"),
+        train(torch.bfloat16, Plain, mixing=0.5, sync_every=2, overlap_steps=1),
+    ]
+
+
+def test_merges_that_are_kept_raise_no_alarm():
+    for results in run_replicas(train_honestly, 2):
+        assert results == [(90, None)] * 6
+
+
+def train_alike(combine: str, wire: str, cause: str) -> str | None:
+    """The error of replicas whose gradients are averaged, or whose data are the same."""
+    model = network(torch.float32)
+    engine = engine_of(model, sync_every=5, combine=combine, wire=wire)
+    replica = engine.exchange.replica
+    optimizer = Plain(model)
+    called = DistributedDataParallel(model) if cause == "spanning" else model
+    data = torch.Generator().manual_seed(0 if cause == "data" else replica)
+    try:
+        for _ in range(11):
+            if cause == "no gradients":
+                engine.step()
+                continue
+            take_inner_step(called, optimizer, data)
+            engine.step()
+    except diloco.UserError as error:
+        assert engine.num_steps == 5
+        return str(error)
+    return None
+
+
+ALIKE = [
+    (combine, wire, cause)
+    for combine, wire in (("gather", "e3m0"), ("reduce_scatter:bf16", "int8"))
+    for cause in ("spanning", "data", "no gradients", "none")
+]
+
+
+def train_all_alike() -> list[str | None]:
+    return [train_alike(*arguments) for arguments in ALIKE]
+
+
+def test_equal_outer_gradients_of_all_replicas_are_refused():
+    for messages in run_replicas(train_all_alike, 2):
+        for (_, _, cause), message in zip(ALIKE, messages, strict=True):
+            if cause in ("spanning", "data"):
+                assert "all 2 replicas made the same outer gradient of fragment 0" in message
+                assert "diloco.connect" in message and "the same data" in message
+            else:
+                assert message is None
+
+
+@pytest.mark.parametrize("num_elements", [7, 15])
+def test_few_elements_prove_nothing(num_elements):
+    """A merge that two inner steps of a tiny model can undo by themselves."""
+    model = torch.nn.Linear(num_elements, 1, bias=False)
+    engine = engine_of(model, sync_every=2, exchange=diloco.LoopbackExchange(), mixing=0.0)
+    kept = model.weight.detach().clone()
+    for step in range(9):
+        with torch.no_grad():
+            model.weight.copy_(kept + step)
+        engine.step()

@@ -1,0 +1,121 @@
+"""DeepSpeed inside each of two replicas: two sites of two processes, each site a job of its own."""
+
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.processes import init_group, run_replicas
+from torch import nn
+
+import diloco
+from diloco.integrations.deepspeed import DeepSpeedMasters
+
+pytest.importorskip("deepspeed")
+
+pytestmark = pytest.mark.slow
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # DeepSpeed has no fp16 on a CPU
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 1))
+
+
+def deepspeed_model(stage: int, dtype: str):
+    """A network under DeepSpeed, with torch's own collectives: to build DeepSpeed's takes a minute."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.clear()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    model, *_ = deepspeed.initialize(model=network(), config=config, dist_init_required=False)
+    return model
+
+
+def start(folder: str, size: int) -> tuple[int, int]:
+    """Join the group of this process's site of some size, without any process of the other."""
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    number = int(os.environ["DILOCO_REPLICA"])
+    replica, rank = divmod(number, size)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    Path(folder, str(replica)).mkdir(parents=True, exist_ok=True)
+    init_group(f"{folder}/{replica}", rank, size)
+    return replica, number
+
+
+def train(folder: str, stage: int, dtype: str, leader: bool) -> tuple[str, float]:
+    """The hash of Θ and the last loss; with α = 0 the masters end as Θ, and the parameters as it is rounded."""
+    replica, number = start(folder, size=2)
+    model = deepspeed_model(stage, dtype)
+    engine = diloco.StreamingDiLoCo(
+        model.module,
+        fragments=diloco.whole(model.module),
+        schedule=diloco.Schedule(sync_every=6, num_fragments=1),
+        mixing=0.0,
+        wire="fp32",
+        masters=DeepSpeedMasters(model),
+        exchange=diloco.connect(replica=replica, num_replicas=2, leader=leader, timeout_seconds=20),
+    )
+    data = torch.Generator().manual_seed(number)
+    for _ in range(36):
+        inputs = torch.randn(16, 8, generator=data).to(DTYPES[dtype])
+        loss = (model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean()
+        model.backward(loss)
+        model.step()
+        engine.step()
+    engine.finish()
+    outer = engine.outer_parameters()
+    parameters = dict(model.module.named_parameters())
+    for name, master in DeepSpeedMasters(model).read(tuple(parameters)).items():
+        assert torch.equal(master, outer[name]), "the masters are Θ to the last bit"
+        assert torch.equal(parameters[name], outer[name].to(DTYPES[dtype]))
+    return engine.outer_hash(), loss.item()
+
+
+@pytest.mark.parametrize(("stage", "dtype", "leader"), [(1, "bf16", True), (2, "bf16", False), (2, "fp32", True)])
+def test_two_sites_with_deepspeed_inside_train_one_model(tmp_path, stage, dtype, leader):
+    results = run_replicas(train, 4, str(tmp_path), stage, dtype, leader, joined=False, timeout_seconds=150)
+    assert len({outer_hash for outer_hash, _ in results}) == 1
+    assert all(loss < 2.0 for _, loss in results), "the variance of the target is 8"
+
+
+def train_without_masters(folder: str) -> str:
+    """The error that ends training."""
+    replica, number = start(folder, size=1)
+    model = deepspeed_model(1, "bf16")
+    engine = diloco.StreamingDiLoCo(
+        model.module,
+        fragments=diloco.whole(model.module),
+        schedule=diloco.Schedule(sync_every=20, num_fragments=1),
+        mixing=0.0,
+        exchange=diloco.connect(replica=replica, num_replicas=2, timeout_seconds=20),
+    )
+    data = torch.Generator().manual_seed(number)
+    with pytest.raises(diloco.DilocoError) as undone:  # the other replica's, or its own
+        for _ in range(41):
+            inputs = torch.randn(16, 8, generator=data).bfloat16()
+            model.backward((model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean())
+            model.step()
+            engine.step()
+    return str(undone.value)
+
+
+def test_deepspeed_without_the_adapter_is_refused(tmp_path):
+    for message in run_replicas(train_without_masters, 2, str(tmp_path), joined=False, timeout_seconds=150):
+        assert "was undone by the next inner step" in message and "masters=" in message
+
+
+def test_zero_3_is_refused():
+    with pytest.raises(diloco.UserError, match="set zero_optimization"):
+        DeepSpeedMasters(SimpleNamespace(zero_optimization_stage=lambda: 3))

@@ -1,0 +1,77 @@
+"""Schedule-free optimizers: θ is x, and a merge moves x, y and z alike."""
+
+import pytest
+import torch
+from tests.processes import run_replicas
+from torch import nn
+
+import diloco
+from diloco.integrations.schedule_free import ScheduleFreeMasters
+
+schedulefree = pytest.importorskip("schedulefree")
+
+pytestmark = pytest.mark.slow
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=0.02),
+    "radam": lambda parameters: schedulefree.RAdamScheduleFree(parameters, lr=0.02, silent_sgd_phase=False),
+    "sgd": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.5, momentum=0.8),
+}
+
+
+def train(kind: str, alpha: float) -> tuple[str, float, float, float]:
+    """After the last merge Θ's hash, how far x is from Θ, how unlike the sequences moved, and the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 1))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer.train()
+    masters = ScheduleFreeMasters(model, optimizer)
+    exchange = diloco.ProcessGroupExchange(timeout_seconds=20)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=10, num_fragments=1),
+        outer=diloco.Nesterov(lr=1.0, momentum=0.0),
+        mixing=alpha,
+        wire="fp32",
+        masters=masters,
+        exchange=exchange,
+    )
+    names = tuple(dict(model.named_parameters()))
+    start = masters.read(names)
+    assert all(torch.equal(start[name], theta) for name, theta in engine.outer_parameters().items())
+    data = torch.Generator().manual_seed(exchange.replica)
+    moved = []
+    for _ in range(200):
+        inputs = torch.randn(16, 8, generator=data)
+        optimizer.zero_grad()
+        loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        before = {
+            name: (p.detach().clone(), optimizer.state[p]["z"].clone()) for name, p in model.named_parameters()
+        }
+        x = masters.read(names)
+        if engine.step():
+            after = masters.read(names)
+            for name, p in model.named_parameters():
+                y, z = before[name]
+                for now, was in ((p.detach(), y), (optimizer.state[p]["z"], z)):
+                    moved.append(((now - was) - (after[name] - x[name])).abs().max().item())
+    assert len(moved) == 20 * 2 * len(names)
+    outer, x = engine.outer_parameters(), masters.read(names)
+    distance = max((outer[name] - x[name]).abs().max().item() for name in names)
+    optimizer.eval()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), x[name], rtol=0, atol=1e-6)
+        assert torch.equal(masters.read(names)[name], p.detach()), "in evaluation the parameters are x"
+    return engine.outer_hash(), distance, max(moved), loss.item()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_merge_moves_all_sequences_alike(kind):
+    results = run_replicas(train, 2, kind, 0.0)
+    assert len({outer_hash for outer_hash, *_ in results}) == 1
+    for _, distance, moved, loss in results:
+        assert distance < 1e-5 and moved < 1e-5
+        assert loss < 2.0, "the variance of the target is 8"
