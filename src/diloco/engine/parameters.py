@@ -74,6 +74,10 @@ class FragmentParameters:
         """A fragment's flat FP32 vector (N), from tensors by parameter name."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
 
+    def names_in_model(self) -> set[str]:
+        """The names of all parameters of the model, frozen ones included."""
+        return {name for name, _ in self._model.named_parameters()}
+
     def first_not_finite(self, fragment: int, flat_N: Tensor) -> str | None:
         """The first parameter for which a flat vector holds NaN or an infinity."""
         parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)

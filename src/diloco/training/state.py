@@ -50,7 +50,7 @@ class TrainState:
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step)
-        tensors = self._tensors(_parted(self.sync.state_like(facts["sync"]))[1])
+        tensors = self._tensors(_parted(self.sync.state_dict())[1])
         checkpoints.load(step, tensors)
         self.step, self.seconds, self.blocked_seconds = (facts[name] for name in _COUNTERS)
         self.model.load_state_dict(tensors["model"])
