@@ -212,15 +212,17 @@ class StreamingDiLoCo(EngineView):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
 
-        Load it before the next inner step, before or after the model's. With nothing in flight, as after
-        `finish()`, this engine may have any other settings but the outer rule's class, and be any replica of any
-        number. Then parameters frozen since are ignored, and those unfrozen since start with Θ = θ: load the
-        model first. The error is zero unless replica and β are those of the state.
+        Build the engine on parameters that all replicas share, the initial ones or Θ, and load the model's own
+        after that; before or after the engine's does not matter. With nothing in flight, as after `finish()`,
+        this engine may have other settings, all but the outer rule's class, and be any replica of any number.
+        Then parameters frozen since are ignored, and those unfrozen since start with Θ = θ: load the model first.
+        The error is zero unless replica and β are those of the state.
 
         Raises:
             DisagreementError: if the replicas load different steps, or states of different runs.
             UserError: if this engine failed; if the state is not of an engine, of another model, or of other
-                settings while something is in flight. Whatever is refused, nothing was changed.
+                settings while something is in flight. A refusal changes nothing, but torch.distributed.checkpoint
+                has read into Θ and the slots before: build a new engine then.
         """
         accepted, unfrozen = loadable(self._rounds, state)
         with self._whole():
