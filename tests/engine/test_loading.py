@@ -245,7 +245,7 @@ def test_what_one_replica_has_drained_and_another_has_not_is_refused():
 
 
 def load_states_of_two_runs(case: Case, num_steps: int) -> str:
-    """What is raised where each replica has the state of its own in another run of the same settings."""
+    """The message of the refusal where each replica loads its state of another run; empty if there is none."""
     states = []
     for learning in (1, 2):
         model = case.model()
