@@ -77,18 +77,14 @@ of_replica = {
 
 def save() -> None:
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer, "engine": engine.state_dict()}
-    dcp.save(state, **of_replica)
+    dcp.save({"model": of_model, "optimizer": of_optimizer, "engine": engine}, **of_replica)
 
 
 def resume() -> None:
-    saved = {"in_flight": []}
-    dcp.load({"engine": saved}, **of_replica)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": of_model, "optimizer": of_optimizer, "engine": engine.state_like(saved)}
-    dcp.load(state, **of_replica)
+    state = {"model": of_model, "optimizer": of_optimizer, "engine": engine}
+    dcp.load(state, **of_replica)  # the engine is loaded with that
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    engine.load_state_dict(state["engine"])
 
 
 # --8<-- [end:checkpoints]

@@ -107,6 +107,11 @@ class Schedule:
         first = period + offset if self.first_sync == "full_period" else offset or period
         return first + (round - 1) * period
 
+    def num_sent(self, fragment: int, step: int) -> int:
+        """How often a fragment is sent up to a step."""
+        elapsed = step - self.send_step(fragment)
+        return 1 + elapsed // self.sync_every if elapsed >= 0 else 0
+
     def overlap(self, replica: int) -> int:
         """τ_m of a replica."""
         return self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps

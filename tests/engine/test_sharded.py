@@ -191,14 +191,11 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
         "process_group": mesh.get_group("shard"),
     }
     if of_replica["checkpoint_id"].exists():
-        saved = {"in_flight": []}
-        dcp.load({"engine": saved}, **of_replica)
-        assert saved["in_flight"] == [[0, 2, 20], [1, 2, 23]]
-        state = whole_state(model, optimizer, engine.state_like(saved))
+        state = whole_state(model, optimizer, engine)
         dcp.load(state, **of_replica)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        engine.load_state_dict(state["engine"])
         assert engine.num_steps == 24
+        assert engine.state_dict()["in_flight"] == [[0, 2, 20], [1, 2, 23]]
     for step in range(engine.num_steps + 1, 41):
         loss, _ = loss_of(model, windows(seed=100 * engine.exchange.replica + step), mesh)
         loss.backward()
@@ -206,15 +203,17 @@ def train_and_save(S: int, wire: str, folder: Path) -> tuple[str, torch.Tensor]:
         optimizer.zero_grad()
         engine.step()
         if step == 24:
-            dcp.save(whole_state(model, optimizer, engine.state_dict()), **of_replica)
+            dcp.save(whole_state(model, optimizer, engine), **of_replica)
     engine.finish()
     outer_hash = engine.outer_hash()
     return outer_hash, torch.cat([gathered(theta).flatten() for theta in engine.outer_parameters().values()])
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, of_engine: dict) -> dict:
+def whole_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, engine: diloco.StreamingDiLoCo
+) -> dict[str, object]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer, "engine": of_engine}
+    return {"model": of_model, "optimizer": of_optimizer, "engine": engine}
 
 
 @pytest.mark.slow

@@ -237,9 +237,7 @@ def test_a_parameter_that_was_replaced_is_refused_by_name():
         inner_step(model, 0, t)
         engine.step()
     model.load_state_dict(case.model().state_dict(), assign=True)
-    with pytest.raises(
-        ValueError, match=r"step 4: parameter blocks.0.weight was replaced .*: build the engine last"
-    ):
+    with pytest.raises(ValueError, match=r"parameter blocks.0.weight was replaced .*: build the engine last"):
         engine.step()
 
 

@@ -111,6 +111,22 @@ class Attachment:
         return result
 
 
+def attached(
+    before: Attachment | None, count: Callable[[], object], optimizer: object, scaler: object
+) -> Attachment:
+    """A new attachment in the place of an earlier one, which must have been removed.
+
+    Raises:
+        UserError: if it has not, or as `Attachment`.
+    """
+    if before is not None and before.is_attached:
+        raise UserError(
+            "the engine is attached already, and would count every inner step twice: attach it alone to the "
+            "optimizer that steps last"
+        )
+    return Attachment(count, optimizer, scaler)
+
+
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, called as it is where torch.compile traces an optimizer's step."""
     return cast(Callable[..., Any], torch.compiler.disable(function))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
 from diloco.engine.masters import Masters, check_master, masters_of
@@ -52,8 +53,7 @@ class FragmentParameters:
         """For each fragment, where its blocks lie in its flat vector."""
         self.watch = MergeWatch()
         """Guards the merges."""
-        self.merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()
-        """Called after each merge with the names of the parameters that it changed."""
+        self._merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()
         self._masters = masters_of(model, masters)
 
     def shards(self, fragment: int) -> list[Tensor]:
@@ -85,8 +85,14 @@ class FragmentParameters:
             named = zip(parameters.items(), theta, strict=True)
             self._masters.write({name: sharded_like(master, like) for (name, like), master in named})
         self.watch.merged(fragment, step, before_K, self.shards(fragment))
-        for hook in tuple(self.merge_hooks.values()):
+        for hook in tuple(self._merge_hooks.values()):
             hook(tuple(parameters))
+
+    def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> RemovableHandle:
+        """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
+        handle = RemovableHandle(self._merge_hooks)
+        self._merge_hooks[handle.id] = hook
+        return handle
 
     def look_at_merges(self, step: int) -> None:
         """Judge the merges that this inner step follows."""
@@ -121,6 +127,10 @@ class FragmentParameters:
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
         """A fragment's flat FP32 vector (N), from tensors by parameter name."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
+
+    def names_in_model(self) -> set[str]:
+        """The names of all parameters of the model, frozen ones included."""
+        return {name for name, _ in self._model.named_parameters()}
 
     def first_not_finite(self, fragment: int, flat_N: Tensor) -> str | None:
         """The first parameter for which a flat vector holds NaN or an infinity."""

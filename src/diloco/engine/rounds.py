@@ -72,10 +72,26 @@ class Rounds:
     """Payload bytes of all shards from the other replicas that were merged."""
     blocked_seconds: float = 0.0
     """How long training has waited for payloads."""
+    last_sent: list[int] = field(default_factory=list)
+    """For each fragment the step after which it was sent last; 0 if never."""
+
+    @classmethod
+    def begin(
+        cls, settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool
+    ) -> "Rounds":
+        """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
+        state = OuterState(
+            map(parameters.flat, range(len(settings.fragments))),
+            slots=settings.outer.slots,
+            with_error=settings.error_feedback is not None,
+            offload=offload,
+        )
+        return cls(settings, transport, parameters, state, Cohort.equal(transport.num_replicas))
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made, and count the bytes of each fragment."""
         sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
+        self.last_sent = [0] * len(sizes)
         self._reduction = self.settings.reduction
         self._shard_group = self.parameters.shard_group
         self._shard = shard_index(self._shard_group)
@@ -104,6 +120,7 @@ class Rounds:
                 self.state.keep(ERROR, sync.fragment)
             self.start(sync, self._reduction, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
+            self.last_sent[sync.fragment] = sync.step
 
     def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
         """Start to bring every member what it needs of a round."""
@@ -145,14 +162,17 @@ class Rounds:
             for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True)
         )
 
-    def sent(self) -> dict[str, Tensor]:
-        """The decoded outer gradients of the rounds in flight, by parameter name."""
-        named: dict[str, Tensor] = {}
-        for flight in self.in_flight:
-            p, key = flight.sync.fragment, self.key(flight.sync)
-            sent_N = flight.reduction.decode(flight.payloads, self.state.num_elements(p), key)
-            named |= self.parameters.named(p, sent_N)
-        return named
+    def sent(self) -> Iterator[Tensor]:
+        """For each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none."""
+        flights = {flight.sync.fragment: flight for flight in self.in_flight}
+        assert len(flights) == len(self.in_flight), "τ < H on every replica: a fragment is in flight once"
+        for p in range(self.state.num_fragments):
+            num_elements = self.state.num_elements(p)
+            if (flight := flights.get(p)) is None:
+                # On the CPU, where zeros take no memory until they are written.
+                yield torch.zeros(num_elements, dtype=torch.float32, device="cpu")
+            else:
+                yield flight.reduction.decode(flight.payloads, num_elements, self.key(flight.sync))
 
     def expect_next(self) -> None:
         """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""

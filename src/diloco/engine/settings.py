@@ -131,7 +131,16 @@ class Settings:
 
     def _check_slots(self) -> None:
         slots = self.outer.slots
-        taken = {"outer", "error", "sent", "in_flight", *self.facts_of_state(0, 1), *COUNTERS}
+        taken = {
+            "outer",
+            "error",
+            "sent",
+            "in_flight",
+            "fragments",
+            "last_sent",
+            *self.facts_of_state(0, 1),
+            *COUNTERS,
+        }
         if len(set(slots)) < len(slots) or taken & set(slots):
             raise UserError(
                 f"{type(self.outer).__name__}.slots={slots} must be different names, and none of "

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from diloco.engine import checkpoint
 from diloco.engine.arguments import check_exchange, check_model, settings_of
-from diloco.engine.attach import Attachment
+from diloco.engine.attach import Attachment, attached
+from diloco.engine.finish import finish, warn_of_unsent
+from diloco.engine.loading import loadable
 from diloco.engine.masters import Masters
+from diloco.engine.model_loads import ModelLoads, adopt
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import Rounds
-from diloco.engine.state import OuterState
 from diloco.engine.view import EngineView
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.control import agree, failing_together
@@ -25,7 +27,6 @@ from diloco.fragments import Fragment
 from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
-from diloco.reduction.cohort import Cohort
 from diloco.schedule import Schedule
 from diloco.wire.payload import Codec
 
@@ -116,15 +117,9 @@ class StreamingDiLoCo(EngineView):
             self.settings.check_transport(exchange)
             self.exchange = exchange
             parameters = FragmentParameters(model, self.settings.fragments, masters)
-            state = OuterState(
-                map(parameters.flat, range(len(self.settings.fragments))),
-                slots=self.settings.outer.slots,
-                with_error=error_feedback is not None,
-                offload=offload,
-            )
-            cohort = Cohort.equal(exchange.num_replicas)
-            self._rounds = Rounds(self.settings, exchange, parameters, state, cohort)
+            self._rounds = Rounds.begin(self.settings, exchange, parameters, offload=offload)
             self._attachment: Attachment | None = None
+            self._loads = ModelLoads(model, self._rounds)
             self._sound = True
             self._drained_step = 0  # what was sent up to this step was merged by finish()
             agree(exchange, self.settings.facts(exchange.num_replicas) | parameters.facts())
@@ -136,11 +131,13 @@ class StreamingDiLoCo(EngineView):
             The outer steps that were taken; none on most steps.
 
         Raises:
-            NonFiniteError, UserError: if an outer gradient is not finite, or a parameter was replaced since the
-                engine was built; this process sent nothing of this step.
+            NonFiniteError, UserError: if an outer gradient is not finite, or a parameter was replaced or loaded
+                since the engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
         self._check_going_on()
+        if self._loads.pending:
+            self._loads.check()
         rounds, schedule = self._rounds, self.settings.schedule
         rounds.num_steps += 1
         due = schedule.due(rounds.num_steps, self.exchange.replica)
@@ -163,42 +160,52 @@ class StreamingDiLoCo(EngineView):
             optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
         """
-        if self._attachment is not None and self._attachment.is_attached:
-            raise UserError(
-                "the engine is attached already, and would count every inner step twice: attach it alone to "
-                "the optimizer that steps last"
-            )
-        self._attachment = Attachment(self.step, optimizer, scaler)
+        self._attachment = attached(self._attachment, self.step, optimizer, scaler)
         return self._attachment
 
     def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> torch.utils.hooks.RemovableHandle:
         """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
-        hooks = self._rounds.parameters.merge_hooks
-        handle = torch.utils.hooks.RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
+        return self._rounds.parameters.on_merge(hook)
 
-    def finish(self) -> tuple[OuterStep, ...]:
+    def finish(self, *, flush: bool = False) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
 
         It raises what `step()` raises; after any error, load the last saved state in a new engine.
+
+        Args:
+            flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
+                work of all. Without it, a warning names the fragments that were never sent.
         """
         self._check_going_on()
+        if flush and self._loads.pending:
+            self._loads.check()
         with self._whole(), self.exchange.finishing(self.num_steps):
-            agree(self.exchange, {"number of inner steps at finish()": self.num_steps})
-            first_step = self.num_steps - self.settings.schedule.overlap(self.exchange.replica) + 1
-            due = [flight.sync for flight in self._rounds.in_flight if flight.sync.step >= first_step]
-            merged = self._rounds.merge(due, forget=self.num_steps)
+            merged = finish(self._rounds, flush=flush)
             self._drained_step = self.num_steps
+        warn_of_unsent(self._rounds)
         return merged
+
+    def adopt(self) -> None:
+        """Take parameters that were loaded into the model as Θ, with zeros for the outer momentum and the error.
+
+        All replicas call it after the same step, with the same parameters and nothing in flight.
+
+        Raises:
+            DisagreementError: if the replicas' parameters or numbers of steps differ; nothing is changed.
+            UserError: if something is in flight; nothing is changed.
+        """
+        self._check_going_on()
+        adopt(self._rounds)
+        self._loads.excuse(later=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
 
         Plain values, and dicts of FP32 tensors by parameter name, views of the engine's own where they can be:
-        `outer`, the outer rule's slots (`velocity`), `error`, and `sent`, the decoded outer gradients of the
-        fragments in flight. Of a sharded model they are DTensors; examples/sharded_replicas.py saves them, and
-        resumes on other shards.
+        `outer`, the outer rule's slots (`velocity`), `error`, and `sent`, the decoded outer gradients in flight
+        and zeros elsewhere. Keys and shapes are always the same: torch.distributed.checkpoint saves the engine
+        itself, and loads in place. Of a sharded model they are DTensors; examples/sharded_replicas.py resumes on
+        other shards.
         """
         self._check_sound()
         return checkpoint.state_of(self._rounds, self._drained_step)
@@ -206,25 +213,22 @@ class StreamingDiLoCo(EngineView):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
 
-        Build the engine on the initial parameters, which all replicas share, and load the model's own after that.
+        Build the engine on parameters that all replicas share, the initial ones or Θ, and load the model's own
+        after that; before or after the engine's does not matter. With nothing in flight, as after `finish()`,
+        this engine may have other settings, all but the outer rule's class, and be any replica of any number.
+        Then parameters frozen since are ignored, and those unfrozen since start with Θ = θ: load the model first.
+        The error is zero unless replica and β are those of the state.
 
         Raises:
-            DisagreementError: if the replicas load different steps, or one of them what `finish()` has drained.
-            UserError: if this engine failed; if the state is of other settings, seed or number of replicas (the
-                schedule counts with something in flight; the replica with that or error feedback).
+            DisagreementError: if the replicas load different steps, or states of different runs.
+            UserError: if this engine failed; if the state is not of an engine, of another model, or of other
+                settings while something is in flight. A refusal changes nothing, but torch.distributed.checkpoint
+                has read into Θ and the slots before: build a new engine then.
         """
-        checkpoint.agree_to_load(self._rounds, state)
+        accepted, unfrozen = loadable(self._rounds, state)
         with self._whole():
-            self._drained_step = checkpoint.load(self._rounds, state)
-
-    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A state with the tensors of a saved one, to be read in place as torch.distributed.checkpoint does.
-
-        Args:
-            saved: the plain values of the saved state, of which `in_flight` is used: read them first.
-        """
-        room = checkpoint.room_for_sent(self._rounds, saved["in_flight"])
-        return checkpoint.state_of(self._rounds, self._drained_step, sent=room)
+            self._drained_step = checkpoint.load(self._rounds, accepted)
+        self._loads.excuse(later=not unfrozen)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from diloco.engine.model_loads import ModelLoads
 from diloco.engine.rounds import Rounds
 from diloco.engine.sharded import gathered
 from diloco.engine.state import OUTER
@@ -15,6 +16,7 @@ class EngineView:
     """The counters and the outer parameters of the rounds of an engine."""
 
     _rounds: Rounds
+    _loads: ModelLoads
 
     @property
     def num_steps(self) -> int:
@@ -47,7 +49,7 @@ class EngineView:
     @contextmanager
     def outer_in_place(self) -> Iterator[None]:
         """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
-        with self._rounds.parameters.replaced_by(self.outer_parameters()):
+        with self._loads.undone(), self._rounds.parameters.replaced_by(self.outer_parameters()):
             yield
 
     def outer_hash(self) -> str:

@@ -9,7 +9,7 @@ import json
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,16 +99,20 @@ class Checkpoints:
             )
         return json.loads((self._path(step) / _FACTS).read_text())
 
-    def load(self, step: int, tensors: dict[str, Any]) -> None:
+    def load(self, step: int, tensors: dict[str, Any], *, optional: tuple[str, ...] = ()) -> None:
         """Read the tensors of a step in place; every process of the replica must call it.
 
         Args:
             step: a step whose `facts` were read before.
             tensors: with the names and shapes of those that were saved, sharded as they shall be from now on.
+            optional: the names, from the outermost, of a group whose tensors need not have been saved.
         """
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        load(tensors, checkpoint_id=self._path(step), process_group=self._group)
+        saved = FileSystemReader(self._path(step)).read_metadata().state_dict_metadata
+        present = _without_unsaved(tensors, optional, saved) if optional else tensors
+        load(present, checkpoint_id=self._path(step), process_group=self._group)
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints after a step from which the run goes on, and unfinished ones."""
@@ -161,6 +165,18 @@ def _check_disk(path: Path, metadata: Any) -> None:
     files = {information.relative_path for information in metadata.storage_data.values()} if metadata else set()
     if missing := sorted(name for name in files if not (path / name).exists()):
         raise OSError(f"{missing[0]} is missing, which another process has written: a replica needs one disk")
+
+
+def _without_unsaved(tensors: Any, group: Sequence[str], saved: Container[str], path: tuple[str, ...] = ()) -> Any:
+    """The nested tensors without those in a group whose dotted names are not among those saved."""
+    if not isinstance(tensors, Mapping):
+        return tensors
+    in_group = path == tuple(group)
+    return {
+        name: _without_unsaved(value, group, saved, (*path, name))
+        for name, value in tensors.items()
+        if not in_group or ".".join((*path, name)) in saved
+    }
 
 
 def _copied(tensors: Any) -> Any:

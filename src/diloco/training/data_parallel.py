@@ -114,11 +114,6 @@ class DataParallel:
         """The counters; the parameters are saved with the model."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
-    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The same: there are no tensors to read."""
-        del saved
-        return self.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the counters up again."""
         for name in _COUNTERS:

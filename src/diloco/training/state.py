@@ -51,8 +51,9 @@ class TrainState:
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step)
-        tensors = self._tensors(_parted(self.sync.state_like(facts["sync"]))[1])
-        checkpoints.load(step, tensors)
+        tensors = self._tensors(_parted(self.sync.state_dict())[1])
+        # An older checkpoint has what was in flight, and no zeros for the rest.
+        checkpoints.load(step, tensors, optional=("sync", "sent"))
         self.step, self.seconds, self.blocked_seconds = (facts[name] for name in _COUNTERS)
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))

@@ -48,15 +48,7 @@ class Synchronizer(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resumes: plain values, and dicts of tensors by parameter name."""
-        ...
-
-    def state_like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A state with the same tensors as a saved one, into which those are read in place.
-
-        Args:
-            saved: the plain values of the saved state.
-        """
+        """Everything that resumes: plain values, and dicts of tensors by name, always of the same shapes."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,85 @@
+"""The end of a run: fragments that were never sent are named, or flushed."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step, outer_of, theta_of, train
+from tests.processes import run_replicas
+
+import diloco
+
+CASE = Case(P=3, H=10, tau=2, wire="int4")
+"""The fragments are sent after steps 10, 13 and 16."""
+
+
+def advanced(steps: int) -> tuple:
+    model = CASE.model()
+    engine = CASE.engine(model)
+    for t in range(1, steps + 1):
+        inner_step(model, engine.exchange.replica, t)
+        engine.step()
+    return engine, model
+
+
+def test_fragments_that_were_never_sent_are_named():
+    engine, _ = advanced(14)
+    with pytest.warns(
+        UserWarning, match=r"after 14 inner steps fragment 2 \(blocks.2.weight, …\) was never"
+    ) as own:
+        engine.finish()
+    assert own[0].filename == __file__
+    engine, _ = advanced(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.finish()
+        CASE.engine(CASE.model()).finish()  # not a step was taken
+
+
+def flush() -> dict:
+    engine, model = advanced(14)
+    initial, bytes_before = theta_of(CASE.model()), engine.bytes_sent
+    merged = engine.finish(flush=True)
+    syncs = [tuple(step.sync) for step in merged]
+    moved = [
+        bool(np.any(after != before))
+        for after, before in zip(np.split(outer_of(engine), [4, 6]), np.split(initial, [4, 6]), strict=True)
+    ]
+    again = engine.finish(flush=True)
+    state = engine.state_dict()
+    resumed_model = CASE.model()
+    resumed = CASE.engine(resumed_model)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed.load_state_dict(state)
+    one, other = list(train(engine, model, 40)), list(train(resumed, resumed_model, 40))
+    return {
+        "syncs": syncs,
+        "moved": moved,
+        "again": again,
+        "in_flight": state["in_flight"],
+        "bytes": engine.bytes_sent > bytes_before,
+        "same": all(a.Theta.tobytes() == b.Theta.tobytes() for a, b in zip(one, other, strict=True)),
+        "hash": engine.outer_hash(),
+    }
+
+
+def test_a_flush_merges_the_last_work_of_every_fragment_and_the_run_may_go_on():
+    results = run_replicas(flush, 2)
+    for result in results:
+        assert result["syncs"] == [(1, 1, 13), (0, 2, 14), (1, 2, 14), (2, 1, 14)]
+        assert result["moved"] == [True] * 3
+        assert result["again"] == () and result["in_flight"] == [] and result["bytes"] and result["same"]
+    assert results[0]["hash"] == results[1]["hash"]
+
+
+def flush_alone() -> str:
+    engine, _ = advanced(14)
+    with pytest.raises(diloco.DisagreementError) as caught:
+        engine.finish(flush=dist.get_rank() == 0)
+    return str(caught.value)
+
+
+def test_all_replicas_flush_or_none():
+    for message in run_replicas(flush_alone, 2):
+        assert "fragments that finish() flushes: replica 0 has [0, 1, 2], replica 1 has []" in message
