@@ -1,7 +1,7 @@
 """Legend: see tests/engine/cases.py."""
 
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -35,6 +35,9 @@ class Losing:
         self.loses = loses
 
     def abort(self, reason): ...
+
+    def finishing(self, step):
+        return nullcontext()
 
     def start(self, payloads, tag):
         def wait() -> dict:
