@@ -34,8 +34,8 @@ class DiLoCo:
         kind = accelerator.distributed_type
         if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise UserError(
-                f"DiLoCo keeps whole replicas together, as LocalSGD does, and not those of {kind.value}: for FSDP2 "
-                "give StreamingDiLoCo the sharded model, and save its state with torch.distributed.checkpoint"
+                f"DiLoCo is for whole replicas, as LocalSGD is, not with {kind.value}: for FSDP2 give "
+                "StreamingDiLoCo the sharded model, and save its state with torch.distributed.checkpoint"
             )
         self._accelerator = accelerator
         self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))

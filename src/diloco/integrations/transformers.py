@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
@@ -63,9 +64,10 @@ class DiLoCoCallback(TrainerCallback):
         for name, reason in _REFUSED.items():
             if value := getattr(args, name, None):
                 raise UserError(f"{name}={value} {reason}", name)
-        if args.push_to_hub and args.hub_strategy != "end":
+        strategy = HubStrategy(args.hub_strategy)
+        if args.push_to_hub and strategy is not HubStrategy.END:
             raise UserError(
-                f"hub_strategy={args.hub_strategy} would push one replica's own parameters: set it to end, which "
+                f"hub_strategy={strategy.value} would push one replica's own parameters: set it to end, which "
                 "pushes Θ",
                 "hub_strategy",
             )
