@@ -32,8 +32,8 @@ def build(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=exchange)
 
 
-def llama(seed: int = 0) -> Any:
-    transformers.set_seed(seed)
+def llama() -> Any:
+    transformers.set_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
