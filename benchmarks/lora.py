@@ -2,9 +2,9 @@
 
     python benchmarks/lora.py --pretrain BOOKS.jsonl --train ARTICLES.jsonl --held-out HELD_OUT.jsonl
 
-A tiny Llama is pretrained on one kind of text for a moment, and fine-tuned on another. Every replica has half of the
-articles and half of the batch; all runs take the same number of steps. Prints the held-out loss of each, and the bytes
-that one replica sends, beside those of Data-Parallel for the same adapter: FP32 gradients in a ring, every step.
+A tiny Llama is pretrained on one kind of text for a moment, and fine-tuned on another. Every replica has half of
+the articles and half of the batch; all runs take the same number of steps. Prints the held-out loss of each, and the
+bytes that one replica sends, beside those of Data-Parallel for the same adapter: FP32 gradients in a ring, every step.
 """
 
 import argparse
@@ -61,10 +61,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pretrain(arguments, folder)
         address, batch = f"127.0.0.1:{free_port()}", arguments.batch
-        runs = [Run(2 * batch), Run(batch), *(Run(batch, (replica, 2), address) for replica in range(2))]
-        with get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-            results = pool.map(partial(fine_tune, arguments, folder), runs, chunksize=1)
-    double, alone, diloco_, same = results
+        with get_context("spawn").Pool(2) as pool:
+            run = partial(fine_tune, arguments, folder)
+            double, alone = pool.map(run, [Run(2 * batch), Run(batch)], chunksize=1)
+            diloco_, same = pool.map(run, [Run(batch, (r, 2), address) for r in range(2)], chunksize=1)
     assert diloco_["hash"] == same["hash"], "the replicas share one adapter"
     data_parallel = arguments.steps * 4 * diloco_["parameters"]
     print(f"adapter of {diloco_['parameters']:,} parameters, {arguments.steps} steps, H = {arguments.sync_every}")
@@ -84,9 +84,8 @@ def pretrain(arguments: argparse.Namespace, folder: str) -> None:
     documents = texts(arguments.pretrain)[:400]
     byte_pairs = ByteLevelBPETokenizer()
     byte_pairs.train_from_iterator(documents, VOCABULARY, special_tokens=["<pad>", "<eos>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_pairs._tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
+    fast = PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=byte_pairs._tokenizer, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
     set_seed(0)
     config = LlamaConfig(
@@ -97,8 +96,8 @@ def pretrain(arguments: argparse.Namespace, folder: str) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=SEQUENCE,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=byte_pairs.token_to_id("<pad>"),
+        eos_token_id=byte_pairs.token_to_id("<eos>"),
         bos_token_id=None,
         tie_word_embeddings=True,
     )
@@ -166,6 +165,7 @@ def fine_tune(arguments: argparse.Namespace, folder: str, run: Run) -> dict:
         callbacks=None if callback is None else [callback],
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    assert trainer.model is not None
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     return {

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 from multiprocessing import get_context
 from typing import Any
@@ -98,7 +97,6 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
         "undisturbed": undisturbed.diloco.engine.outer_hash(),
         "num_steps": engine.num_steps,
         "loss": [evaluated, own, job.loss(held_out).item()],
-        "seconds": time.process_time(),
     }
 
 
