@@ -3,8 +3,9 @@
     python benchmarks/lora.py --pretrain BOOKS.jsonl --train ARTICLES.jsonl --held-out HELD_OUT.jsonl
 
 A tiny Llama is pretrained on one kind of text for a moment, and fine-tuned on another. Every replica has half of
-the articles and half of the batch; all runs take the same number of steps. Prints the held-out loss of each, and the
-bytes that one replica sends, beside those of Data-Parallel for the same adapter: FP32 gradients in a ring, every step.
+the articles and half of the batch; all runs take the same number of steps. Prints the held-out loss of each, and
+the bytes that one replica sends, beside those of Data-Parallel for the same adapter: FP32 gradients in a ring at
+every step.
 """
 
 import argparse

@@ -129,6 +129,44 @@ def train_and_be_killed(make: Callable[..., Any], folder: str, port: int) -> Non
     trainer.train()
 
 
+def train_replica(
+    make: Callable[..., Any], load: Callable[..., Any], folder: str, ports: list[int]
+) -> dict[str, Any]:
+    """A run that is killed and resumed, and then the same run undisturbed and without evaluations."""
+    warnings.simplefilter("default")
+    transformers.logging.set_verbosity_error()
+    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
+    killed = get_context("fork").Process(target=train_and_be_killed, args=(make, folder, ports[0]))
+    killed.start()
+    killed.join(40)
+    assert killed.exitcode == -signal.SIGKILL
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    trainer = make(folder)
+    trainer.train(resume_from_checkpoint=True)
+    engine = trainer.callback_handler.callbacks[1].engine
+    trainer.save_model(f"{folder}/shipped")
+    results = {
+        "hash": engine.outer_hash(),
+        "num_steps": engine.num_steps,
+        "bytes": engine.bytes_sent,
+        "logs": trainer.state.log_history,
+        "after": trainer.evaluate(),
+    }
+    loaded = load(f"{folder}/shipped")
+    results["shipped"] = parameters_hash({name: loaded[name] for name in engine.outer_parameters()})
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    undisturbed = make(f"{folder}/undisturbed", eval_strategy="no", save_strategy="no")
+    undisturbed.train()
+    results["undisturbed"] = undisturbed.callback_handler.callbacks[1].engine.outer_hash()
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
+    with pytest.raises(diloco.DisagreementError, match="disagree on max_steps: replica 0 has 6, replica 1 has 7"):
+        make(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])).train()
+    return results
+
+
 def load_model(folder: str) -> dict[str, torch.Tensor]:
     return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
@@ -141,86 +179,28 @@ def load_adapter(folder: str) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-KINDS = {
-    "Trainer": (trainer_of, load_model, "eval_far_loss"),
-    "SFTTrainer with LoRA": (sft_trainer_of, load_adapter, "eval_loss"),
-}
-"""Makes a trainer, loads what it saved, and a metric that it evaluates."""
-
-
-def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
-    """The results of each kind: a run that is killed and resumed, and the same run undisturbed."""
-    import trl  # noqa: F401 - before the forks, which would import it again
-
-    warnings.simplefilter("default")
-    transformers.logging.set_verbosity_error()
-    folders = {kind: f"{folder}/{kind}/replica-{os.environ['DILOCO_REPLICA']}" for kind in KINDS}
-    ports_of = {kind: ports[4 * i : 4 * i + 4] for i, kind in enumerate(KINDS)}
-    # First of all, since autograd can't run in a fork of a process in which it ran already.
-    for kind, (make, _, _) in KINDS.items():
-        killed = get_context("fork").Process(
-            target=train_and_be_killed, args=(make, folders[kind], ports_of[kind][0])
-        )
-        killed.start()
-        killed.join(100)
-        assert killed.exitcode == -signal.SIGKILL
-    return {kind: resume(kind, folders[kind], ports_of[kind][1:]) for kind in KINDS}
-
-
-def resume(kind: str, folder: str, ports: list[int]) -> dict[str, Any]:
-    make, load, _ = KINDS[kind]
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[0]}"
-    trainer = make(folder)
-    trainer.train(resume_from_checkpoint=True)
-    engine = trainer.callback_handler.callbacks[1].engine
-    trainer.save_model(f"{folder}/shipped")
-    loaded = load(f"{folder}/shipped")
-    results = {
-        "hash": engine.outer_hash(),
-        "shipped": parameters_hash({name: loaded[name] for name in engine.outer_parameters()}),
-        "num_steps": engine.num_steps,
-        "after": trainer.evaluate(),
-        "logs": trainer.state.log_history,
-    }
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
-    undisturbed = make(f"{folder}/undisturbed", eval_strategy="no", save_strategy="no")
-    undisturbed.train()
-    results["undisturbed"] = undisturbed.callback_handler.callbacks[1].engine.outer_hash()
-
-    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
-    with pytest.raises(diloco.DisagreementError, match="disagree on max_steps: replica 0 has 6, replica 1 has 7"):
-        make(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])).train()
-    return results
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict[str, Any]]:
-    """The results of two replicas, by kind."""
-    pytest.importorskip("trl")
-    pytest.importorskip("peft")
-    folder, ports = str(tmp_path_factory.mktemp("replicas")), [free_port() for _ in range(8)]
-    return run_replicas(train_replica, 2, folder, ports, joined=False, timeout_seconds=200)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_replicas_are_killed_and_resume(results, kind):
-    first, second = (result[kind] for result in results)
-    for result in (first, second):
+@pytest.mark.parametrize(
+    ("make", "load", "metric"),
+    [(trainer_of, load_model, "eval_far_loss"), (sft_trainer_of, load_adapter, "eval_loss")],
+    ids=["Trainer", "SFTTrainer with LoRA"],
+)
+def test_two_replicas_are_killed_and_resume(tmp_path, make, load, metric):
+    if make is sft_trainer_of:
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    ports = [free_port() for _ in range(4)]
+    results = run_replicas(train_replica, 2, make, load, str(tmp_path), ports, joined=False, timeout_seconds=120)
+    for result in results:
         assert result["num_steps"] == STEPS, "micro-steps do not count"
+        assert result["bytes"] > 0
         assert result["hash"] == result["undisturbed"], "neither kill -9 nor evaluations change a bit"
         assert result["shipped"] == result["hash"], "save_model() saves Θ"
+    (first, second) = results
     assert first["hash"] == second["hash"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_outer_parameters_are_evaluated(results, kind):
-    first, second = (result[kind] for result in results)
-    metric = KINDS[kind][2]
     assert first["after"][metric] == second["after"][metric]
-    losses, others = ([row["loss"] for row in r["logs"] if "loss" in row] for r in (first, second))
+    losses, others = ([entry["loss"] for entry in result["logs"] if "loss" in entry] for result in results)
     assert len(losses) == STEPS and losses != others, "each replica trains on its own data"
-    evaluated, by_other = ([row[metric] for row in r["logs"] if metric in row] for r in (first, second))
+    evaluated, by_other = ([entry[metric] for entry in r["logs"] if metric in entry] for r in results)
     assert len(evaluated) == 6 and evaluated == by_other, "the replicas share Θ, and nothing else"
     assert evaluated[-1] < evaluated[0]
 
