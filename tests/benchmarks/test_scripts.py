@@ -66,7 +66,7 @@ def test_outer_step():
 
 def test_lora(tmp_path: Path, text: list[str]):
     pytest.importorskip("trl")
-    sizes = ["--pretrain-steps", 2, "--steps", 4, "--sync-every", 2, "--batch", 2]
+    sizes = ["--pretrain-steps", 2, "--steps", 6, "--sync-every", 3, "--batch", 2]
     output = run("lora.py", "--pretrain", tmp_path / "train.jsonl", *text, *sizes)
     assert re.search(r"two replicas, DiLoCo +[0-9.]+ +[1-9]", output)
     assert "fewer bytes than Data-Parallel" in output
