@@ -1,16 +1,18 @@
 """The examples and the code blocks of the docs, as a reader would start them."""
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import free_port
+from tests.processes import free_port, run_replicas
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -84,6 +86,30 @@ def test_replicas_agree_through_a_directory(tmp_path):
 @pytest.mark.parametrize("snippet", ["evaluate_and_resume.py", "merge_rule.py", "methods.py"])
 def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))
+
+
+def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str]:
+    os.chdir(folder)
+    hashes = []
+    for snippet, port in zip(snippets, ports, strict=True):
+        os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            hashes.append(runpy.run_path(str(SNIPPETS / snippet))["outer_hash"])
+    return hashes
+
+
+@pytest.mark.slow
+def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
+    pytest.importorskip("trl")
+    snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
+    ports = [free_port() for _ in snippets]
+    hashes, others = run_replicas(
+        run_snippets, 2, snippets, ports, str(tmp_path), joined=False, timeout_seconds=150
+    )
+    assert hashes == others and len(set(hashes)) == len(snippets)
+    assert (tmp_path / "trained/replica-0/model.safetensors").exists()
+    assert (tmp_path / "tuned/replica-1/adapter_model.safetensors").exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")

@@ -64,6 +64,14 @@ def test_outer_step():
     assert "decode and add 3 payloads" in output
 
 
+def test_lora(tmp_path: Path, text: list[str]):
+    pytest.importorskip("trl")
+    sizes = ["--pretrain-steps", 2, "--steps", 6, "--sync-every", 3, "--batch", 2]
+    output = run("lora.py", "--pretrain", tmp_path / "train.jsonl", *text, *sizes)
+    assert re.search(r"two replicas, DiLoCo +[0-9.]+ +[1-9]", output)
+    assert "fewer bytes than Data-Parallel" in output
+
+
 def test_weak_scaling():
     lines = run("weak_scaling.py", "--overlap-steps", 1).splitlines()[2:]
     assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]

@@ -1,1 +1,1 @@
-"""Adapters for other libraries, which are imported when an adapter is made."""
+"""Adapters for frameworks and other libraries: one file each, which alone imports what it adapts."""

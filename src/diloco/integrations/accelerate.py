@@ -1,0 +1,69 @@
+"""Accelerate: a context around a training loop, used as Accelerate's own `LocalSGD` is."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import UserError
+
+
+class DiLoCo:
+    """Trains one replica in a loop with Accelerate; every replica is a job of its own.
+
+    Call `step()` where `LocalSGD.step()` stands, after `optimizer.step()`: under `accelerator.accumulate` only the
+    last micro-step of a batch counts. At the end of the context everything in flight is merged, and Θ is left in
+    the model. `accelerator.save_state` and `load_state` keep the engine's state with the rest. Evaluate Θ in
+    `engine.outer_in_place()`.
+
+    Args:
+        accelerator: the replica's own.
+        model: the model that `accelerator.prepare` returned, with the initial parameters that all replicas share.
+        build: the engine of a model, which is passed without Accelerate's wrappers.
+
+    Raises:
+        UserError: if Accelerate shards the model, or leaves its optimizer's weights to DeepSpeed or Megatron-LM.
+    """
+
+    def __init__(
+        self, *, accelerator: Accelerator, model: nn.Module, build: Callable[[nn.Module], StreamingDiLoCo]
+    ) -> None:
+        kind = accelerator.distributed_type
+        if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UserError(
+                f"DiLoCo is for whole replicas, as LocalSGD is, not with {kind.value}: for FSDP2 give "
+                "StreamingDiLoCo the sharded model, and save its state with torch.distributed.checkpoint"
+            )
+        self._accelerator = accelerator
+        self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
+        """The engine."""
+        accelerator.register_for_checkpointing(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def step(self) -> None:
+        """Count an inner step, if the optimizer has stepped; one that a gradient scaler skipped counts too."""
+        if self._accelerator.sync_gradients:
+            self.engine.step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        if not self.engine.num_steps:
+            raise UserError("no inner step was counted: call step() after each optimizer.step()")
+        self.engine.finish()
+        self.engine.leave_outer_in_place()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's state, for `accelerator.save_state`."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state, for `accelerator.load_state`."""
+        self.engine.load_state_dict(state)

@@ -1,0 +1,167 @@
+"""transformers' `Trainer`, and trl's `SFTTrainer`: one callback trains a replica in the Trainer's own loop."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import HubStrategy
+
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import UserError
+from diloco.exchange.control import agree
+from diloco.outer.digest import parameters_hash
+
+_REFUSED = {
+    "load_best_model_at_end": "would end with one replica's own parameters: set it to False; the model ends as Θ",
+    "save_only_model": "would save one replica's own parameters as the model, and nothing to resume from: set it "
+    "to False, and call trainer.save_model() after training, which saves Θ",
+    "auto_find_batch_size": "would start again in mid-run, on this replica alone: set per_device_train_batch_size",
+    "fp16_full_eval": "moves the model to its device only after the engine was built: set it to False",
+    "bf16_full_eval": "moves the model to its device only after the engine was built: set it to False",
+    "fsdp": "shards the model after the engine was built: leave it out",
+    "deepspeed": "keeps weights of its own, which undo every merge: leave it out",
+}
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Trains one replica in a `Trainer` or `SFTTrainer`; every replica is a job of its own.
+
+    An inner step is one step of the optimizer: gradient accumulation, clipping and schedules stay the Trainer's.
+    Evaluations and predictions are those of Θ, and after training the model is Θ: `trainer.save_model()` saves it.
+    A checkpoint holds the replica's own parameters and the engine's state, for `resume_from_checkpoint`.
+
+    Args:
+        build: the engine of a model, which has its initial parameters when the Trainer is constructed.
+
+    Raises:
+        UserError: if a training argument would evaluate or save other parameters than Θ without a word.
+
+    Source: the order of events in transformers' `Trainer._inner_training_loop` and `Trainer.evaluation_loop`.
+    """
+
+    def __init__(self, build: Callable[[nn.Module], StreamingDiLoCo]) -> None:
+        self._build = build
+        self._engine: StreamingDiLoCo | None = None
+        self._model: nn.Module | None = None
+        self._training = False
+        self._outer: ExitStack | None = None  # closing it gives the model its own parameters back
+
+    @property
+    def engine(self) -> StreamingDiLoCo:
+        """The engine, from the construction of the Trainer on."""
+        if self._engine is None:
+            raise UserError("give DiLoCoCallback to the Trainer as one of its callbacks: it was added afterwards")
+        return self._engine
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Build the engine, before anything trains or loads the model."""
+        for name, reason in _REFUSED.items():
+            if value := getattr(args, name, None):
+                raise UserError(f"{name}={value} {reason}", name)
+        strategy = HubStrategy(args.hub_strategy)
+        if args.push_to_hub and strategy is not HubStrategy.END:
+            raise UserError(
+                f"hub_strategy={strategy.value} would push one replica's own parameters: set it to end, which "
+                "pushes Θ",
+                "hub_strategy",
+            )
+        self._model = kwargs["model"]
+        self._engine = self._build(kwargs["model"])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the replicas' numbers of steps, and take up the state of a checkpoint."""
+        if self.engine.num_steps:
+            raise UserError("this engine has trained already: make a new Trainer with a new DiLoCoCallback")
+        if kwargs["model"] is not self._model:
+            raise UserError("the Trainer has made a new model for train(): give it model, not model_init")
+        agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
+        if state.global_step:
+            self._resume(_state_file(args, state))
+        # The Trainer calls both, for optimizers that train other parameters than they evaluate.
+        optimizer = kwargs["optimizer"]
+        if callable(getattr(getattr(optimizer, "optimizer", optimizer), "eval", None)):
+            raise UserError("a schedule-free optimizer evaluates parameters of its own, not Θ: take another")
+        optimizer.eval, optimizer.train = self._put_outer_in, self._take_outer_out
+        self._training = True
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count an inner step, one that a gradient scaler skipped too."""
+        self.engine.step()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a Trainer that evaluates the replica's own parameters."""
+        if self._training and self._outer is None:
+            raise UserError("evaluation_loop must call self.optimizer.eval() first, as the Trainer's does: for Θ")
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the model its own parameters back, before a checkpoint is saved."""
+        self._take_outer_out()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
+    ) -> None:
+        """Give the model its own parameters back."""
+        self._take_outer_out()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the engine's state in the Trainer's checkpoint."""
+        if args.should_save:
+            path = _state_file(args, state)
+            partial = path.with_suffix(".partial")
+            torch.save({"engine": self.engine.state_dict(), "parameters": self._hash_of_model()}, partial)
+            partial.replace(path)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Merge what is in flight, and leave Θ in the model."""
+        self._take_outer_out()
+        self._training = False
+        del kwargs["optimizer"].eval, kwargs["optimizer"].train
+        self.engine.finish()
+        self.engine.leave_outer_in_place()
+
+    def _resume(self, path: Path) -> None:
+        if not path.exists():
+            raise UserError(f"{path} does not exist: resume a checkpoint in output_dir, which this callback saved")
+        saved = torch.load(path, weights_only=True)
+        if saved["parameters"] != self._hash_of_model():
+            raise UserError(
+                f"{path} was saved with other parameters than those that the Trainer has loaded: resume from a "
+                "checkpoint in this replica's own output_dir"
+            )
+        self.engine.load_state_dict(saved["engine"])
+
+    def _hash_of_model(self) -> str:
+        assert self._model is not None, "the engine was built"
+        return parameters_hash({name: p for name, p in self._model.named_parameters() if p.requires_grad})
+
+    def _put_outer_in(self) -> None:
+        if self._outer is None:
+            self._outer = ExitStack()
+            self._outer.enter_context(self.engine.outer_in_place())
+
+    def _take_outer_out(self) -> None:
+        if self._outer is not None:
+            self._outer.close()
+            self._outer = None
+
+
+def _state_file(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}", "diloco.pt")

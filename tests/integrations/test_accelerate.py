@@ -1,0 +1,131 @@
+"""Accelerate: two replicas, each a job of its own, in Accelerate's own loop."""
+
+import os
+import signal
+import warnings
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import free_port, run_replicas
+from torch import nn
+
+import diloco
+from diloco.outer.digest import parameters_hash
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED_AT, KILLED_AT = 14, 9, 11
+ACCUMULATED = 2
+
+
+def build(model: nn.Module) -> diloco.StreamingDiLoCo:
+    exchange = diloco.connect(timeout_seconds=30) if "DILOCO_ADDRESS" in os.environ else diloco.LoopbackExchange()
+    schedule = diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2)
+    return diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), schedule=schedule, exchange=exchange)
+
+
+class Job:
+    """A replica's model, optimizer and accelerator, built as in Accelerate's documentation."""
+
+    def __init__(self) -> None:
+        from diloco.integrations.accelerate import DiLoCo
+
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.diloco = DiLoCo(accelerator=self.accelerator, model=self.model, build=build)
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+
+    def train(self, first: int = 1, last: int = STEPS, save: str | None = None) -> None:
+        replica = int(os.environ.get("DILOCO_REPLICA", "0"))
+        with self.diloco as diloco_:
+            for micro_step in range(ACCUMULATED * (first - 1), ACCUMULATED * last):
+                data = torch.Generator().manual_seed(10_000 * replica + micro_step)
+                with self.accelerator.accumulate(self.model):
+                    self.accelerator.backward(self.loss(torch.randn(16, 8, generator=data)))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    diloco_.step()
+                if save is not None and micro_step + 1 == ACCUMULATED * SAVED_AT:
+                    self.accelerator.save_state(save)
+                if save is not None and micro_step + 1 == ACCUMULATED * KILLED_AT:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_be_killed(folder: str, port: int) -> None:
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+    Job().train(save=folder)
+
+
+def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
+    """A run that is killed and resumed, and then the same run undisturbed."""
+    warnings.simplefilter("default")
+    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
+    killed = get_context("fork").Process(target=train_and_be_killed, args=(folder, ports[0]))
+    killed.start()
+    killed.join(40)
+    assert killed.exitcode == -signal.SIGKILL
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    job, held_out = Job(), torch.randn(64, 8, generator=torch.Generator().manual_seed(99))
+    job.accelerator.load_state(folder)
+    engine = job.diloco.engine
+    assert engine.num_steps == SAVED_AT
+    with engine.outer_in_place():
+        evaluated = job.loss(held_out).item()
+    own = job.loss(held_out).item()
+    job.train(first=SAVED_AT + 1)
+    job.accelerator.save_model(job.model, f"{folder}/shipped")
+    loaded = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    accelerate.load_checkpoint_in_model(loaded, f"{folder}/shipped")
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    undisturbed = Job()
+    undisturbed.train()
+    return {
+        "hash": engine.outer_hash(),
+        "shipped": parameters_hash(dict(loaded.named_parameters())),
+        "undisturbed": undisturbed.diloco.engine.outer_hash(),
+        "num_steps": engine.num_steps,
+        "loss": [evaluated, own, job.loss(held_out).item()],
+    }
+
+
+def test_two_replicas_are_killed_and_resume(tmp_path):
+    ports = [free_port() for _ in range(3)]
+    results = run_replicas(train_replica, 2, str(tmp_path), ports, joined=False)
+    for result in results:
+        assert result["num_steps"] == STEPS, "micro-steps do not count"
+        assert result["hash"] == result["undisturbed"] == result["shipped"]
+    (evaluated, own, after), (evaluated_there, own_there, after_there) = (result["loss"] for result in results)
+    assert evaluated == evaluated_there and own != own_there and after == after_there
+    assert after < evaluated
+
+
+def test_a_loop_without_step_is_refused():
+    with pytest.raises(diloco.UserError, match="no inner step was counted: call step"), Job().diloco:
+        pass
+
+
+def test_an_error_in_the_loop_stays_what_it_is():
+    with pytest.raises(KeyError), Job().diloco:
+        raise KeyError
+
+
+def test_sharded_models_are_refused():
+    from diloco.integrations.accelerate import DiLoCo
+
+    accelerator = Job().accelerator
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    with pytest.raises(diloco.UserError, match="DiLoCo is for whole replicas, as LocalSGD is, not with FSDP"):
+        DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,275 @@
+"""transformers' Trainer and trl's SFTTrainer: two replicas, each a job of its own, on tiny models."""
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import free_port, run_replicas
+
+import diloco
+from diloco.outer.digest import parameters_hash
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+STEPS = 14
+KILLED_AT = 11
+"""The last checkpoint is then that of step 9, in which fragments are in flight."""
+SCHEDULE = {"sync_every": 4, "overlap_steps": 2}
+
+
+def build(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
+    fragments = diloco.strided(model, layers_per_fragment=1)
+    schedule = diloco.Schedule(num_fragments=len(fragments), **SCHEDULE)
+    exchange = diloco.connect(timeout_seconds=30) if "DILOCO_ADDRESS" in os.environ else diloco.LoopbackExchange()
+    return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=exchange)
+
+
+def llama() -> Any:
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(seed: int, num_rows: int) -> list[dict[str, torch.Tensor]]:
+    """Tokens that count upwards, from where each row begins."""
+    starts = torch.randint(64, (num_rows, 1), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in (starts + torch.arange(16)) % 64]
+
+
+def arguments(folder: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **changes,
+    }
+
+
+def new_callback() -> Any:
+    from diloco.integrations.transformers import DiLoCoCallback
+
+    return DiLoCoCallback(build)
+
+
+def trainer_of(folder: str, *, kind: Any = None, **changes: Any) -> Any:
+    """A Trainer with a shard of data for each replica, and two held-out sets that all share."""
+    replica = int(os.environ.get("DILOCO_REPLICA", "0"))
+    given = {name: changes.pop(name) for name in ("model", "model_init", "optimizers") if name in changes}
+    return (kind or transformers.Trainer)(
+        **{"model": llama(), **given},
+        args=transformers.TrainingArguments(**arguments(folder, **changes)),
+        train_dataset=rows(replica, 40),
+        eval_dataset={"near": rows(100, 6), "far": rows(101, 6)},
+        callbacks=[new_callback()],
+    )
+
+
+def sft_trainer_of(folder: str, **changes: Any) -> Any:
+    """An SFTTrainer of a LoRA adapter, with token ids as they come out of a tokenizer."""
+    import datasets
+    import peft
+    import tokenizers
+    import trl
+
+    replica = int(os.environ["DILOCO_REPLICA"])
+    words = {f"w{i}": i for i in range(64)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    sets = [
+        datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(seed, num_rows)])
+        for seed, num_rows in ((replica, 40), (100, 6))
+    ]
+    return trl.SFTTrainer(
+        model=llama(),
+        args=trl.SFTConfig(**arguments(folder, **changes), max_length=16, bf16=False),
+        train_dataset=sets[0],
+        eval_dataset=sets[1],
+        processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="w0", eos_token="w2"
+        ),
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        callbacks=[new_callback()],
+    )
+
+
+def train_and_be_killed(make: Callable[..., Any], folder: str, port: int) -> None:
+    class Kill(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == KILLED_AT:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+    trainer = make(folder)
+    trainer.add_callback(Kill())
+    trainer.train()
+
+
+def train_replica(
+    make: Callable[..., Any], load: Callable[..., Any], folder: str, ports: list[int]
+) -> dict[str, Any]:
+    """A run that is killed and resumed, and then the same run undisturbed and without evaluations."""
+    warnings.simplefilter("default")
+    transformers.logging.set_verbosity_error()
+    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
+    killed = get_context("fork").Process(target=train_and_be_killed, args=(make, folder, ports[0]))
+    killed.start()
+    killed.join(40)
+    assert killed.exitcode == -signal.SIGKILL
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    trainer = make(folder)
+    trainer.train(resume_from_checkpoint=True)
+    engine = trainer.callback_handler.callbacks[1].engine
+    trainer.save_model(f"{folder}/shipped")
+    results = {
+        "hash": engine.outer_hash(),
+        "num_steps": engine.num_steps,
+        "bytes": engine.bytes_sent,
+        "logs": trainer.state.log_history,
+        "after": trainer.evaluate(),
+    }
+    loaded = load(f"{folder}/shipped")
+    results["shipped"] = parameters_hash({name: loaded[name] for name in engine.outer_parameters()})
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    undisturbed = make(f"{folder}/undisturbed", eval_strategy="no", save_strategy="no")
+    undisturbed.train()
+    results["undisturbed"] = undisturbed.callback_handler.callbacks[1].engine.outer_hash()
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
+    with pytest.raises(diloco.DisagreementError, match="disagree on max_steps: replica 0 has 6, replica 1 has 7"):
+        make(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])).train()
+    return results
+
+
+def load_model(folder: str) -> dict[str, torch.Tensor]:
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def load_adapter(folder: str) -> dict[str, torch.Tensor]:
+    import peft
+
+    model = peft.PeftModel.from_pretrained(llama(), folder)
+    assert Path(folder, "adapter_model.safetensors").exists() and not Path(folder, "model.safetensors").exists()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "load", "metric"),
+    [(trainer_of, load_model, "eval_far_loss"), (sft_trainer_of, load_adapter, "eval_loss")],
+    ids=["Trainer", "SFTTrainer with LoRA"],
+)
+def test_two_replicas_are_killed_and_resume(tmp_path, make, load, metric):
+    if make is sft_trainer_of:
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    ports = [free_port() for _ in range(4)]
+    results = run_replicas(train_replica, 2, make, load, str(tmp_path), ports, joined=False, timeout_seconds=120)
+    for result in results:
+        assert result["num_steps"] == STEPS, "micro-steps do not count"
+        assert result["bytes"] > 0
+        assert result["hash"] == result["undisturbed"], "neither kill -9 nor evaluations change a bit"
+        assert result["shipped"] == result["hash"], "save_model() saves Θ"
+    (first, second) = results
+    assert first["hash"] == second["hash"]
+    assert first["after"][metric] == second["after"][metric]
+    losses, others = ([entry["loss"] for entry in result["logs"] if "loss" in entry] for result in results)
+    assert len(losses) == STEPS and losses != others, "each replica trains on its own data"
+    evaluated, by_other = ([entry[metric] for entry in r["logs"] if metric in entry] for r in results)
+    assert len(evaluated) == 6 and evaluated == by_other, "the replicas share Θ, and nothing else"
+    assert evaluated[-1] < evaluated[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True would end with one replica's own"),
+        ({"save_only_model": True}, "save_only_model=True would save one replica's own parameters"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True would start again in mid-run"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True moves the model"),
+        ({"fsdp": "full_shard"}, "fsdp=full_shard shards the model after the engine was built"),
+        ({"deepspeed": "zero.json"}, "deepspeed=zero.json keeps weights of its own"),
+        ({"push_to_hub": True}, "hub_strategy=every_save would push one replica's own parameters: set it to end"),
+    ],
+)
+def test_arguments_that_would_lose_the_outer_parameters_are_refused(tmp_path, changes, message):
+    callback, args = new_callback(), transformers.TrainingArguments(**arguments(str(tmp_path)))
+    for name, value in changes.items():
+        setattr(args, name, value)
+    with pytest.raises(diloco.UserError, match=message):
+        callback.on_init_end(args, transformers.TrainerState(), transformers.TrainerControl(), model=llama())
+
+
+def test_a_callback_that_cannot_see_the_initial_parameters_is_refused(tmp_path):
+    args = transformers.TrainingArguments(**arguments(str(tmp_path), eval_strategy="no"))
+    late = transformers.Trainer(llama(), args, train_dataset=rows(0, 8))
+    late.add_callback(new_callback())
+    with pytest.raises(diloco.UserError, match="give DiLoCoCallback to the Trainer as one of its callbacks"):
+        late.train()
+    with pytest.raises(diloco.UserError, match="has made a new model for train"):
+        trainer_of(str(tmp_path), model=None, model_init=llama).train()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    first, other = trainer_of(f"{tmp_path}/first", max_steps=3), trainer_of(f"{tmp_path}/other", max_steps=3)
+    first.train()
+    with pytest.raises(diloco.UserError, match="this engine has trained already: make a new Trainer"):
+        first.train()
+    other.train_dataset = rows(5, 40)
+    other.train()
+    foreign = f"{tmp_path}/first/checkpoint-3"
+    with pytest.raises(diloco.UserError, match="was saved with other parameters than those that the Trainer has"):
+        trainer_of(f"{tmp_path}/other", max_steps=6).train(resume_from_checkpoint=foreign)
+    with pytest.raises(diloco.UserError, match="does not exist: resume a checkpoint in output_dir"):
+        trainer_of(f"{tmp_path}/new", max_steps=6).train(resume_from_checkpoint=foreign)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """It has both methods that the Trainer looks for."""
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+def test_evaluations_of_other_parameters_than_theta_are_refused(tmp_path):
+    model = llama()
+    schedule_free = ScheduleFree(model.parameters(), lr=0.1)
+    with pytest.raises(diloco.UserError, match="a schedule-free optimizer evaluates parameters of its own"):
+        trainer_of(str(tmp_path), model=model, optimizers=(schedule_free, None)).train()
+
+    class Forgetful(transformers.Trainer):
+        def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+            optimizer, self.optimizer = self.optimizer, None
+            try:
+                return super().evaluation_loop(*arguments, **options)
+            finally:
+                self.optimizer = optimizer
+
+    with pytest.raises(diloco.UserError, match="evaluation_loop must call self"):
+        trainer_of(str(tmp_path), kind=Forgetful).train()
