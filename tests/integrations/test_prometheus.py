@@ -3,7 +3,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
 
@@ -52,8 +51,8 @@ def test_a_scrape_shows_steps_bytes_seconds_and_the_age_of_each_peer():
 
 
 def test_a_port_in_use_is_refused():
-    model = torch.nn.Linear(2, 1)
-    engine = Case(P=1).engine(model, fragments=diloco.whole(model))
+    case = Case(P=1)
+    engine = case.engine(case.model())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

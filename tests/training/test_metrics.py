@@ -1,6 +1,9 @@
 import json
 from dataclasses import replace
 
+import pytest
+from tests.training.runs import lines
+
 from diloco.integrations.trackers import tracker
 from diloco.training.metrics import MetricsLog, StepMetrics
 
@@ -96,3 +99,21 @@ def test_trackers_get_the_curves_of_a_step(tmp_path):
     ]
     line = json.loads((tmp_path / "metrics-0.jsonl").read_text())
     assert line["engine"] == {"codec_error": 0.25} and line["mean_loss"] == 2.5
+
+
+def test_a_run_logs_the_mean_loss_of_all_replicas_and_the_engine_once_a_round(streaming):
+    both = [lines(streaming, replica) for replica in (0, 1)]
+    sends = sorted({o["sent_step"] for line in both[0] for o in line.get("outer_steps", ())})
+    expected = {
+        end: sum(line["loss"] for own in both for line in own if start < line["step"] <= end) / (2 * (end - start))
+        for start, end in zip([0, *sends], sends, strict=False)
+    }
+    for own in both:
+        for line in own:
+            sent = max((o["sent_step"] for o in line.get("outer_steps", ())), default=None)
+            assert line.get("mean_loss") == (sent and pytest.approx(expected[sent]))
+            is_round = any(o["fragment"] == 0 for o in line.get("outer_steps", ()))
+            assert ("engine" in line) == is_round
+            if is_round:
+                assert line["engine"]["num_steps"] == line["step"]
+                assert line["engine"]["distance_to_outer"] > 0 and 0 < line["engine"]["codec_error"] < 1

@@ -148,22 +148,23 @@ class MLflow:
 
         self._metric = Metric
         id_file = directory / "trackers" / f"mlflow-replica-{replica}"
-        self._id = _kept_id(id_file) if after_step else None
+        kept_id = _kept_id(id_file) if after_step else None
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
         id_file.parent.mkdir(parents=True, exist_ok=True)
         with (id_file.parent / "mlflow.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two processes can't make the tables of one database
             try:
                 self._client = MlflowClient(tracking_uri=uri)
-                if self._id is None:
+                if kept_id is None:
                     name, tags = f"{run}-replica-{replica}", {"diloco.run": run, "diloco.replica": str(replica)}
                     made = self._client.create_run(self._experiment(directory), tags=tags, run_name=name)
-                    self._id = made.info.run_id
+                    self._id: str = made.info.run_id
                     params = [Param(name, str(value)) for name, value in hparams.items()]
                     for first in range(0, len(params), _MOST_AT_ONCE):
                         self._client.log_batch(self._id, params=params[first : first + _MOST_AT_ONCE])
                 else:
-                    self._client.update_run(self._id, status="RUNNING")
+                    self._id = kept_id
+                    self._client.update_run(kept_id, status="RUNNING")
             except Exception as error:
                 raise UserError(
                     f"mlflow can't start at {uri} ({_first_line(error)}): set MLFLOW_TRACKING_URI",
