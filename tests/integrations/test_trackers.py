@@ -1,15 +1,19 @@
 """Trackers as two replicas of one run use them, and what their own libraries read back."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
+import urllib.request
 import warnings
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.processes import run_replicas
+from tests.processes import free_port, run_replicas
+from tests.training.runs import command
 
 import diloco
 from diloco.integrations.trackers import TrackerName, tracker
@@ -100,6 +104,33 @@ def test_wandb_without_a_key_is_refused_with_the_way_out(tmp_path):
         timeout=100,
     )
     assert "set WANDB_MODE=offline" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_trainer_fills_trackers_and_answers_prometheus(tmp_path, small_corpus):
+    pytest.importorskip("wandb")
+    (tmp_path / "text.jsonl").symlink_to(small_corpus)
+    port = free_port()
+    flags = ["--name", "tracked", "--num-tokens", "61440", "--prometheus-port", str(port), "--trackers", "wandb"]
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    pages = {}
+    with subprocess.Popen(command(*flags), cwd=tmp_path, env=os.environ | offline) as process:
+        while process.poll() is None:
+            for replica in (0, 1):
+                with contextlib.suppress(OSError):  # it does not listen yet, or any more
+                    url = f"http://127.0.0.1:{port + replica}/metrics"
+                    pages[replica] = urllib.request.urlopen(url, timeout=10).read().decode()
+            time.sleep(0.05)
+    assert process.returncode == 0
+    run = tmp_path / "runs" / "tracked"
+    for replica, page in pages.items():
+        assert f'diloco_last_step{{replica="{replica}"}}' in page
+        assert f'diloco_peer_age_seconds{{peer="{1 - replica}",replica="{replica}"}}' in page
+        run_id = (run / "trackers" / f"wandb-replica-{replica}").read_text()
+        (file,) = run.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+        names = ("tokens_per_second", "mean_loss", "engine/distance_to_outer", "engine/encode_seconds")
+        assert all(name.encode() in file.read_bytes() for name in (*names, "diloco.sync_every"))
+    assert set(pages) == {0, 1} and not (run / "tensorboard").exists()
 
 
 def test_no_library_is_imported_before_its_tracker_is_made():

@@ -77,7 +77,7 @@ class Messages:
             ExchangeError: naming the exchange and the replicas that are missing.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        lateness_seconds = dict.fromkeys(self.incoming, 0.0)
+        lateness_seconds: dict[int, float] = {}
         with self._notices.watching(self):
             while self._waits:
                 replica, wait = self._waits[0]
@@ -86,7 +86,7 @@ class Messages:
                     # After one timeout the others have a moment left, to learn who else is missing.
                     wait(max(deadline - start, 0.01))
                     now = time.monotonic()
-                    lateness_seconds[replica] += now - start
+                    lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
                     self._peers.heard_at = {**self._peers.heard_at, replica: now}
                 del self._waits[0]
         if self._missing:
