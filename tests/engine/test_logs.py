@@ -4,8 +4,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from tests.engine.cases import Case, inner_step, outer_of, theta_of, through
 from tests.processes import run_replicas
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import diloco
+from diloco.engine.sharded import gathered
 
 SLOWER_SECONDS = 0.5
 
@@ -104,3 +111,32 @@ def test_logs_change_no_bit_of_what_follows():
         return engine.outer_hash()
 
     assert trained(asked=True) == trained(asked=False)
+
+
+def logs_of_shards() -> tuple[dict[str, float], float, float]:
+    """A sharded replica's logs, and ‖θ − Θ‖ and the codec's error from the gathered tensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(31, 7, bias=False), mesh=mesh["shard"])
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1, overlap_steps=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
+        wire="bf16",
+    )
+    for step in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(0.1 * step + 0.01 * mesh.get_rank())
+        engine.step()
+    (outer,), (theta,) = engine.outer_parameters().values(), model.parameters()
+    delta = gathered(outer) - gathered(theta.detach())
+    error = delta.bfloat16().float() - delta
+    return engine.logs(), delta.norm().item(), (error.norm() / delta.norm()).item()
+
+
+def test_logs_of_a_sharded_replica_cover_all_shards():
+    for logs, distance, codec_error in run_replicas(logs_of_shards, 4):
+        assert logs["distance_to_outer"] == pytest.approx(distance, rel=1e-5)
+        assert logs["codec_error"] == pytest.approx(codec_error, rel=1e-5) and codec_error > 0
