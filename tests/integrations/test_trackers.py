@@ -142,3 +142,9 @@ def test_no_library_is_imported_before_its_tracker_is_made():
 def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(diloco.UserError, match="take tensorboard, wandb, mlflow"):
         tracker("aim", run="run", replica=0, hparams={}, directory=tmp_path)
+
+
+def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(diloco.UserError, match=r"wandb is not installed: run pip install '\.\[wandb\]'"):
+        tracker("wandb", run="run", replica=0, hparams={}, directory=tmp_path)

@@ -88,7 +88,7 @@ class _EngineCollector(Collector):
             else:
                 yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", {(): value})
         for kind, by_peer in peers.items():
-            name, meaning = _OF_PEERS[kind]
+            name, meaning = _PEER_METRICS[kind]
             yield self._family(GaugeMetricFamily, name, meaning, by_peer, "peer")
 
     def _family(
@@ -105,7 +105,7 @@ class _EngineCollector(Collector):
         return family
 
 
-_OF_PEERS = {
+_PEER_METRICS = {
     "last_heard_seconds": ("peer_age_seconds", "Seconds since a message of the other replica was taken"),
     "lateness_seconds": ("peer_lateness_seconds", "Seconds that the last wait for the other replica took"),
 }
