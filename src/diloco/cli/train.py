@@ -75,6 +75,9 @@ def _train(config: TrainConfig, *, is_resume: bool) -> None:
     if config.data.prepared is not None:
         print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
     print(f"run   {config.directory}", flush=True)
+    if config.prometheus_port is not None:
+        ports = range(config.prometheus_port, config.prometheus_port + config.num_replicas)
+        print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
     launch(_replica, config.num_replicas, config.processes_per_replica, config, is_resume)
 
 

@@ -3,7 +3,10 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +19,59 @@ from diloco.outer.step import OuterStep
 from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
 from diloco.schedule import Sync
-from diloco.wire.payload import Key
+from diloco.wire.payload import Codec, Key
+
+
+@dataclass(eq=False)
+class Record:
+    """Measurements of an engine's syncs; those of earlier parts of a resumed run are not in it."""
+
+    encode_seconds: float = 0.0
+    """Time in which outer gradients were made and encoded."""
+    merge_seconds: float = 0.0
+    """Time in which payloads were decoded and averaged, and outer steps and merges taken."""
+    exchange_mbit_s: float | None = None
+    """Payload bits that this process sent in the last exchange, over the time until the others' had come."""
+    was_waited_for: bool = False
+    """True if training waited for that exchange; otherwise it was over earlier, and was faster."""
+    _sample_N: Tensor | None = None
+    _key: Key | None = None
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Time the work in this context as encoding."""
+        start = time.perf_counter()
+        yield
+        self.encode_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Time the work in this context as merging."""
+        start = time.perf_counter()
+        yield
+        self.merge_seconds += time.perf_counter() - start
+
+    def sample(self, delta_N: Tensor, key: Key) -> None:
+        """Keep the first elements of an outer gradient, so that the codec's error can be measured later."""
+        self._sample_N, self._key = delta_N[:_SAMPLED].clone(), key
+
+    def received(self, num_bytes: int, seconds: float, blocked_seconds: float) -> None:
+        """Note an exchange of so many bytes in each direction, and how long training waited for its end."""
+        if num_bytes:
+            self.exchange_mbit_s = num_bytes * 8e-6 / seconds
+            self.was_waited_for = blocked_seconds > _NO_WAIT_SECONDS
+
+    def codec_errors(self, wire: Codec) -> tuple[float, float] | None:
+        """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample; None before the first sync."""
+        if self._sample_N is None or self._key is None:
+            return None
+        payload = wire.encode(self._sample_N, self._key)
+        error_N = wire.decode(payload, self._sample_N.numel(), self._key) - self._sample_N
+        return error_N.square().sum().item(), self._sample_N.square().sum().item()
+
+
+_SAMPLED = 1 << 14
+_NO_WAIT_SECONDS = 1e-3
 
 
 def outer_step(

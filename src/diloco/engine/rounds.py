@@ -46,6 +46,7 @@ class Round:
     cohort: Cohort
     """The replicas whose outer gradients are averaged."""
     received: bool = False
+    started: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
@@ -88,6 +89,9 @@ class Rounds:
         )
         return cls(settings, transport, parameters, state, Cohort.equal(transport.num_replicas))
 
+    record: observe.Record = field(default_factory=observe.Record)
+    """Measurements of the syncs, for logs."""
+
     def __post_init__(self) -> None:
         """Make the memory in which sums are made, and count the bytes of each fragment."""
         sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
@@ -111,7 +115,8 @@ class Rounds:
                 self.parameters.check_still_the_models(sync.fragment for sync in syncs)
             except UserError as error:
                 raise UserError(f"step {self.num_steps}: {error}") from None
-            encoded = [self._encode(sync) for sync in syncs]
+            with self.record.encoding():
+                encoded = [self._encode(sync) for sync in syncs]
             for sync, (payloads, _) in zip(syncs, encoded, strict=True):
                 self._on_send(sync, payloads)
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
@@ -174,6 +179,16 @@ class Rounds:
             else:
                 yield flight.reduction.decode(flight.payloads, num_elements, self.key(flight.sync))
 
+    def squared_distance(self) -> Tensor:
+        """‖θ − Θ‖² over the elements that this process holds."""
+        total = torch.zeros((), device=self.parameters.device)
+        for p, home_N in enumerate(self.state.at_home(OUTER)):
+            outer_N = home_N.to(self.parameters.device)
+            delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
+            total += torch.linalg.vector_norm(delta_N).square()
+        self.expect_next()
+        return total
+
     def expect_next(self) -> None:
         """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
         schedule = self.settings.schedule
@@ -189,6 +204,7 @@ class Rounds:
         p, key, beta = sync.fragment, self.key(sync), self.settings.error_feedback
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
+        self.record.sample(delta_N, key)
         try:
             if beta is None:
                 return self._reduction.encode(delta_N, key, self.cohort), None
@@ -229,6 +245,9 @@ class Rounds:
         blocked_seconds = time.perf_counter() - start
         flight.received = True
         self.blocked_seconds += blocked_seconds
+        num_elements, num_members = self.state.num_elements(flight.sync.fragment), len(flight.cohort.members)
+        num_bytes = flight.reduction.bytes_sent(num_elements, num_members)
+        self.record.received(num_bytes, time.perf_counter() - flight.started, blocked_seconds)
         return payloads, blocked_seconds
 
     def _average(self, flight: Round, payloads: dict[int, Tensor], *, first: bool) -> Average:
@@ -236,7 +255,7 @@ class Rounds:
         to_N = self._scratch[: self.state.num_elements(flight.sync.fragment)]
         if not first:
             to_N = torch.empty_like(to_N)
-        with self._naming(flight.sync):
+        with self._naming(flight.sync), self.record.merging():
             return flight.reduction.average(payloads, to_N, self.key(flight.sync), flight.cohort)
 
     @contextmanager
@@ -255,7 +274,11 @@ class Rounds:
     ) -> OuterStep:
         sync, p = flight.sync, flight.sync.fragment
         self.bytes_received += self._fragment_bytes[p]
-        with self.parameters.merging(p, self.num_steps) as theta, self._fragment(p) as fragment:
+        with (
+            self.record.merging(),
+            self.parameters.merging(p, self.num_steps) as theta,
+            self._fragment(p) as fragment,
+        ):
             rule, mixing = self.settings.outer, self.settings.mixing
             take_outer_step(rule, mixing, fragment, theta, average, sync, flight.cohort)
         return observe.outer_step(

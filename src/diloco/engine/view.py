@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from diloco.engine.logs import counters, logs
 from diloco.engine.model_loads import ModelLoads
 from diloco.engine.rounds import Rounds
 from diloco.engine.sharded import gathered
@@ -37,6 +38,30 @@ class EngineView:
     def blocked_seconds(self) -> float:
         """How long training has waited for payloads."""
         return self._rounds.blocked_seconds
+
+    def logs(self) -> dict[str, float]:
+        """The numbers for a tracker, by names that stay as they are.
+
+        - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
+        - `encode_seconds`, `merge_seconds`: time spent on making and encoding outer gradients, and on decoding,
+          averaging, outer steps and merges, since the engine was built; on a GPU, the time of the CPU.
+        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now.
+        - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
+          its elements a shard, without error feedback; after the first sync.
+        - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
+          others' had come; `exchange_mbit_s_at_least` in its place if they had come before training needed them.
+        - `lateness_seconds/replica_1`, …: how long the last wait waited for the payload of each other replica,
+          after those of the replicas before it; with `reduce_scatter` a thread waits, and training maybe not.
+        - `last_heard_seconds/replica_1`, …: seconds since a message of each other replica was last taken. Both
+          are known to the processes that exchange with other replicas.
+
+        Every process of a sharded replica must call it, between steps.
+        """
+        return logs(self._rounds)
+
+    def counters(self) -> dict[str, float]:
+        """The part of `logs()` that is not computed: any process and thread may ask for it at any time."""
+        return counters(self._rounds)
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.errors import DisagreementError
 from diloco.exchange.gloo import Group, tag_bits, wait_for
-from diloco.exchange.messages import Messages
+from diloco.exchange.messages import Messages, Peers
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange
 from diloco.exchange.transport import Channel, Pending, Tag, Transport
@@ -43,6 +43,8 @@ class LeaderExchange(Transport):
         self._replica, self._num_replicas = replica, num_replicas
         # A follower waits for two journeys.
         self._timeout_seconds = timeout_seconds if outside else 2 * timeout_seconds
+        self.peers = outside.peers if outside else Peers()
+        """When each other replica answered the leader; the other processes know nothing of it."""
 
     @property
     def replica(self) -> int:
@@ -98,7 +100,7 @@ class LeaderExchange(Transport):
     def messages(self, tag: Tag) -> Messages:
         """Messages inside the replica, yet none."""
         self._notices.expect()
-        return Messages({}, self.device, tag, self._timeout_seconds, self._notices)
+        return Messages({}, self.device, tag, self._timeout_seconds, self._notices, Peers())
 
 
 class _Leading:

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from diloco.errors import ExchangeError
 from diloco.exchange.notices import Notices
-from diloco.exchange.transport import Tag
+from diloco.exchange.transport import Channel, Tag
+
+
+class Peers:
+    """The other replicas as the waits of one exchange have met them."""
+
+    def __init__(self) -> None:
+        self.heard_at: dict[int, float] = {}
+        """When a message from each replica was last taken, by `time.monotonic()`."""
+        self.lateness_seconds: dict[int, float] = {}
+        """How long the last wait for a payload of each replica took, after those of the replicas before it."""
 
 
 class Messages:
@@ -21,6 +31,7 @@ class Messages:
         tag: the exchange that errors name.
         timeout_seconds: how long `wait` waits at the most.
         notices: they end a wait that is in vain.
+        peers: the record of when each replica answered.
     """
 
     def __init__(
@@ -30,6 +41,7 @@ class Messages:
         tag: Tag,
         timeout_seconds: float,
         notices: Notices,
+        peers: Peers,
     ) -> None:
         self.tag = tag
         """The exchange."""
@@ -37,6 +49,7 @@ class Messages:
         """Why the wait is in vain."""
         self._timeout_seconds = timeout_seconds
         self._notices = notices
+        self._peers = peers
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
         # Kept alive: the transport reads from them until all is sent.
@@ -64,15 +77,22 @@ class Messages:
             ExchangeError: naming the exchange and the replicas that are missing.
         """
         deadline = time.monotonic() + self._timeout_seconds
+        lateness_seconds: dict[int, float] = {}
         with self._notices.watching(self):
             while self._waits:
                 replica, wait = self._waits[0]
+                start = time.monotonic()
                 with self.blaming(replica):
                     # After one timeout the others have a moment left, to learn who else is missing.
-                    wait(max(deadline - time.monotonic(), 0.01))
+                    wait(max(deadline - start, 0.01))
+                    now = time.monotonic()
+                    lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
+                    self._peers.heard_at = {**self._peers.heard_at, replica: now}
                 del self._waits[0]
         if self._missing:
             raise self._error()
+        if self.tag.channel is Channel.PAYLOAD:
+            self._peers.lateness_seconds = lateness_seconds
         return self.incoming
 
     def interrupt(self, reason: str) -> None:

@@ -13,7 +13,7 @@ from diloco.errors import UserError
 from diloco.exchange import gloo, nccl
 from diloco.exchange.control import agree
 from diloco.exchange.gloo import Group
-from diloco.exchange.messages import Messages
+from diloco.exchange.messages import Messages, Peers
 from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Tag, Transport
 
@@ -36,6 +36,8 @@ class GroupExchange(Transport):
         self._notices = notices
         self._timeout_seconds = timeout_seconds
         self._ordered = not is_gloo
+        self.peers = Peers()
+        """When each other replica answered."""
 
     @property
     def replica(self) -> int:
@@ -59,7 +61,7 @@ class GroupExchange(Transport):
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Messages:
         """Post every message and return."""
-        messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices)
+        messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices, self.peers)
         self._notices.expect()
         if self._ordered:
             assert isinstance(self._groups[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"

@@ -21,6 +21,8 @@ class Channel(IntEnum):
     """Outer gradients and their averages."""
     PROBE = 2
     """Measurements of the link."""
+    LOSS = 3
+    """Training losses, for logs."""
 
 
 class Tag(NamedTuple):
@@ -41,7 +43,8 @@ class Tag(NamedTuple):
     def __str__(self) -> str:
         if self.channel is Channel.PAYLOAD:
             return f"fragment {self.fragment}, round {self.round}"
-        return "comparing settings" if self.channel is Channel.CONTROL else "measuring the link"
+        names = {Channel.CONTROL: "comparing settings", Channel.PROBE: "measuring the link"}
+        return names.get(self.channel, "averaging the loss")
 
 
 class Pending(Protocol):

@@ -8,6 +8,7 @@ import tyro
 
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
+from diloco.integrations.trackers import TrackerName
 from diloco.models.spec import ModelConfig
 from diloco.presets import Method
 from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig, out_of_range
@@ -64,6 +65,16 @@ class TrainConfig:
         default=600.0, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
     )
     """Seconds to wait for another replica before giving up."""
+    trackers: tuple[TrackerName, ...] = field(
+        default=("tensorboard",),
+        metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True),
+    )
+    """Where each replica's curves go, beside its file of metrics."""
+    prometheus_port: int | None = field(
+        default=None, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
+    )
+    """Port of 127.0.0.1 on which a machine's first replica serves /metrics for Prometheus; its next replicas take
+    the ports after it. None serves nothing."""
     log_layer_cosine: bool = False
     """Log the cosine between replicas' outer gradients for every block, not only for every fragment."""
 
@@ -85,6 +96,8 @@ class TrainConfig:
             raise out_of_range("seed", "at least 0 and below 2^63", self.seed)
         if not 0 < self.timeout_seconds <= 1e7:
             raise out_of_range("timeout_seconds", "above 0 and at most 1e7", self.timeout_seconds)
+        if self.prometheus_port is not None and not 0 < self.prometheus_port < 1 << 16:
+            raise out_of_range("prometheus_port", "above 0 and below 65536", self.prometheus_port)
         if self.method == "data_parallel":
             self._check_data_parallel()
         self._check_batch()

@@ -98,6 +98,14 @@ class DataParallel:
         """Nothing is in flight."""
         return ()
 
+    def logs(self) -> dict[str, float]:
+        """The counters."""
+        return self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """Steps, bytes, and seconds in which training waited."""
+        return {name: float(getattr(self, name)) for name in _COUNTERS}
+
     def outer_parameters(self) -> dict[str, Tensor]:
         """The parameters, which all replicas share."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}

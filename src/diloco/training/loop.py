@@ -1,5 +1,6 @@
 """The training loop of one process of a replica."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from diloco.data.sampling import Batches, Sampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.exchange.control import agree, failing_together
+from diloco.integrations.trackers import tracker
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.failures import lack_of_memory_explained, lost_processes_named
@@ -19,6 +21,7 @@ from diloco.training.runs import check_same_text, claim_together, newest_common_
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import train_step
 from diloco.training.summary import Outcome, conclude, evaluate, held_out_windows
+from diloco.training.traits import flat_json
 from diloco.training.world import World, join
 
 
@@ -128,8 +131,32 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
-        log = MetricsLog(config.directory, world.replica, after_step=state.step) if world.rank == 0 else None
+        log = None
+        if world.rank == 0:
+            log = _open_log(config, world.replica, state.step)
+            _serve_metrics(config, state, world.replica, stack)
         yield _Run(config, world, batches, held_out, state, checkpoints, log)
+
+
+def _open_log(config: TrainConfig, replica: int, after_step: int) -> MetricsLog:
+    """The file of a replica's metrics, and its trackers."""
+    run, hparams, directory = config.name, flat_json(config), config.directory
+    trackers = [
+        tracker(name, run=run, replica=replica, hparams=hparams, directory=directory, after_step=after_step)
+        for name in config.trackers
+    ]
+    return MetricsLog(directory, replica, after_step=after_step, trackers=trackers)
+
+
+def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: ExitStack) -> None:
+    """Serve the counters of a replica to Prometheus until the run ends, if its config asks for that."""
+    if config.prometheus_port is None:
+        return
+    from diloco.integrations.prometheus import MetricsServer
+
+    index_on_machine = int(os.environ["LOCAL_RANK"]) // config.processes_per_replica
+    server = MetricsServer(state.sync, config.prometheus_port + index_on_machine, replica=replica)
+    stack.callback(server.close)
 
 
 def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenShards]:

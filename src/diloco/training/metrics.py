@@ -1,14 +1,14 @@
-"""The metrics of each step of a replica: `metrics-{replica}.jsonl`, and the same curves for TensorBoard."""
+"""The metrics of each step of a replica: `metrics-{replica}.jsonl`, and the same curves for trackers."""
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from diloco.errors import UserError
+from diloco.integrations.trackers import Tracker
 from diloco.outer.step import OuterStep
 
 
@@ -36,6 +36,10 @@ class StepMetrics:
     """Payload bytes that were merged in this step."""
     outer_steps: tuple[dict[str, Any], ...] = ()
     """The outer steps taken, each as `describe` gives it."""
+    mean_loss: float | None = None
+    """Mean loss of all replicas between two syncs, nats a token, where the second of them was merged."""
+    engine: Mapping[str, float] = field(default_factory=dict)
+    """The engine's `logs()`, once a round: when fragment 0 was merged."""
     eval_loss: float | None = None
     """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
 
@@ -62,33 +66,34 @@ class MetricsLog:
         run: the run's directory.
         replica: the replica's number.
         after_step: the last step to keep; lines after it, of a run that was interrupted, are dropped.
+        trackers: where the curves go, too; closed with this log.
 
     Raises:
         UserError: if the metrics of an earlier part of the run are damaged.
     """
 
-    def __init__(self, run: Path, replica: int, *, after_step: int) -> None:
+    def __init__(self, run: Path, replica: int, *, after_step: int, trackers: Sequence[Tracker] = ()) -> None:
         path = run / f"metrics-{replica}.jsonl"
         kept = [line for line in _lines(path) if _step(line, path) <= after_step]
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text("".join(kept))
         unfinished.replace(path)
         self._file = path.open("a", buffering=1)
-        self._curves = SummaryWriter(str(run / "tensorboard" / f"replica-{replica}"), purge_step=after_step + 1)
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step."""
         values = asdict(metrics)
-        self._file.write(json.dumps({k: v for k, v in values.items() if v not in (None, ())}) + "\n")
-        for name, value in values.items():
-            if isinstance(value, float | int) and name != "step":
-                self._curves.add_scalar(name, value, metrics.step)
+        self._file.write(json.dumps({k: v for k, v in values.items() if v not in (None, (), {})}) + "\n")
+        curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}
+        curves["tokens_per_second"] = metrics.tokens / metrics.step / metrics.step_seconds
+        curves |= {f"engine/{name}": value for name, value in metrics.engine.items()}
         for outer_step in metrics.outer_steps:
             for name in ("outer_gradient_norm", "cosine"):
                 if outer_step[name] is not None:
-                    self._curves.add_scalar(
-                        f"{name}/fragment_{outer_step['fragment']}", outer_step[name], metrics.step
-                    )
+                    curves[f"{name}/fragment_{outer_step['fragment']}"] = outer_step[name]
+        for tracker in self._trackers:
+            tracker.log(curves, metrics.step)
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
@@ -97,7 +102,8 @@ class MetricsLog:
     def close(self) -> None:
         """Write out what is buffered, and close the files."""
         self._file.close()
-        self._curves.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _lines(path: Path) -> list[str]:

@@ -11,6 +11,8 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
+from diloco.files import require
+from diloco.integrations.trackers import check_installed
 from diloco.training.config import TrainConfig
 from diloco.training.engine_settings import check
 from diloco.training.launcher import under_a_launcher
@@ -34,6 +36,7 @@ def prepare_run(
     Raises:
         UserError: for anything that would stop the run later.
     """
+    _check_libraries(asked)
     if resume is not None:
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
@@ -81,6 +84,14 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
             "leave it out, or set diloco.fragments to strided or sequential",
             *("diloco.layers_per_fragment", "diloco.fragments"),
         )
+
+
+def _check_libraries(asked: TrainConfig) -> None:
+    """Refuse to begin without the libraries of the trackers."""
+    for name in asked.trackers:
+        check_installed(name)
+    if asked.prometheus_port is not None:
+        require("prometheus_client", extra="prometheus")
 
 
 def _check_device(asked: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel, data_parallel, settle_buckets
 from diloco.training.engine_settings import engine_settings, frozen_parameters
+from diloco.training.mean_loss import MeanLoss
 from diloco.training.sections import AdamWConfig
 from diloco.training.synchronizer import Synchronizer
 from diloco.training.world import World
@@ -35,6 +36,8 @@ class TrainState:
     """Context of a forward and backward pass, given whether the pass is the last of its step."""
     frozen: Callable[[int], Iterable[nn.Parameter]] = lambda step: ()
     """The parameters that are not trained at a step."""
+    mean_loss: MeanLoss | None = None
+    """The losses of all replicas, for logs; None for the baseline."""
     step: int = 0
     """Inner steps taken."""
     seconds: float = 0.0
@@ -103,7 +106,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         return TrainState(model, baseline.forward, optimizer, baseline, passes=baseline.passes)
     settings = engine_settings(config, model)
     engine = StreamingDiLoCo(model, exchange=world.exchange, offload=config.diloco.offload, **vars(settings))
-    state = TrainState(model, forward, optimizer, engine)
+    state = TrainState(model, forward, optimizer, engine, mean_loss=MeanLoss(world.exchange))
     if config.num_ddp > 1:
         state.forward = inside = data_parallel(forward, world.own_device_group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)

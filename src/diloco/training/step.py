@@ -40,8 +40,15 @@ def train_step(
     rate = learning_rate(config, step)
     loss, grad_norm = inner_step(state, batch, config, world, rate)
     outer_steps = [*sync.step()]
+    if state.mean_loss is not None:
+        state.mean_loss.add(loss)
+        if sync.bytes_sent > sent_before:
+            state.mean_loss.send(step)
     if step == config.num_steps:
         outer_steps += sync.finish()
+    mean_loss = None
+    if state.mean_loss is not None and outer_steps:
+        mean_loss = state.mean_loss.receive(max(o.sync.step for o in outer_steps))
     described = tuple(describe(o, log_layer_cosine=config.log_layer_cosine) for o in outer_steps)
     blocked_seconds = world.over_ranks(sync.blocked_seconds - blocked_before, dist.ReduceOp.MAX)
     seconds = time.perf_counter() - since
@@ -58,6 +65,8 @@ def train_step(
         bytes_sent=sync.bytes_sent - sent_before,
         bytes_received=sync.bytes_received - received_before,
         outer_steps=described,
+        mean_loss=mean_loss,
+        engine=sync.logs() if any(o.sync.fragment == 0 for o in outer_steps) else {},
     )
 
 

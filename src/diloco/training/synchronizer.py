@@ -35,6 +35,14 @@ class Synchronizer(Protocol):
         """Receive and merge everything in flight; every replica calls it after the same step."""
         ...
 
+    def logs(self) -> dict[str, float]:
+        """Numbers for trackers, by name; every process of a replica must call it."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Those of them that any process and thread may ask for at any time."""
+        ...
+
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, sharded as the model is."""
         ...

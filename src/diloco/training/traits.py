@@ -116,6 +116,18 @@ def _names(option: Any) -> list[str]:
     return ["null" if option is NoneType else "a list" if get_origin(option) is tuple else option.__name__]
 
 
+def flat_json(config: Any, where: str = "") -> dict[str, str | int | float | bool]:
+    """The values of all fields by dotted name, as trackers keep hyperparameters: what is no number is text."""
+    flat: dict[str, str | int | float | bool] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            flat |= flat_json(value, f"{where}{f.name}.")
+        else:
+            flat[where + f.name] = value if isinstance(value, str | int | float) else str(value)
+    return flat
+
+
 def differences(one: Any, other: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     """The fields in which two configs differ, by dotted name, with both values."""
     differing: dict[str, tuple[Any, Any]] = {}

@@ -1,0 +1,42 @@
+"""The numbers of an engine for trackers and alerts, by name."""
+
+import math
+import time
+
+import torch
+
+from diloco.engine.rounds import Rounds
+from diloco.engine.sharded import sum_over_shards
+
+
+def counters(rounds: Rounds) -> dict[str, float]:
+    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
+    record = rounds.record
+    values: dict[str, float] = {
+        "num_steps": rounds.num_steps,
+        "bytes_sent": rounds.bytes_sent,
+        "bytes_received": rounds.bytes_received,
+        "blocked_seconds": rounds.blocked_seconds,
+        "encode_seconds": record.encode_seconds,
+        "merge_seconds": record.merge_seconds,
+    }
+    if record.exchange_mbit_s is not None:
+        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
+        values[name] = record.exchange_mbit_s
+    if (peers := getattr(rounds.transport, "peers", None)) is not None:  # a transport of one's own may have none
+        lateness, heard_at, now = peers.lateness_seconds, peers.heard_at, time.monotonic()
+        values |= {f"lateness_seconds/replica_{peer}": seconds for peer, seconds in sorted(lateness.items())}
+        values |= {f"last_heard_seconds/replica_{peer}": now - then for peer, then in sorted(heard_at.items())}
+    return {name: float(value) for name, value in values.items()}
+
+
+def logs(rounds: Rounds) -> dict[str, float]:
+    """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
+    errors = rounds.record.codec_errors(rounds.settings.wire)
+    device, group = rounds.parameters.device, rounds.parameters.shard_group
+    squares = torch.stack([rounds.squared_distance(), *torch.tensor(errors or (0.0, 0.0), device=device)])
+    distance, error, delta = sum_over_shards(squares, group).tolist()
+    computed = {"distance_to_outer": math.sqrt(distance)}
+    if errors is not None:
+        computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+    return counters(rounds) | computed

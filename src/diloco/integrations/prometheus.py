@@ -1,0 +1,111 @@
+"""An engine's counters for Prometheus, at `http://127.0.0.1:{port}/metrics`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from diloco.errors import UserError
+
+
+class Counting(Protocol):
+    """An engine, or whatever else has counters."""
+
+    def counters(self) -> dict[str, float]:
+        """Numbers by name, as `StreamingDiLoCo.counters` gives them."""
+        ...
+
+
+class MetricsServer:
+    """A server in a thread of its own, which reads the counters when it is asked for them.
+
+    A scrape shows each counter under its name, such as `diloco_bytes_sent_total`, the step as `diloco_last_step`,
+    and of each other replica `diloco_peer_age_seconds` (since a message of it was taken) and
+    `diloco_peer_lateness_seconds` (how long the last wait took). Every sample has this replica as a label.
+
+    Args:
+        engine: whose counters are shown.
+        port: on which it listens.
+        replica: the label of this replica.
+        address: of the network interface on which it listens; nothing that it shows is protected.
+
+    Raises:
+        UserError: if the port can't be used.
+
+    >>> import diloco, torch, urllib.request
+    >>> model = torch.nn.Linear(3, 1)
+    >>> schedule = diloco.Schedule(sync_every=2, num_fragments=1)
+    >>> exchange = diloco.LoopbackExchange()
+    >>> engine = diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), schedule=schedule, exchange=exchange)
+    >>> server = MetricsServer(engine, 0, replica=exchange.replica)
+    >>> engine.step()
+    ()
+    >>> page = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+    >>> [line for line in page.splitlines() if line.startswith("diloco_last_step")]
+    ['diloco_last_step{replica="0"} 1.0']
+    >>> server.close()
+    """
+
+    def __init__(self, engine: Counting, port: int, *, replica: int, address: str = "127.0.0.1") -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_EngineCollector(engine, str(replica)))
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except OSError as error:
+            raise UserError(
+                f"prometheus_port: {address}:{port} can't be used ({error.strerror}): choose a free port",
+                "prometheus_port",
+            ) from error
+        self.port: int = self._server.server_port
+        """The port on which it listens, also where 0 asked for any."""
+
+    def close(self) -> None:
+        """Free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _EngineCollector(Collector):
+    """Reads the counters at each scrape."""
+
+    def __init__(self, engine: Counting, replica: str) -> None:
+        self._engine, self._replica = engine, replica
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The families of all counters, and one for each fact about the other replicas."""
+        values = self._engine.counters()
+        yield self._family(GaugeMetricFamily, "last_step", "Inner steps taken", {(): values.pop("num_steps")})
+        peers: dict[str, dict[tuple[str, ...], float]] = {}
+        for name, value in values.items():
+            kind, _, peer = name.partition("/replica_")
+            if peer:
+                peers.setdefault(kind, {})[peer,] = value
+            elif name.startswith("exchange_"):
+                yield self._family(GaugeMetricFamily, name, "Mbit/s of the last exchange", {(): value})
+            else:
+                yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", {(): value})
+        for kind, by_peer in peers.items():
+            name, meaning = _PEER_METRICS[kind]
+            yield self._family(GaugeMetricFamily, name, meaning, by_peer, "peer")
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        meaning: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
+    ) -> CounterMetricFamily | GaugeMetricFamily:
+        family = kind(f"diloco_{name}", meaning, labels=("replica", *labels))
+        for of_labels, value in values.items():
+            family.add_metric((self._replica, *of_labels), value)
+        return family
+
+
+_PEER_METRICS = {
+    "last_heard_seconds": ("peer_age_seconds", "Seconds since a message of the other replica was taken"),
+    "lateness_seconds": ("peer_lateness_seconds", "Seconds that the last wait for the other replica took"),
+}
