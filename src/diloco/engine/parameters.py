@@ -99,16 +99,20 @@ class FragmentParameters:
         """Give the parameters other values, by name, and put their own back at the end."""
         shards = [local(parameter) for part in self._by_fragment for parameter in part.values()]
         own = [(shard, shard.clone()) for shard in shards]
-        reshard(self._model)
         try:
-            for part in self._by_fragment:
-                for name, parameter in part.items():
-                    local(parameter).copy_(local(others[name]))
+            self.set(others)
             yield
         finally:
             for shard, kept in own:
                 shard.copy_(kept)
             reshard(self._model)
+
+    def set(self, others: Mapping[str, Tensor]) -> None:
+        """Give the parameters other values, by name."""
+        for part in self._by_fragment:
+            for name, parameter in part.items():
+                local(parameter).copy_(local(others[name]))
+        reshard(self._model)
 
     def check_still_the_models(self, fragments: Iterable[int]) -> None:
         """Refuse a model whose parameters are no longer those of the fragments.

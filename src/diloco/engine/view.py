@@ -50,6 +50,10 @@ class EngineView:
         with self._rounds.parameters.replaced_by(self.outer_parameters()):
             yield
 
+    def leave_outer_in_place(self) -> None:
+        """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
+        self._rounds.parameters.set(self.outer_parameters())
+
     def outer_hash(self) -> str:
         """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
         return parameters_hash(self.outer_parameters(), gathered)
