@@ -86,6 +86,17 @@ def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+@pytest.mark.parametrize("framework, snippet", [("lightning", "lightning_autoencoder.py")])
+def test_snippets_in_frameworks_run(framework, snippet, tmp_path, monkeypatch):
+    pytest.importorskip(framework)
+    settings = {"DILOCO_ADDRESS": "127.0.0.1:29500", "DILOCO_REPLICA": "0", "DILOCO_NUM_REPLICAS": "1"}
+    for name, value in {**settings, "RUNS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(SNIPPETS / snippet))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")
 def test_the_exchange_has_a_group_beside_nccl(tmp_path):
     assert "1 replicas" in torchrun(tmp_path, 1, str(SNIPPETS / "beside_nccl.py"))
@@ -108,6 +119,10 @@ def test_the_readmes_loop_trains(tmp_path):
         dist.destroy_process_group()
     assert values["engine"].num_steps == 3
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+IN_OTHER_TESTS = {"ray_train.py": "integrations/test_ray.py"}
+"""Examples that other tests run."""
 
 
 def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():

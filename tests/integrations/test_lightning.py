@@ -161,7 +161,9 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
 
 def test_trainers_that_would_lose_the_outer_parameters_are_refused(tmp_path):
     averaging = pl.callbacks.EMAWeightAveraging()
-    with pytest.raises(diloco.UserError, match="EMAWeightAveraging would leave its own average in the model, not Θ"):
+    with pytest.raises(
+        diloco.UserError, match="EMAWeightAveraging would leave its own average in the model, not Θ"
+    ):
         fit(trainer_of(str(tmp_path), averaging), Module())
     weights_only = pl.callbacks.ModelCheckpoint(save_weights_only=True, monitor="train_loss")
     with pytest.raises(diloco.UserError, match="save_weights_only=True would save one replica's own parameters"):

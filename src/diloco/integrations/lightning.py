@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -21,8 +21,8 @@ _STATE = "diloco"
 class DiLoCoCallback(Callback):
     """Trains one replica in a `Trainer`; every replica is a job of its own, with its own default_root_dir.
 
-    An inner step is a batch at whose end `trainer.global_step` has grown: micro-steps of accumulate_grad_batches do
-    not count, and a step that a gradient scaler skipped does. Validation inside `fit` is that of Θ. Checkpoints
+    An inner step is a batch at whose end `trainer.global_step` has grown: micro-steps of accumulate_grad_batches
+    do not count, and a step that a gradient scaler skipped does. Validation inside `fit` is that of Θ. Checkpoints
     hold Θ as the weights, and beside them the replica's own parameters and the engine's state, from which
     `fit(ckpt_path=…)` resumes; so the best checkpoint by a validation metric is the model of that metric. After
     `fit` the model is Θ.
@@ -68,16 +68,14 @@ class DiLoCoCallback(Callback):
                 "exchange",
             )
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resume from the replica's own parameters and the engine's state."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if _STATE not in checkpoint:
             raise UserError(
-                "this checkpoint was saved without DiLoCoCallback: load its weights into the LightningModule before "
-                "trainer.fit(), and leave out ckpt_path",
+                "this checkpoint was saved without DiLoCoCallback: load its weights into the LightningModule "
+                "before trainer.fit(), and leave out ckpt_path",
                 "ckpt_path",
             )
         pl_module.load_state_dict(checkpoint[_STATE]["own"])
@@ -111,14 +109,14 @@ class DiLoCoCallback(Callback):
         """Give the model its own parameters back."""
         self._take_outer_out()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save Θ as the weights, and beside it what `on_load_checkpoint` takes up."""
         if self._engine is None:
             return
         if self._outer is not None:
-            raise UserError("save a checkpoint after the validation: inside it the model's own parameters are away")
+            raise UserError(
+                "save a checkpoint after the validation: inside it the model's own parameters are away"
+            )
         own = checkpoint["state_dict"]
         with self._engine.outer_in_place():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
@@ -143,12 +141,14 @@ def _check(trainer: Trainer) -> None:
             f"{type(trainer.strategy).__name__}: for FSDP2 give StreamingDiLoCo the sharded model in a loop of "
             "your own"
         )
-    for callback in trainer.callbacks:
+    for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise UserError(f"{type(callback).__name__} would leave its own average in the model, not Θ: leave it out")
+            raise UserError(
+                f"{type(callback).__name__} would leave its own average in the model, not Θ: leave it out"
+            )
         if getattr(callback, "save_weights_only", False):
             raise UserError(
-                "save_weights_only=True would save one replica's own parameters, and nothing to resume from: set it "
-                "to False; the checkpoints hold Θ as their weights",
+                "save_weights_only=True would save one replica's own parameters, and nothing to resume from: set "
+                "it to False; the checkpoints hold Θ as their weights",
                 "save_weights_only",
             )

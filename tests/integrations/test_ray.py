@@ -1,0 +1,98 @@
+"""Ray Train: two replicas, each a TorchTrainer of its own, in one cluster on this computer."""
+
+import importlib.util
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import free_port, run_replicas
+
+import diloco
+from diloco.outer.digest import parameters_hash
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+KILLED_AT = 11
+
+
+def example() -> Any:
+    """examples/ray_train.py as a module."""
+    spec = importlib.util.spec_from_file_location("ray_train", ROOT / "examples" / "ray_train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def killing(folder: str) -> Any:
+    """The example's loop, in which every replica dies once, after the step KILLED_AT."""
+
+    def train_loop_per_worker(config: dict[str, Any]) -> None:
+        module = example()
+        batch_of = module.batch_of
+
+        def batch_or_death(replica: int, step: int) -> Any:
+            died = Path(folder, f"died-{replica}")
+            if step == KILLED_AT + 1 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batch_of(replica, step)
+
+        module.batch_of = batch_or_death
+        module.train_loop_per_worker(config)
+
+    return train_loop_per_worker
+
+
+def undisturbed_replica() -> str:
+    """The example's training without Ray."""
+    module, replica = example(), int(os.environ["DILOCO_REPLICA"])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        exchange=diloco.connect(timeout_seconds=30),
+    )
+    engine.attach(optimizer)
+    for step in range(1, 15):
+        inputs, targets = module.batch_of(replica, step)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    engine.finish()
+    return engine.outer_hash()
+
+
+@pytest.mark.filterwarnings("default")  # of ray
+def test_two_replicas_are_killed_and_resume(tmp_path):
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.train")
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    try:
+        module = example()
+        module.train_loop_per_worker = killing(str(tmp_path))
+        address = f"127.0.0.1:{free_port()}"
+        with ThreadPoolExecutor() as sites:
+            jobs = [
+                sites.submit(module.fit, {"replica": replica, "address": address}, str(tmp_path / "results"))
+                for replica in range(2)
+            ]
+            results = [job.result(timeout=200) for job in jobs]
+    finally:
+        ray.shutdown()
+    assert {path.name for path in tmp_path.glob("died-*")} == {"died-0", "died-1"}
+    expected = run_replicas(undisturbed_replica, 2, joined=False)
+    for result in results:
+        assert result.metrics["num_steps"] == 14
+        assert [result.metrics["outer_hash"]] * 2 == expected, "kill -9 changes no bit"
+        with result.checkpoint.as_directory() as folder:
+            shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
+        assert parameters_hash(shipped) == result.metrics["outer_hash"], "the last checkpoint holds Θ"
