@@ -70,12 +70,13 @@ def undisturbed_replica() -> str:
     return engine.outer_hash()
 
 
+@pytest.mark.timeout(600)  # Ray starts a dozen processes, most of which import torch
 @pytest.mark.filterwarnings("default")  # of ray
 def test_two_replicas_are_killed_and_resume(tmp_path):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.train")
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
     try:
         module = example()
         module.train_loop_per_worker = killing(str(tmp_path))
@@ -85,7 +86,7 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
                 sites.submit(module.fit, {"replica": replica, "address": address}, str(tmp_path / "results"))
                 for replica in range(2)
             ]
-            results = [job.result(timeout=200) for job in jobs]
+            results = [job.result(timeout=500) for job in jobs]
     finally:
         ray.shutdown()
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-0", "died-1"}
