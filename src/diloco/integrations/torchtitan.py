@@ -1,6 +1,6 @@
 """torchtitan: its Trainer, and a section of its config, for one replica; every replica is a torchrun of its own.
 
-`torchrun … -m diloco.integrations.torchtitan --job.config_file FILE` trains, where the file has
+torchrun starts this module as it starts `torchtitan.train`. The config file has
 `custom_config_module = "diloco.integrations.torchtitan"` in its section `[job]`.
 """
 
