@@ -1,16 +1,18 @@
 """The examples and the code blocks of the docs, as a reader would start them."""
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import free_port
+from tests.processes import free_port, run_replicas
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -86,15 +88,24 @@ def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))
 
 
+def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str]:
+    os.chdir(folder)
+    hashes = []
+    for snippet, port in zip(snippets, ports, strict=True):
+        os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            hashes.append(runpy.run_path(str(SNIPPETS / snippet))["outer_hash"])
+    return hashes
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Lightning
-@pytest.mark.parametrize("framework, snippet", [("lightning", "lightning_autoencoder.py")])
-def test_snippets_in_frameworks_run(framework, snippet, tmp_path, monkeypatch):
-    pytest.importorskip(framework)
-    settings = {"DILOCO_ADDRESS": "127.0.0.1:29500", "DILOCO_REPLICA": "0", "DILOCO_NUM_REPLICAS": "1"}
-    for name, value in {**settings, "RUNS": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    runpy.run_path(str(SNIPPETS / snippet))
+def test_the_snippet_of_lightning_trains_two_replicas(tmp_path):
+    pytest.importorskip("lightning")
+    ports = [free_port()]
+    run = (run_snippets, 2, ["lightning_autoencoder.py"], ports, str(tmp_path))
+    first, second = run_replicas(*run, joined=False, timeout_seconds=150)
+    assert first == second
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")

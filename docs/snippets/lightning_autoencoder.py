@@ -1,7 +1,6 @@
 """Lightning's autoencoder as one replica of DiLoCo; random images stand in for MNIST."""
 
 import os
-import tempfile
 
 import lightning as L
 import torch
@@ -47,23 +46,24 @@ class LitAutoEncoder(L.LightningModule):
 
 replica = int(os.environ["DILOCO_REPLICA"])
 images = torch.rand(512, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-folder = os.environ.get("RUNS", tempfile.mkdtemp())
 
 # --8<-- [start:fit]
 L.seed_everything(0)  # all replicas start from the same weights
 autoencoder = LitAutoEncoder()
 train_loader = DataLoader(TensorDataset(images[replica:-64:2]), batch_size=16)  # each has data of its own
 val_loader = DataLoader(TensorDataset(images[-64:]), batch_size=16)  # and all the same to validate on
+callback = DiLoCoCallback(build)
 trainer = L.Trainer(
     max_epochs=2,
-    callbacks=[DiLoCoCallback(build)],
-    default_root_dir=f"{folder}/replica-{replica}",
+    callbacks=[callback],
+    default_root_dir=f"runs/replica-{replica}",
     accelerator="cpu",
     logger=False,
 )
 trainer.fit(autoencoder, train_loader, val_loader)
-trainer.save_checkpoint(f"{folder}/autoencoder-{replica}.ckpt")  # Θ
+trainer.save_checkpoint(f"runs/replica-{replica}/autoencoder.ckpt")  # Θ
 # --8<-- [end:fit]
 
-loaded = LitAutoEncoder.load_from_checkpoint(f"{folder}/autoencoder-{replica}.ckpt", weights_only=True)
+loaded = LitAutoEncoder.load_from_checkpoint(f"runs/replica-{replica}/autoencoder.ckpt", weights_only=True)
 assert all(map(torch.equal, autoencoder.parameters(), loaded.parameters()))
+outer_hash = callback.engine.outer_hash()
