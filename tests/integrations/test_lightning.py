@@ -176,6 +176,28 @@ def test_trainers_that_would_lose_the_outer_parameters_are_refused(tmp_path):
         fit(trainer, Module())
 
 
+def test_one_trainer_whose_processes_are_replicas_is_refused(tmp_path, monkeypatch):
+    from diloco.integrations.lightning import DiLoCoCallback
+
+    def build_inside(module: nn.Module) -> diloco.StreamingDiLoCo:
+        return diloco.StreamingDiLoCo(
+            module,
+            fragments=diloco.whole(module),
+            schedule=diloco.Schedule(sync_every=4, num_fragments=1),
+            exchange=diloco.ProcessGroupExchange(),
+        )
+
+    trainer = trainer_of(str(tmp_path))
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    store = (tmp_path / "store").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(diloco.UserError, match="this Trainer's 2 processes average their gradients"):
+            DiLoCoCallback(build_inside).setup(trainer, Module(), "fit")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     trainer = trainer_of(str(tmp_path), max_epochs=1)

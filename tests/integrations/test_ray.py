@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +50,32 @@ def killing(folder: str) -> Any:
     return train_loop_per_worker
 
 
+def take_the_common_one() -> list[Any]:
+    """The checkpoints that this replica takes, where replica 0 has reported one more than replica 1."""
+    warnings.simplefilter("default")
+    import ray.train
+
+    from diloco.integrations.ray import common_checkpoint
+
+    replica, exchange = int(os.environ["DILOCO_REPLICA"]), diloco.connect(timeout_seconds=30)
+
+    def taken(*steps: int) -> Any:
+        reported = [SimpleNamespace(checkpoint=f"at {step}", metrics={"num_steps": step}) for step in steps]
+        ray.train.get_all_reported_checkpoints = lambda: reported
+        return common_checkpoint(exchange)
+
+    results = [taken(*((3, 6, 9), (3, 6))[replica]), taken(*((3,), ())[replica]), taken()]
+    ray.train.get_all_reported_checkpoints = lambda: [SimpleNamespace(checkpoint="at 3", metrics={"loss": 1.0})]
+    with pytest.raises(diloco.UserError, match=r"report .*num_steps.* with each checkpoint"):
+        common_checkpoint(exchange)
+    return results
+
+
+def test_all_replicas_take_the_newest_checkpoint_that_all_have():
+    pytest.importorskip("ray")
+    assert run_replicas(take_the_common_one, 2, joined=False) == [["at 6", None, None]] * 2
+
+
 def undisturbed_replica() -> str:
     """The example's training without Ray."""
     module, replica = example(), int(os.environ["DILOCO_REPLICA"])
@@ -74,7 +102,6 @@ def undisturbed_replica() -> str:
 @pytest.mark.filterwarnings("default")  # of ray
 def test_two_replicas_are_killed_and_resume(tmp_path):
     ray = pytest.importorskip("ray")
-    pytest.importorskip("ray.train")
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
     try:
