@@ -27,7 +27,8 @@ ACCUMULATED = 2
 
 
 def build(module: nn.Module) -> diloco.StreamingDiLoCo:
-    exchange = diloco.connect(timeout_seconds=30) if "DILOCO_ADDRESS" in os.environ else diloco.LoopbackExchange()
+    is_joined = "DILOCO_ADDRESS" in os.environ
+    exchange = diloco.connect(timeout_seconds=60, leader=True) if is_joined else diloco.LoopbackExchange()
     schedule = diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2)
     return diloco.StreamingDiLoCo(module, fragments=diloco.whole(module), schedule=schedule, exchange=exchange)
 
@@ -157,6 +158,25 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
     assert first["weights_of_best"] == second["weights_of_best"]
     assert first["own_of_best"] != second["own_of_best"]
     assert first["validated"][-1] < first["validated"][0]
+
+
+def train_one_of_two(ports: list[int]) -> tuple[str, str, int]:
+    """One of the two processes of a replica with DDP inside, started as torchrun starts them."""
+    warnings.simplefilter("ignore")
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2", "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
+    trainer, module = trainer_of("", strategy="ddp", devices=2, enable_checkpointing=False, max_steps=6), Module()
+    fit(trainer, module)
+    shipped = parameters_hash(dict(module.named_parameters()))
+    return engine_of(trainer).outer_hash(), shipped, engine_of(trainer).num_steps
+
+
+def test_two_replicas_of_two_processes_with_ddp_agree():
+    ports = [free_port() for _ in range(2)]
+    results = run_replicas(train_one_of_two, 4, ports, joined=False, timeout_seconds=120)
+    assert results == [(results[0][0], results[0][0], 6)] * 4
 
 
 def test_trainers_that_would_lose_the_outer_parameters_are_refused(tmp_path):
