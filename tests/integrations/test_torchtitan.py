@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from tests.integrations.on_cpu import import_torchtitan
 from tests.processes import free_port, run_replicas
 
@@ -67,7 +68,7 @@ class Validator:
             self.losses.append(torch.nn.functional.cross_entropy(logits, labels).item())
 
 
-def trainer_of(folder: str, *arguments: str, kind: Any = None) -> Any:
+def trainer_of(folder: str, *arguments: str) -> Any:
     import_torchtitan()
     import dataclasses
 
@@ -104,7 +105,11 @@ def trainer_of(folder: str, *arguments: str, kind: Any = None) -> Any:
         "--diloco.layers_per_fragment": 1,
     }
     flat = [str(word) for pair in words.items() for word in pair]
-    return (kind or DiLoCoTrainer)(ConfigManager().parse_args([*flat, *arguments]))
+    trainer = DiLoCoTrainer(ConfigManager().parse_args([*flat, *arguments]))
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can't scale in a reduction
+    return trainer
 
 
 def train_and_be_killed(folder: str, port: int) -> None:
@@ -176,6 +181,44 @@ def test_two_replicas_are_killed_and_resume(tmp_path):
     first, second = results
     assert first["hash"] == second["hash"]
     assert len(first["losses"]) == 1 and first["losses"] == second["losses"], "the replicas share Θ"
+
+
+def train_one_of_two(folder: str, ports: list[int]) -> dict[str, Any]:
+    """One of the two processes of a replica with FSDP2 inside: three steps, and the others after a resume."""
+    warnings.simplefilter("ignore")
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
+    folder = f"{folder}/replica-{replica}"
+    first = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    batches = first.batch_generator(first.dataloader)
+    for first.step in range(1, 6):  # a fragment is in flight then
+        first.train_step(batches)
+    first.checkpointer.interval = 5
+    first.checkpointer.save(5)
+    for first.step in range(6, 10):
+        first.train_step(batches)
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    second = trainer_of(folder, "--training.local_batch_size=1", "--training.steps=9")
+    second.train()
+    shipped = {name: p.full_tensor() for name, p in second.model_parts[0].named_parameters()}
+    outer = {name: value.full_tensor() for name, value in second.engine.outer_parameters().items()}
+    return {
+        "hashes": [first.engine.outer_hash(), second.engine.outer_hash()],
+        "in_place": parameters_hash(shipped) == parameters_hash(outer),
+        "losses": second.validator.losses,
+    }
+
+
+def test_two_replicas_of_two_processes_with_fsdp_resume(tmp_path):
+    ports = [free_port() for _ in range(3)]
+    results = run_replicas(train_one_of_two, 4, str(tmp_path), ports, joined=False, timeout_seconds=150)
+    assert all(result == results[0] for result in results)
+    assert results[0]["in_place"] and len(results[0]["losses"]) == 2
+    first, resumed = results[0]["hashes"]
+    assert first == resumed
 
 
 def test_settings_that_contradict_the_engine_are_refused(tmp_path):
