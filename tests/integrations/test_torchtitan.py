@@ -1,5 +1,6 @@
 """torchtitan: two replicas, each with a Trainer of its own, on a tiny Llama."""
 
+import importlib
 import os
 import signal
 import time
@@ -129,6 +130,9 @@ def train_and_be_killed(folder: str, port: int) -> None:
 def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     """A run that is killed and resumed, and then the same run undisturbed."""
     warnings.simplefilter("ignore")
+    import_torchtitan()
+    importlib.import_module("diloco.integrations.torchtitan")  # once, for the fork too
+
     folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
