@@ -112,6 +112,15 @@ def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
     assert (tmp_path / "tuned/replica-1/adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_the_snippet_of_lightning_trains_two_replicas(tmp_path):
+    pytest.importorskip("lightning")
+    ports = [free_port()]
+    run = (run_snippets, 2, ["lightning_autoencoder.py"], ports, str(tmp_path))
+    first, second = run_replicas(*run, joined=False, timeout_seconds=150)
+    assert first == second
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")
 def test_the_exchange_has_a_group_beside_nccl(tmp_path):
     assert "1 replicas" in torchrun(tmp_path, 1, str(SNIPPETS / "beside_nccl.py"))
@@ -134,6 +143,10 @@ def test_the_readmes_loop_trains(tmp_path):
         dist.destroy_process_group()
     assert values["engine"].num_steps == 3
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+IN_OTHER_TESTS = {"ray_train.py": "integrations/test_ray.py"}
+"""Examples that other tests run."""
 
 
 def test_every_code_block_of_the_docs_is_part_of_a_file_that_runs():

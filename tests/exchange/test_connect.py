@@ -170,6 +170,20 @@ def one_job_of_two_replicas() -> str:
     return str(caught.value)
 
 
+def test_a_job_whose_launcher_sets_no_rank_is_refused_too():
+    message = run_replicas(one_job_without_rank, 2, free_port(), joined=False)[1]
+    assert "replicas 1 and 0 are processes of one job" in message
+
+
+def one_job_without_rank(port: int) -> str:
+    """Both replicas are processes of one group, as Lightning's launcher starts them."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=int(os.environ["DILOCO_REPLICA"]), world_size=2)
+    with pytest.raises(diloco.DilocoError) as caught:
+        diloco.connect(timeout_seconds=3)
+    return str(caught.value)
+
+
 def test_a_port_in_use_and_a_foreign_address_are_refused():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

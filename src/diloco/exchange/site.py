@@ -38,7 +38,9 @@ def this_site() -> Site:
 def _job() -> str | None:
     """The address at which the processes of the job meet: two jobs of a machine can't share a port."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or "RANK" not in os.environ:
+    # Lightning's launcher sets no RANK.
+    has_launcher = "RANK" in os.environ or (dist.is_initialized() and dist.get_world_size() > 1)
+    if not address or not port or not has_launcher:
         return None
     is_local = address == "localhost" or address.startswith("127.") or address == "::1"
     return f"{socket.gethostname() + '/' if is_local else ''}{address}:{port}"

@@ -1,0 +1,154 @@
+"""Lightning: one callback trains a replica in a `Trainer` of lightning.pytorch."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import UserError
+from diloco.exchange.control import agree
+from diloco.exchange.process_group import ProcessGroupExchange
+
+_STATE = "diloco"
+"""The key of a checkpoint under which the callback keeps what it resumes from."""
+
+
+class DiLoCoCallback(Callback):
+    """Trains one replica in a `Trainer`; every replica is a job of its own, with its own default_root_dir.
+
+    An inner step is a batch at whose end `trainer.global_step` has grown: micro-steps of accumulate_grad_batches
+    do not count, and a step that a gradient scaler skipped does. Validation inside `fit` is that of Θ. Checkpoints
+    hold Θ as the weights, and beside them the replica's own parameters and the engine's state, from which
+    `fit(ckpt_path=…)` resumes; so the best checkpoint by a validation metric is the model of that metric. After
+    `fit` the model is Θ.
+
+    Args:
+        build: the engine of a LightningModule, which has its initial parameters when `fit` begins.
+
+    Raises:
+        UserError: if the Trainer would shard the model, average the replicas' gradients, or save or end with other
+            parameters than Θ.
+
+    Source: the order of events in lightning.pytorch's `Trainer._run`, and its `WeightAveraging`.
+    """
+
+    def __init__(self, build: Callable[[nn.Module], StreamingDiLoCo]) -> None:
+        self._build = build
+        self._engine: StreamingDiLoCo | None = None
+        self._global_step = 0
+        self._outer: ExitStack | None = None  # closing it gives the model its own parameters back
+
+    @property
+    def engine(self) -> StreamingDiLoCo:
+        """The engine, from the start of `fit` on."""
+        if self._engine is None:
+            raise UserError("the engine is built when trainer.fit() begins")
+        return self._engine
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Build the engine on the model's device, before a checkpoint is loaded."""
+        if stage != TrainerFn.FITTING:
+            return
+        if self._engine is not None:
+            raise UserError("this engine has trained already: make a new Trainer with a new DiLoCoCallback")
+        _check(trainer)
+        pl_module.configure_model()
+        trainer.precision_plugin.convert_module(pl_module)
+        pl_module.to(trainer.strategy.root_device)
+        self._engine = self._build(pl_module)
+        if trainer.world_size > 1 and isinstance(self._engine.exchange, ProcessGroupExchange):
+            raise UserError(
+                f"this Trainer's {trainer.world_size} processes average their gradients, and can't be replicas: "
+                "start a Trainer for each replica, with exchange=diloco.connect(...)",
+                "exchange",
+            )
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Resume from the replica's own parameters and the engine's state."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if _STATE not in checkpoint:
+            raise UserError(
+                "this checkpoint was saved without DiLoCoCallback: load its weights into the LightningModule "
+                "before trainer.fit(), and leave out ckpt_path",
+                "ckpt_path",
+            )
+        pl_module.load_state_dict(checkpoint[_STATE]["own"])
+        self.engine.load_state_dict(checkpoint[_STATE]["engine"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the replicas' numbers of steps."""
+        self._global_step = trainer.global_step
+        names = ("estimated_stepping_batches", "global_step")
+        agree(self.engine.exchange, {name: getattr(trainer, name) for name in names})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count an inner step, if the optimizer has stepped."""
+        if trainer.global_step > self._global_step:
+            self._global_step = trainer.global_step
+            self.engine.step()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put Θ in the place of the model's own parameters."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._outer = ExitStack()
+            self._outer.enter_context(self.engine.outer_in_place())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the model its own parameters back, before a checkpoint is saved."""
+        self._take_outer_out()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the model its own parameters back."""
+        self._take_outer_out()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save Θ as the weights, and beside it what `on_load_checkpoint` takes up."""
+        if self._engine is None:
+            return
+        if self._outer is not None:
+            raise UserError(
+                "save a checkpoint after the validation: inside it the model's own parameters are away"
+            )
+        own = checkpoint["state_dict"]
+        with self._engine.outer_in_place():
+            checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
+        checkpoint[_STATE] = {"own": own, "engine": self._engine.state_dict()}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Merge what is in flight, and leave Θ in the model."""
+        self.engine.finish()
+        self.engine.leave_outer_in_place()
+
+    def _take_outer_out(self) -> None:
+        if self._outer is not None:
+            self._outer.close()
+            self._outer = None
+
+
+def _check(trainer: Trainer) -> None:
+    """Refuse a Trainer that shards the model, or would save or end with other parameters than Θ."""
+    if trainer.strategy.restore_checkpoint_after_setup:
+        raise UserError(
+            f"DiLoCoCallback is for whole replicas, on one device or under DDP, not with "
+            f"{type(trainer.strategy).__name__}: for FSDP2 give StreamingDiLoCo the sharded model in a loop of "
+            "your own"
+        )
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise UserError(
+                f"{type(callback).__name__} would leave its own average in the model, not Θ: leave it out"
+            )
+        if getattr(callback, "save_weights_only", False):
+            raise UserError(
+                "save_weights_only=True would save one replica's own parameters, and nothing to resume from: set "
+                "it to False; the checkpoints hold Θ as their weights",
+                "save_weights_only",
+            )

@@ -1,0 +1,222 @@
+"""torchtitan: its Trainer, and a section of its config, for one replica; every replica is a torchrun of its own.
+
+torchrun starts this module as it starts `torchtitan.train`. The config file has
+`custom_config_module = "diloco.integrations.torchtitan"` in its section `[job]`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan import config
+from torchtitan.components.checkpoint import DATALOADER
+from torchtitan.train import Trainer, main
+
+from diloco.engine.streaming import StreamingDiLoCo
+from diloco.errors import UserError
+from diloco.exchange.connect import connect
+from diloco.exchange.control import agree
+from diloco.fragments import Fragments, sequential, strided, whole
+from diloco.outer.nesterov import Nesterov
+from diloco.schedule import Schedule
+
+
+@dataclass
+class DiLoCo:
+    """The section `[diloco]`: the arguments of `diloco.connect`, `Schedule`, `Nesterov` and `StreamingDiLoCo`."""
+
+    address: str | None = None
+    """host:port of replica 0; None is DILOCO_ADDRESS in the environment."""
+    replica: int | None = None
+    """This replica, from 0; None is DILOCO_REPLICA."""
+    num_replicas: int | None = None
+    """M; None is DILOCO_NUM_REPLICAS."""
+    leader: bool = False
+    """Let the first process exchange for all, where all hold the same parameters: not with FSDP."""
+    timeout_seconds: float = 600.0
+    """How long to wait for the other replicas, in seconds."""
+    sync_every: int = 100
+    """H: inner steps between two syncs of the same fragment."""
+    overlap_steps: int = 0
+    """τ: inner steps between sending a fragment and merging it."""
+    fragments: Literal["strided", "sequential", "whole"] = "strided"
+    """How the model's layers form fragments."""
+    layers_per_fragment: int = 3
+    """Layers in a strided or sequential fragment."""
+    outer_learning_rate: float = 0.4
+    """η of the outer SGD with Nesterov momentum."""
+    outer_momentum: float = 0.9
+    """μ of the outer SGD with Nesterov momentum."""
+    mixing: float = 0.5
+    """α: how much of its own parameters a replica keeps at a merge."""
+    wire: str = "e3m0"
+    """Codec of the outer gradients."""
+    combine: str = "gather"
+    """gather or reduce_scatter."""
+    error_feedback: float | None = None
+    """β of error feedback; None is no error feedback."""
+    offload: bool = False
+    """Keep Θ and the outer momentum in pinned host memory."""
+
+
+@dataclass
+class JobConfig(config.JobConfig):
+    """torchtitan's config with the section `[diloco]`: its `job.custom_config_module` takes it from here."""
+
+    diloco: DiLoCo = field(default_factory=DiLoCo)
+    """DiLoCo."""
+
+
+class DiLoCoTrainer(Trainer):
+    """torchtitan's Trainer for one replica.
+
+    An inner step is a train step, with its gradient accumulation. Validation is that of Θ. Checkpoints hold the
+    replica's own parameters and the engine's state; the last one, which torchtitan saves for export, holds Θ. Each
+    replica reads its own part of the dataset. Batch sizes in the config are those of one replica.
+
+    Raises:
+        UserError: if the config has no section [diloco], or a setting contradicts it.
+
+    Source: the order of events in torchtitan's `Trainer.train`.
+    """
+
+    def __init__(self, job_config: config.JobConfig) -> None:
+        self._settings = _checked(job_config)
+        super().__init__(job_config)
+        settings = self._settings
+        self._exchange = connect(
+            settings.address,
+            replica=settings.replica,
+            num_replicas=settings.num_replicas,
+            leader=settings.leader,
+            timeout_seconds=settings.timeout_seconds,
+        )
+        self.engine = self.build_engine(self.model_parts[0])
+        """The engine."""
+        self.dataloader = self._own_part_of_the_data()
+        self.checkpointer.states |= {"diloco": _EngineState(self), DATALOADER: self.dataloader}
+        self.checkpointer.load = partial(self._load, self.checkpointer.load)
+        if job_config.validation.enable:
+            self.validator.validate = partial(self._validate, self.validator.validate)
+
+    def build_engine(self, model: nn.Module) -> StreamingDiLoCo:
+        """The engine of the section [diloco]; override it for what a config can't say."""
+        settings = self._settings
+        fragments = _fragments(model, settings)
+        return StreamingDiLoCo(
+            model,
+            fragments=fragments,
+            schedule=Schedule(
+                sync_every=settings.sync_every,
+                num_fragments=len(fragments),
+                overlap_steps=settings.overlap_steps,
+            ),
+            exchange=self._exchange,
+            outer=Nesterov(lr=settings.outer_learning_rate, momentum=settings.outer_momentum),
+            mixing=settings.mixing,
+            wire=settings.wire,
+            combine=settings.combine,
+            error_feedback=settings.error_feedback,
+            offload=settings.offload,
+        )
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """Take and count an inner step; after the last, leave Θ in the model for the last checkpoint."""
+        super().train_step(data_iterator)
+        self.engine.step()
+        if not self.should_continue_training():
+            self._finish()
+
+    def train(self) -> None:
+        """Train, and leave Θ in the model."""
+        super().train()
+        self._finish()  # the data may have ended before the last step
+
+    def _finish(self) -> None:
+        self.engine.finish()
+        self.engine.leave_outer_in_place()
+
+    def _load(self, load: Callable[..., bool], step: int = -1) -> bool:
+        loaded = load(step=step)
+        if loaded and not self.engine.num_steps:  # weights alone, such as those of a pretrained model
+            self.engine = self.build_engine(self.model_parts[0])
+        agree(self._exchange, {"training.steps": self.job_config.training.steps, "step": self.step})
+        return loaded
+
+    def _validate(self, validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self.engine.outer_in_place():
+            validate(*args, **kwargs)
+
+    def _own_part_of_the_data(self) -> Any:
+        """The dataloader again, as if all replicas were ranks of one job."""
+        if self.train_spec.build_dataloader_fn is None:
+            return self.dataloader
+        rank, size = 0, 1
+        if self.parallel_dims.dp_enabled:
+            mesh = self.parallel_dims.get_mesh("batch")
+            rank, size = mesh.get_local_rank(), mesh.size()
+        return self.train_spec.build_dataloader_fn(
+            dp_world_size=self._exchange.num_replicas * size,
+            dp_rank=self._exchange.replica * size + rank,
+            tokenizer=self.tokenizer,
+            job_config=self.job_config,
+        )
+
+
+class _EngineState(Stateful):
+    """The engine's state with the same keys at every step, as torch.distributed.checkpoint needs it."""
+
+    def __init__(self, trainer: DiLoCoTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.engine.state_dict()
+        nothing_sent = {name: torch.zeros_like(outer) for name, outer in state["outer"].items()}
+        return {**state, "sent": nothing_sent | state["sent"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trainer.engine.load_state_dict(state_dict)
+
+
+def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
+    if settings.fragments == "whole":
+        return whole(model)
+    cut = {"strided": strided, "sequential": sequential}[settings.fragments]
+    return cut(model, layers_per_fragment=settings.layers_per_fragment, blocks="layers")
+
+
+def _checked(job_config: config.JobConfig) -> DiLoCo:
+    """The section [diloco], where nothing else in the config contradicts it."""
+    settings = getattr(job_config, "diloco", None)
+    if settings is None:
+        raise UserError(
+            "the config has no section [diloco]: set job.custom_config_module to diloco.integrations.torchtitan",
+            "job.custom_config_module",
+        )
+    refused = {
+        "fault_tolerance.enable": "joins the replicas by torchft, whose DiLoCo is another: set it to false",
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "computes scales before a merge "
+        "changes the parameters: set it to false",
+    }
+    for name, reason in refused.items():
+        value: Any = job_config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value:
+            raise UserError(f"{name}=true {reason}", name)
+    if (degree := job_config.parallelism.pipeline_parallel_degree) > 1:
+        name = "parallelism.pipeline_parallel_degree"
+        raise UserError(
+            f"{name}={degree} cuts the model into parts, and the engine takes a whole one: set 1", name
+        )
+    if job_config.debug.seed is None:
+        raise UserError("set debug.seed, the same on all replicas: they start from the same weights", "debug.seed")
+    return cast(DiLoCo, settings)
+
+
+if __name__ == "__main__":
+    main(DiLoCoTrainer)

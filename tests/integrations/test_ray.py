@@ -1,0 +1,126 @@
+"""Ray Train: two replicas, each a TorchTrainer of its own, in one cluster on this computer."""
+
+import importlib.util
+import os
+import signal
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import free_port, run_replicas
+
+import diloco
+from diloco.outer.digest import parameters_hash
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+KILLED_AT = 11
+
+
+def example() -> Any:
+    """examples/ray_train.py as a module."""
+    spec = importlib.util.spec_from_file_location("ray_train", ROOT / "examples" / "ray_train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def killing(folder: str) -> Any:
+    """The example's loop, in which every replica dies once, after the step KILLED_AT."""
+
+    def train_loop_per_worker(config: dict[str, Any]) -> None:
+        module = example()
+        batch_of = module.batch_of
+
+        def batch_or_death(replica: int, step: int) -> Any:
+            died = Path(folder, f"died-{replica}")
+            if step == KILLED_AT + 1 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batch_of(replica, step)
+
+        module.batch_of = batch_or_death
+        module.train_loop_per_worker(config)
+
+    return train_loop_per_worker
+
+
+def take_the_common_one() -> list[Any]:
+    """The checkpoints that this replica takes, where replica 0 has reported one more than replica 1."""
+    warnings.simplefilter("default")
+    import ray.train
+
+    from diloco.integrations.ray import common_checkpoint
+
+    replica, exchange = int(os.environ["DILOCO_REPLICA"]), diloco.connect(timeout_seconds=30)
+
+    def taken(*steps: int) -> Any:
+        reported = [SimpleNamespace(checkpoint=f"at {step}", metrics={"num_steps": step}) for step in steps]
+        ray.train.get_all_reported_checkpoints = lambda: reported
+        return common_checkpoint(exchange)
+
+    results = [taken(*((3, 6, 9), (3, 6))[replica]), taken(*((3,), ())[replica]), taken()]
+    ray.train.get_all_reported_checkpoints = lambda: [SimpleNamespace(checkpoint="at 3", metrics={"loss": 1.0})]
+    with pytest.raises(diloco.UserError, match=r"report .*num_steps.* with each checkpoint"):
+        common_checkpoint(exchange)
+    return results
+
+
+def test_all_replicas_take_the_newest_checkpoint_that_all_have():
+    pytest.importorskip("ray")
+    assert run_replicas(take_the_common_one, 2, joined=False) == [["at 6", None, None]] * 2
+
+
+def undisturbed_replica() -> str:
+    """The example's training without Ray."""
+    module, replica = example(), int(os.environ["DILOCO_REPLICA"])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        exchange=diloco.connect(timeout_seconds=30),
+    )
+    engine.attach(optimizer)
+    for step in range(1, 15):
+        inputs, targets = module.batch_of(replica, step)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    engine.finish()
+    return engine.outer_hash()
+
+
+@pytest.mark.timeout(600)  # Ray starts a dozen processes, most of which import torch
+@pytest.mark.filterwarnings("default")  # of ray
+def test_two_replicas_are_killed_and_resume(tmp_path):
+    ray = pytest.importorskip("ray")
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    try:
+        module = example()
+        module.train_loop_per_worker = killing(str(tmp_path))
+        address = f"127.0.0.1:{free_port()}"
+        with ThreadPoolExecutor() as sites:
+            jobs = [
+                sites.submit(module.fit, {"replica": replica, "address": address}, str(tmp_path / "results"))
+                for replica in range(2)
+            ]
+            results = [job.result(timeout=500) for job in jobs]
+    finally:
+        ray.shutdown()
+    assert {path.name for path in tmp_path.glob("died-*")} == {"died-0", "died-1"}
+    expected = run_replicas(undisturbed_replica, 2, joined=False)
+    for result in results:
+        assert result.metrics["num_steps"] == 14
+        assert [result.metrics["outer_hash"]] * 2 == expected, "kill -9 changes no bit"
+        with result.checkpoint.as_directory() as folder:
+            shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
+        assert parameters_hash(shipped) == result.metrics["outer_hash"], "the last checkpoint holds Θ"
