@@ -4,9 +4,11 @@ import math
 import time
 
 import torch
+from torch import Tensor
 
 from diloco.engine.rounds import Rounds
 from diloco.engine.sharded import sum_over_shards
+from diloco.engine.state import OUTER
 
 
 def counters(rounds: Rounds) -> dict[str, float]:
@@ -34,9 +36,20 @@ def logs(rounds: Rounds) -> dict[str, float]:
     """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
     errors = rounds.record.codec_errors(rounds.settings.wire)
     device, group = rounds.parameters.device, rounds.parameters.shard_group
-    squares = torch.stack([rounds.squared_distance(), *torch.tensor(errors or (0.0, 0.0), device=device)])
+    squares = torch.stack([_squared_distance(rounds), *torch.tensor(errors or (0.0, 0.0), device=device)])
     distance, error, delta = sum_over_shards(squares, group).tolist()
     computed = {"distance_to_outer": math.sqrt(distance)}
     if errors is not None:
         computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
     return counters(rounds) | computed
+
+
+def _squared_distance(rounds: Rounds) -> Tensor:
+    """‖θ − Θ‖² over the elements that this process holds."""
+    total = torch.zeros((), device=rounds.parameters.device)
+    for p, home_N in enumerate(rounds.state.at_home(OUTER)):
+        outer_N = home_N.to(rounds.parameters.device)
+        delta_N = rounds.parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
+        total += torch.linalg.vector_norm(delta_N).square()
+    rounds.expect_next()
+    return total

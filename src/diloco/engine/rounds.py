@@ -76,22 +76,6 @@ class Rounds:
     last_sent: list[int] = field(default_factory=list)
     """For each fragment the step after which it was sent last; 0 if never."""
 
-    @classmethod
-    def begin(
-        cls, settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool
-    ) -> "Rounds":
-        """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
-        state = OuterState(
-            map(parameters.flat, range(len(settings.fragments))),
-            slots=settings.outer.slots,
-            with_error=settings.error_feedback is not None,
-            offload=offload,
-        )
-        return cls(settings, transport, parameters, state, Cohort.equal(transport.num_replicas))
-
-    record: observe.Record = field(default_factory=observe.Record)
-    """Measurements of the syncs, for logs."""
-
     def __post_init__(self) -> None:
         """Make the memory in which sums are made, and count the bytes of each fragment."""
         sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
@@ -178,16 +162,6 @@ class Rounds:
                 yield torch.zeros(num_elements, dtype=torch.float32, device="cpu")
             else:
                 yield flight.reduction.decode(flight.payloads, num_elements, self.key(flight.sync))
-
-    def squared_distance(self) -> Tensor:
-        """‖θ − Θ‖² over the elements that this process holds."""
-        total = torch.zeros((), device=self.parameters.device)
-        for p, home_N in enumerate(self.state.at_home(OUTER)):
-            outer_N = home_N.to(self.parameters.device)
-            delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
-            total += torch.linalg.vector_norm(delta_N).square()
-        self.expect_next()
-        return total
 
     def expect_next(self) -> None:
         """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
@@ -292,3 +266,14 @@ class Rounds:
             spans=self.parameters.spans[p],
             shard_group=self._shard_group,
         )
+
+
+def begin(settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool) -> Rounds:
+    """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
+    state = OuterState(
+        map(parameters.flat, range(len(settings.fragments))),
+        slots=settings.outer.slots,
+        with_error=settings.error_feedback is not None,
+        offload=offload,
+    )
+    return Rounds(settings, transport, parameters, state, Cohort.equal(transport.num_replicas))

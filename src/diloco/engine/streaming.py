@@ -18,7 +18,7 @@ from diloco.engine.loading import loadable
 from diloco.engine.masters import Masters
 from diloco.engine.model_loads import ModelLoads, adopt
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.rounds import Rounds
+from diloco.engine.rounds import begin
 from diloco.engine.view import EngineView
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.control import agree, failing_together
@@ -117,7 +117,7 @@ class StreamingDiLoCo(EngineView):
             self.settings.check_transport(exchange)
             self.exchange = exchange
             parameters = FragmentParameters(model, self.settings.fragments, masters)
-            self._rounds = Rounds.begin(self.settings, exchange, parameters, offload=offload)
+            self._rounds = begin(self.settings, exchange, parameters, offload=offload)
             self._attachment: Attachment | None = None
             self._loads = ModelLoads(model, self._rounds)
             self._sound = True
