@@ -75,6 +75,8 @@ class Rounds:
     """How long training has waited for payloads."""
     last_sent: list[int] = field(default_factory=list)
     """For each fragment the step after which it was sent last; 0 if never."""
+    record: observe.Record = field(default_factory=observe.Record)
+    """Measurements of the syncs, for logs."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made, and count the bytes of each fragment."""
