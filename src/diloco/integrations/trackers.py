@@ -105,6 +105,7 @@ class WeightsAndBiases:
         import wandb
 
         id_file = directory / "trackers" / f"wandb-replica-{replica}"
+        id_file.parent.mkdir(parents=True, exist_ok=True)  # wandb writes elsewhere if the directory is missing
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "diloco"),
@@ -166,9 +167,9 @@ class MLflow:
                     self._id = kept_id
                     self._client.update_run(kept_id, status="RUNNING")
             except Exception as error:
+                # Not with the address, which may hold a password.
                 raise UserError(
-                    f"mlflow can't start at {uri} ({_first_line(error)}): set MLFLOW_TRACKING_URI",
-                    "trackers",
+                    f"mlflow can't start ({_first_line(error)}): set MLFLOW_TRACKING_URI", "trackers"
                 ) from error
         _keep_id(id_file, self._id)
         self._last: Any = None
@@ -212,7 +213,6 @@ def _kept_id(path: Path) -> str | None:
 
 
 def _keep_id(path: Path, id: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, [id.encode()])
 
 
