@@ -83,7 +83,9 @@ def test_replicas_agree_through_a_directory(tmp_path):
     assert replicas_agree(process.stdout, num_processes=2)
 
 
-@pytest.mark.parametrize("snippet", ["evaluate_and_resume.py", "merge_rule.py", "methods.py", "trackers.py"])
+@pytest.mark.parametrize(
+    "snippet", ["evaluate_and_resume.py", "masters.py", "merge_rule.py", "methods.py", "trackers.py"]
+)
 def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))
 
