@@ -32,8 +32,9 @@ def train_with_masters_of_its_own(arguments: dict) -> tuple[int, str | None]:
 @pytest.mark.parametrize("arguments", [{"mixing": 0.0}, {"mixing": 0.5, "overlap_steps": 3}])
 def test_a_merge_that_an_optimizer_undoes_is_noticed_at_the_next_send(arguments):
     results = run_replicas(train_with_masters_of_its_own, 2, arguments)
+    assert 40 in [num_steps for num_steps, _ in results]
     for num_steps, message in results:
-        assert num_steps == 40
+        assert num_steps <= 40 + arguments.get("overlap_steps", 0), "one replica tells the other"
         assert "step 40: the merge of fragment 0 after step 2" in message
         assert "was undone by the next inner step" in message and "masters=" in message
 

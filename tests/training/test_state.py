@@ -201,7 +201,7 @@ def train_the_next_fragment_alone() -> list[tuple[set[int], set[int]]]:
     world, state, _ = begin(config, Path())
     trained = []
     for step in range(1, LAST + 1):
-        tokens = np.random.default_rng(step).integers(0, 257, (4, 33))
+        tokens = np.random.default_rng((step, world.replica)).integers(0, 257, (4, 33))
         before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
         inner_step(state, tokens, config, world, 1e-3)
         changed = {

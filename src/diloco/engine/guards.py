@@ -4,6 +4,7 @@ Shapes: N elements of one fragment, K sampled ones.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,33 +53,50 @@ def refuse_equal_payloads(
         )
 
 
+@dataclass
+class _Merge:
+    """A merge to judge."""
+
+    step: int
+    """The inner step after which it was."""
+    resolution: float
+    """Smallest move, relative to the parameter, that is no rounding."""
+    samples: list[Tensor]
+    """Of the fragment before and after the merge, and after each of the next two inner steps."""
+
+
 class MergeWatch:
     """Notices an optimizer that overwrites merged parameters with weights of its own, which saw no merge.
 
-    With b before and a after a merge, and c after the next inner step, c − b is that step alone if it started from
-    weights beside b. The merge counts as undone if ‖c − b‖ < ‖a − b‖ / 3, and c is nearer to b than to a in 85 %
-    of the elements: a step that started from a would have to take back the merge by itself. Only K elements of a
-    fragment are looked at, and of those the half that the merge moved the most, each by more than the rounding of
-    its dtype. Where these are few, or inner steps as long as the merge, nothing is concluded.
+    With b before and a after a merge, c after the next inner step and d after the one that follows, an inner step
+    is about s = ‖d − c‖ long. An optimizer that started from a has gone ‖c − a‖ ≈ s, one that started beside b
+    ‖c − b‖ ≈ s. The merge counts as undone if ‖c − a‖ > 3 s, s / 3 < ‖c − b‖ < 10 s, and c is three times
+    nearer to b than to a, also in 85 % of the elements. K elements of a fragment are looked at, and of those the
+    half that the merge moved the most, each by more than the rounding of its dtype. Where these are few, or the
+    merge is no longer than three inner steps, nothing is concluded.
     """
 
     def __init__(self) -> None:
-        self.merges: dict[int, tuple[int, Tensor, Tensor, float]] = {}
-        """The merges to look at after the next inner step, by fragment."""
+        self.merges: dict[int, _Merge] = {}
+        """The merges to look at after the next two inner steps, by fragment."""
         self._undone: list[tuple[int, int, Tensor]] = []
 
     def merged(self, fragment: int, step: int, before_K: Tensor, shards: Sequence[Tensor]) -> None:
         """Remember a merge, from the sample before it and this process's shards after it."""
         if before_K.numel() >= 2 * _MIN_ELEMENTS:
             resolution = 8 * max(torch.finfo(shard.dtype).eps for shard in shards)
-            self.merges[fragment] = step, before_K, sample(shards), resolution
+            self.merges[fragment] = _Merge(step, resolution, [before_K, sample(shards)])
 
     def look(self, fragment: int, step: int, shards: Sequence[Tensor]) -> None:
-        """Judge a merge after the inner step that followed it; the device need not be waited for."""
-        merged_step, before_K, after_K, resolution = self.merges.pop(fragment)
-        if step == merged_step + 1:  # not where another state was loaded
-            undone = _undone(before_K, after_K, sample(shards), resolution)
-            self._undone.append((fragment, merged_step, undone))
+        """Look at a fragment after an inner step; the device need not be waited for."""
+        merge = self.merges[fragment]
+        if step != merge.step + len(merge.samples) - 1:  # another state was loaded
+            del self.merges[fragment]
+            return
+        merge.samples.append(sample(shards))
+        if len(merge.samples) == 4:
+            self._undone.append((fragment, merge.step, _undone(merge.samples, merge.resolution)))
+            del self.merges[fragment]
 
     def check(self) -> None:
         """Refuse to go on if a merge was undone.
@@ -105,12 +123,23 @@ def sample(shards: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _undone(before_K: Tensor, after_K: Tensor, now_K: Tensor, resolution: float) -> Tensor:
-    """A bool on the samples' device: True if next to nothing is left of the merge, nearly everywhere."""
-    merge_K, since_K = after_K - before_K, now_K - before_K
-    size_K = merge_K.abs()
+def _undone(samples: Sequence[Tensor], resolution: float) -> Tensor:
+    """A bool on the samples' device: True if the inner step after a merge began where the merge had begun."""
+    before_K, after_K, next_K, last_K = samples
+    size_K = (after_K - before_K).abs()
     is_large_K = (size_K >= size_K.median()) & (size_K > resolution * before_K.abs())
-    is_nearer_K = since_K.abs() < (now_K - after_K).abs()
-    is_short = 9 * (since_K.square() * is_large_K).sum() < (merge_K.square() * is_large_K).sum()
-    num_large, num_nearer = is_large_K.sum(), (is_large_K & is_nearer_K).sum()
-    return (num_large >= _MIN_ELEMENTS) & (num_nearer >= 0.85 * num_large) & is_short
+    from_before_K, from_after_K, step_K = (
+        (end_K - start_K) * is_large_K
+        for start_K, end_K in ((before_K, next_K), (after_K, next_K), (next_K, last_K))
+    )
+    from_before, from_after, step = (torch.linalg.vector_norm(v) for v in (from_before_K, from_after_K, step_K))
+    is_nearer_K = is_large_K & (from_before_K.abs() < from_after_K.abs())
+    num_large, num_nearer = is_large_K.sum(), is_nearer_K.sum()
+    return (
+        (num_large >= _MIN_ELEMENTS)
+        & (num_nearer >= 0.85 * num_large)
+        & (3 * from_before < from_after)
+        & (3 * step < from_after)
+        & (3 * from_before > step)
+        & (from_before < 10 * step)
+    )
