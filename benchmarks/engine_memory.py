@@ -86,7 +86,7 @@ def peak_bytes(arguments: argparse.Namespace, *, with_engine: bool) -> int:
             exchange=diloco.ProcessGroupExchange(),
         )
         engine.attach(optimizer)
-    window = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(0))
+    window = torch.randint(0, 2048, (1, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(NUM_STEPS):
         model.loss(model(window[:, :-1]), window[:, 1:])[1].backward()
         optimizer.step()

@@ -377,12 +377,12 @@ def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=20),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    window = windows(0)
     for _ in range(5):
-        loss_of(model, window, mesh)[0].backward()
+        loss_of(model, windows(1 + mesh.get_local_rank("replica")), mesh)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
         engine.step()
+    window = windows(0)
     with torch.no_grad():
         before = logits(model, window)
         with engine.outer_in_place():

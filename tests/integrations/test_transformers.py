@@ -235,6 +235,7 @@ def test_a_callback_that_cannot_see_the_initial_parameters_is_refused(tmp_path):
         trainer_of(str(tmp_path), model=None, model_init=llama).train()
 
 
+@pytest.mark.filterwarnings("ignore:.*was never sent:UserWarning")
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     first, other = trainer_of(f"{tmp_path}/first", max_steps=3), trainer_of(f"{tmp_path}/other", max_steps=3)
     first.train()
