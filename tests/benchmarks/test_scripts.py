@@ -87,14 +87,14 @@ def test_engine_memory():
 
 
 def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
-    file, names = tmp_path / "golden.json", ["--runs", "streaming", "resumed"]
+    file, names = tmp_path / "golden.json", ["--runs", "streaming_1_replica", "diloco"]
     run("golden.py", file, *names)
     values = json.loads(file.read_text())
-    values["resumed"]["eval_loss"] += 1e-12
+    values["diloco"]["eval_loss"] += 1e-12
     file.write_text(json.dumps(values))
     command = [sys.executable, str(BENCHMARKS / "golden.py"), str(file), "--compare", *names]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert process.returncode == 1 and "1 runs differ: resumed" in process.stderr
+    assert process.returncode == 1 and "1 runs differ: diloco" in process.stderr
 
 
 @needs_namespaces
