@@ -62,7 +62,7 @@ class _Merge:
     resolution: float
     """Smallest move, relative to the parameter, that is no rounding."""
     samples: list[Tensor]
-    """Of the fragment before and after the merge, and after each of the next two inner steps."""
+    """The fragment's samples before and after the merge, and after each of the next two inner steps."""
 
 
 class MergeWatch:

@@ -105,12 +105,17 @@ class Messages:
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has told it."""
         missing = tuple(sorted(self._missing))
-        if self.interruption is None:
-            self._notices.look()
+        deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+        while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
+            self._notices.look()  # whoever fails closes its connections a moment before it says why
+            time.sleep(0.05)
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
         names = ", ".join(f"replica {replica} ({self._missing[replica]})" for replica in missing)
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
+
+
+_SECONDS_FOR_THE_CAUSE = 1.0
 
 
 def _reason(error: Exception) -> str:
