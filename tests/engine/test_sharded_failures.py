@@ -83,7 +83,7 @@ def lose_the_link_of_one_shard() -> str:
 @pytest.mark.slow
 def test_a_link_that_fails_is_named_even_if_the_other_shards_have_given_up():
     waits, beside, lost, beside_lost = run_replicas(lose_the_link_of_one_shard, M * 2)
-    assert waits.startswith("step 2: fragment 0, round 1: no payload from or to replica 1")
+    assert waits.startswith("step 2: fragment 0, round 1: replica 1 failed: step 2: fragment 0, round 1: lost")
     assert lost == "step 2: fragment 0, round 1: lost"
     for replica, messages in enumerate((beside, beside_lost)):
         assert messages.startswith(f"step 2: another shard of replica {replica} does not answer: ")
