@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 from diloco.errors import DisagreementError
 from diloco.exchange.gloo import Group, tag_bits, wait_for
 from diloco.exchange.messages import Messages, Peers
-from diloco.exchange.notices import Notices
+from diloco.exchange.notices import Notices, WithNotices
 from diloco.exchange.process_group import GroupExchange
 from diloco.exchange.transport import Channel, Pending, Tag, Transport
 
 
-class LeaderExchange(Transport):
+class LeaderExchange(WithNotices, Transport):
     """The exchange of one process of a replica whose first process is the leader.
 
     Args:
@@ -71,19 +70,6 @@ class LeaderExchange(Transport):
         if self._outside is None:
             return _Following(self, payloads, tag)
         return _Leading(self, self._outside.start(payloads, tag), payloads, tag)
-
-    @property
-    def failure(self) -> str | None:
-        """Which replica has failed, and why."""
-        return self._notices.failure
-
-    def abort(self, reason: str) -> None:
-        """Tell all processes of all replicas that this one has failed."""
-        self._notices.abort(reason)
-
-    def finishing(self, step: int) -> AbstractContextManager[None]:
-        """Tell the others that this replica sends nothing after a step."""
-        return self._notices.finishing(step)
 
     def close(self) -> None:
         """Free the connections, and the port where this process listens; nothing is sent or received after it."""

@@ -9,7 +9,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
 from typing import Protocol
 
@@ -75,7 +75,8 @@ class Notices:
         # The count tells this finish from earlier ones, whose notices stay.
         notice = json.dumps({"finish": self._num_finishes, "step": step})
         if self._num_processes > 1:
-            self._store.set(f"finishing/{self._replica}", notice)
+            with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
+                self._store.set(f"finishing/{self._replica}", notice)
         yield
         self._num_finishes += 1
         self._in_flight = False
@@ -143,6 +144,25 @@ class Notices:
         if self._thread is not None and self._thread is not current_thread():
             self._thread.join(_SECONDS_TO_BE_READ)
         self._store, self._in_flight = dist.HashStore(), False
+
+
+class WithNotices:
+    """The part of a transport by which a failure reaches the others."""
+
+    _notices: Notices
+
+    @property
+    def failure(self) -> str | None:
+        """Which other replica has failed, and why."""
+        return self._notices.failure
+
+    def abort(self, reason: str) -> None:
+        """Tell the others that this replica has failed; waits until they know, 3 s at the most."""
+        self._notices.abort(reason)
+
+    def finishing(self, step: int) -> AbstractContextManager[None]:
+        """Tell the others that this replica sends nothing after a step."""
+        return self._notices.finishing(step)
 
 
 _SECONDS_BETWEEN_LOOKS = 0.5

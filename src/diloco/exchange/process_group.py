@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +13,11 @@ from diloco.exchange import gloo, nccl
 from diloco.exchange.control import agree
 from diloco.exchange.gloo import Group
 from diloco.exchange.messages import Messages, Peers
-from diloco.exchange.notices import Notices
+from diloco.exchange.notices import Notices, WithNotices
 from diloco.exchange.transport import Tag, Transport
 
 
-class GroupExchange(Transport):
+class GroupExchange(WithNotices, Transport):
     """Each process of a group is one replica and sends to every other directly.
 
     Args:
@@ -69,19 +68,6 @@ class GroupExchange(Transport):
         else:
             gloo.post(messages, self._groups)
         return messages
-
-    @property
-    def failure(self) -> str | None:
-        """Which other replica has failed, and why."""
-        return self._notices.failure
-
-    def abort(self, reason: str) -> None:
-        """Tell the others that this replica has failed; waits until they know, 3 s at the most."""
-        self._notices.abort(reason)
-
-    def finishing(self, step: int) -> AbstractContextManager[None]:
-        """Tell the others that this replica sends nothing after a step."""
-        return self._notices.finishing(step)
 
     def close(self) -> None:
         """Free the connections, and the port where this process listens; nothing is sent or received after it.

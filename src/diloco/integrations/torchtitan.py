@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan import config
 from torchtitan.components.checkpoint import DATALOADER
 from torchtitan.train import Trainer, main
@@ -98,7 +96,7 @@ class DiLoCoTrainer(Trainer):
         self.engine = self.build_engine(self.model_parts[0])
         """The engine."""
         self.dataloader = self._own_part_of_the_data()
-        self.checkpointer.states |= {"diloco": _EngineState(self), DATALOADER: self.dataloader}
+        self.checkpointer.states |= {"diloco": self.engine, DATALOADER: self.dataloader}
         self.checkpointer.load = partial(self._load, self.checkpointer.load)
         if job_config.validation.enable:
             self.validator.validate = partial(self._validate, self.validator.validate)
@@ -143,7 +141,7 @@ class DiLoCoTrainer(Trainer):
     def _load(self, load: Callable[..., bool], step: int = -1) -> bool:
         loaded = load(step=step)
         if loaded and not self.engine.num_steps:  # weights alone, such as those of a pretrained model
-            self.engine = self.build_engine(self.model_parts[0])
+            self.engine.adopt()
         agree(self._exchange, {"training.steps": self.job_config.training.steps, "step": self.step})
         return loaded
 
@@ -165,21 +163,6 @@ class DiLoCoTrainer(Trainer):
             tokenizer=self.tokenizer,
             job_config=self.job_config,
         )
-
-
-class _EngineState(Stateful):
-    """The engine's state with the same keys at every step, as torch.distributed.checkpoint needs it."""
-
-    def __init__(self, trainer: DiLoCoTrainer) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.engine.state_dict()
-        nothing_sent = {name: torch.zeros_like(outer) for name, outer in state["outer"].items()}
-        return {**state, "sent": nothing_sent | state["sent"]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._trainer.engine.load_state_dict(state_dict)
 
 
 def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
