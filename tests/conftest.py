@@ -35,8 +35,17 @@ settings.register_profile("all", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--hostile-examples", type=int, help="mutations of each input in tests/hostile, other ones each time")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
+    if num_examples := config.getoption("hostile_examples"):
+        random = settings(settings.get_profile("all"), derandomize=False, database=None)
+        settings.register_profile("hostile", random, max_examples=num_examples)
+    else:
+        settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
 
 
 @pytest.fixture(scope="session")
