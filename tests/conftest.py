@@ -48,6 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the modules whose tests are all slow: importing a framework takes seconds."""
+    is_test = collection_path.name.startswith("test_")
+    if config.getoption("markexpr") == "not slow" and is_test:
+        return "\npytestmark = pytest.mark.slow" in collection_path.read_text() or None
+    return None
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """`once(name, make)`: a folder that `make` has filled, by the first of the test processes that asks for it."""

@@ -1,7 +1,9 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
 import os
+import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -16,9 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from diloco.training.launcher import end_with_parent
+
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "diloco.engine.streaming", "hypothesis"])
+_CONTEXT.set_forkserver_preload(
+    ["pytest", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+    + ["diloco.engine.streaming", "diloco.models.language_model", "diloco.wire.floats", "diloco.wire.sparse"]
+)
 
 
 class ReplicaError(AssertionError):
@@ -50,25 +57,20 @@ def run_replicas(
     with tempfile.TemporaryDirectory() as folder:
         address = None if joined else f"127.0.0.1:{free_port()}"
         pipes = [_CONTEXT.Pipe() for _ in range(num_replicas)]
-        processes = [
-            _CONTEXT.Process(
-                target=_replica, args=(theirs, replica, num_replicas, folder, address, function, args)
-            )
-            for replica, (_, theirs) in enumerate(pipes)
-        ]
+        ours, theirs = zip(*pipes, strict=True)
+        parent = _CONTEXT.Process(target=_fork_replicas, args=(theirs, folder, address, function, args))
         try:
-            for process, (_, theirs) in zip(processes, pipes, strict=True):
-                process.start()
-                theirs.close()
-            return _results([ours for ours, _ in pipes], deadline, mortal)
+            parent.start()
+            for connection in theirs:
+                connection.close()
+            return _results(ours, deadline, mortal)
         finally:
-            for process in processes:
-                process.terminate()  # a signal that coverage can catch
-            for process, (ours, _) in zip(processes, pipes, strict=True):
-                process.join(5)
-                process.kill()
-                process.join()
-                ours.close()
+            parent.terminate()
+            parent.join(10)
+            parent.kill()
+            parent.join()
+            for connection in ours:
+                connection.close()
 
 
 def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int]) -> list[Any]:
@@ -102,24 +104,55 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _replica(
-    connection: Connection,
-    replica: int,
-    num_replicas: int,
+def _fork_replicas(
+    connections: Sequence[Connection],
     folder: str,
     address: str | None,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
+    """Run the replicas until SIGTERM; by now this process has imported, for all of them, the function's module."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    arguments = connections, folder, address, function, args
+    processes = [get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))]
+    try:
+        for process in processes:
+            process.start()
+        for connection in connections:
+            connection.close()
+        signal.pause()
+    finally:
+        for process in processes:
+            process.terminate()  # a signal that coverage can catch
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _replica(
+    replica: int,
+    connections: Sequence[Connection],
+    folder: str,
+    address: str | None,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+    connection = connections[replica]
+    for other in connections:
+        if other is not connection:
+            other.close()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if address is None:
-            init_group(folder, replica, num_replicas)
+            init_group(folder, replica, len(connections))
         else:
             names = ("DILOCO_ADDRESS", "DILOCO_REPLICA", "DILOCO_NUM_REPLICAS")
-            os.environ |= dict(zip(names, (address, str(replica), str(num_replicas)), strict=True))
+            os.environ |= dict(zip(names, (address, str(replica), str(len(connections))), strict=True))
         connection.send((function(*args), None))
     except BaseException:
         connection.send((None, traceback.format_exc()))
