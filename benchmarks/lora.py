@@ -62,7 +62,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pretrain(arguments, folder)
         address, batch = f"127.0.0.1:{free_port()}", arguments.batch
-        with get_context("spawn").Pool(2) as pool:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["peft", "trl.trainer.sft_trainer", "torch._dynamo"])
+        with context.Pool(2) as pool:
             run = partial(fine_tune, arguments, folder)
             double, alone = pool.map(run, [Run(2 * batch), Run(batch)], chunksize=1)
             diloco_, same = pool.map(run, [Run(batch, (r, 2), address) for r in range(2)], chunksize=1)

@@ -1,5 +1,6 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
+import importlib
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ def run_replicas(
     timeout_seconds: float = 60.0,
     mortal: Collection[int] = (),
     joined: bool = True,
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """The results of `function(*args)` on each replica of a new process group, in replica order.
 
@@ -49,6 +51,7 @@ def run_replicas(
         timeout_seconds: for all of it.
         mortal: replicas that may end without a result; theirs is None.
         joined: False starts processes that know nothing of each other but `diloco.connect`'s environment.
+        imports: modules, beside the function's own, that are imported once for all replicas.
 
     Raises:
         ReplicaError: with the traceback of the first replica that failed.
@@ -58,7 +61,7 @@ def run_replicas(
         address = None if joined else f"127.0.0.1:{free_port()}"
         pipes = [_CONTEXT.Pipe() for _ in range(num_replicas)]
         ours, theirs = zip(*pipes, strict=True)
-        parent = _CONTEXT.Process(target=_fork_replicas, args=(theirs, folder, address, function, args))
+        parent = _CONTEXT.Process(target=_fork_replicas, args=(theirs, imports, folder, address, function, args))
         try:
             parent.start()
             for connection in theirs:
@@ -106,6 +109,7 @@ def free_port() -> int:
 
 def _fork_replicas(
     connections: Sequence[Connection],
+    imports: Sequence[str],
     folder: str,
     address: str | None,
     function: Callable[..., Any],
@@ -113,6 +117,8 @@ def _fork_replicas(
 ) -> None:
     """Run the replicas until SIGTERM; by now this process has imported, for all of them, the function's module."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    for module in imports:
+        importlib.import_module(module)
     arguments = connections, folder, address, function, args
     processes = [get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))]
     try:

@@ -1,12 +1,13 @@
 """The examples and the code blocks of the docs, as a reader would start them."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,20 @@ def torchrun(cwd: Path, num_processes: int, *command: str) -> str:
     process = subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+def run_example(folder: str, port: int, num_processes: int, name: str, *arguments: str) -> str:
+    """The output of an example in one of the processes that a torchrun would start, several times side by side."""
+    os.chdir(folder)
+    job, rank = divmod(int(os.environ.pop("DILOCO_REPLICA")), num_processes)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + job), "TORCHELASTIC_RUN_ID": str(port + job)}
+    sys.argv = [name, *(argument.format(job=job) for argument in arguments)]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return output.getvalue()
 
 
 def losses(output: str) -> list[float]:
@@ -44,24 +59,23 @@ def test_own_loop_learns_and_its_replicas_agree(tmp_path):
 
 @pytest.mark.slow
 def test_two_sites_of_two_processes_agree(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    with ThreadPoolExecutor() as sites:
-        command = [str(EXAMPLES / "two_sites.py"), "--leader", "--address", address, "--replica"]
-        jobs = [
-            sites.submit(torchrun, tmp_path, 2, f"--master-port={free_port()}", *command, str(replica))
-            for replica in range(2)
-        ]
-    outputs = [job.result() for job in jobs]
-    assert all(losses(output)[-1] < losses(output)[0] for output in outputs)
+    flags = ["--leader", "--address", f"127.0.0.1:{free_port()}", "--replica", "{job}"]
+    run = (run_example, 4, str(tmp_path), free_port(), 2, "two_sites.py", *flags)
+    outputs = run_replicas(*run, joined=False, timeout_seconds=150)
+    assert all(losses(output)[-1] < losses(output)[0] for output in outputs[::2])
     assert replicas_agree("".join(outputs), num_processes=4)
 
 
 @pytest.mark.slow
 def test_sharded_replicas_go_on_unsharded(tmp_path):
     pytest.importorskip("transformers")
-    example = str(EXAMPLES / "sharded_replicas.py")
-    output = torchrun(tmp_path, 4, example)
-    resumed = torchrun(tmp_path, 2, example, "--num-shards", "1", "--resume")
+
+    def run(num_processes: int, *flags: str) -> str:
+        arguments = (str(tmp_path), free_port(), num_processes, "sharded_replicas.py", *flags)
+        options = {"joined": False, "timeout_seconds": 150, "imports": ["transformers"]}
+        return "".join(run_replicas(run_example, num_processes, *arguments, **options))
+
+    output, resumed = run(4), run(2, "--num-shards", "1", "--resume")
     assert replicas_agree(output, num_processes=4) and replicas_agree(resumed, num_processes=2)
     (first, *_, last), (again, end) = losses(output), losses(resumed)
     assert last < 1 < first and again < first
@@ -107,7 +121,7 @@ def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
     snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
     ports = [free_port() for _ in snippets]
     hashes, others = run_replicas(
-        run_snippets, 2, snippets, ports, str(tmp_path), joined=False, timeout_seconds=150
+        run_snippets, 2, snippets, ports, str(tmp_path), joined=False, timeout_seconds=150, imports=["trl.trainer"]
     )
     assert hashes == others and len(set(hashes)) == len(snippets)
     assert (tmp_path / "trained/replica-0/model.safetensors").exists()
@@ -119,7 +133,7 @@ def test_the_snippet_of_lightning_trains_two_replicas(tmp_path):
     pytest.importorskip("lightning")
     ports = [free_port()]
     run = (run_snippets, 2, ["lightning_autoencoder.py"], ports, str(tmp_path))
-    first, second = run_replicas(*run, joined=False, timeout_seconds=150)
+    first, second = run_replicas(*run, joined=False, timeout_seconds=150, imports=["lightning"])
     assert first == second
 
 
