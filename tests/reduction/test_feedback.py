@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.reduction import reduction_of
@@ -16,6 +16,7 @@ LOSSY = ["bf16", "e4m3", "e2m1", "e3m0", "int4", "int2", "topk:density=0.1", "fe
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["fp32", *LOSSY, "e3m0:stochastic=true", "topk:density=0.1,values=int2"])
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1), num_elements=st.sampled_from([1, 2, 37, 700]), num_replicas=st.integers(1, 4)
 )
