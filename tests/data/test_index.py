@@ -48,7 +48,7 @@ def test_an_incomplete_directory(tmp_path):
         (
             '"vocab_size": 257',
             '"vocab_size": "257"',
-            "vocab_size: expected int, got str.*: delete the directory, and",
+            "vocab_size: expected int, got str.*: delete the",
         ),
         ('"vocab_size": 257', '"vocab_size": 256', "bos_id=256 is not below vocab_size=256"),
         ('"vocab_size": 257', '"vocab_size": 1099511627776', "vocab_size: expected int <= 16777216"),

@@ -25,8 +25,10 @@ class DataConfig:
     """Bytes of UTF-8 after which training text ends, with the document that reaches them; None is all text. With a
     vocabulary of 32,000, a token is four to five bytes of English."""
     max_document_bytes: int = field(default=2**26, metadata={"may_change_on_resume": True})
-    """Bytes of the longest document, and of the longest line of `.jsonl`; a longer one is refused. To read one takes
-    a few times as much memory, to tokenize it about a hundred times."""
+    """Bytes of the longest document, and of the longest line of `.jsonl`; a longer one is refused.
+
+    Reading a document takes a few times as much memory, tokenizing it about a hundred times.
+    """
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from diloco.errors import UserError
@@ -31,7 +30,7 @@ _DONE, _REFUSED, _NO_MEMORY, _BUG = b"d", b"r", b"m", b"b"
 class Contained:
     """A process that answers requests with a function that `factory` makes there.
 
-    Its memory is limited on Linux only.
+    It starts with the first request, and anew with the first after it crashed. Memory is limited on Linux only.
 
     Args:
         factory: `module:name` of a function that is called with `arguments` at the first request.
@@ -41,19 +40,8 @@ class Contained:
 
     def __init__(self, factory: str, *arguments: str, doing: str) -> None:
         self.doing = doing
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-            # Other allocators reserve more address space than they use, which is what is limited.
-            "ARROW_DEFAULT_MEMORY_POOL": "system",
-            "MALLOC_ARENA_MAX": "2",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, factory, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        self._command = [sys.executable, "-m", __name__, factory, *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes, *, most_bytes: int, most_seconds: float) -> bytes:
         """The function's answer to `request`.
@@ -66,6 +54,8 @@ class Contained:
         Raises:
             UserError: if the function raises one, takes more memory or time, or crashes.
         """
+        if self._process is None:
+            self._process = self._start()
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None, "both are pipes"
         try:
@@ -75,7 +65,9 @@ class Contained:
             outcome, size = _ANSWER.unpack(_exactly(stdout, _ANSWER.size))
             answer = _exactly(stdout, size)
         except (BrokenPipeError, EOFError):
-            raise UserError(f"{self.doing}: {self._ending(most_bytes, most_seconds)}") from None
+            ending = _ending(self._process.wait(), most_bytes, most_seconds)
+            self.close()
+            raise UserError(f"{self.doing}: {ending}") from None
         if outcome == _NO_MEMORY:
             raise UserError(f"{self.doing}: {_no_memory(most_bytes)}")
         if outcome == _REFUSED:
@@ -83,24 +75,40 @@ class Contained:
         assert outcome == _DONE, answer.decode()
         return answer
 
-    def _ending(self, most_bytes: int, most_seconds: float) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGALRM:
-            return f"it takes more than {most_seconds:,.0f} seconds"
-        if code in (-signal.SIGABRT, -signal.SIGKILL):
-            return _no_memory(most_bytes)
-        return f"the library that reads it crashed ({signal.Signals(-code).name if code < 0 else code})"
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+            # Other allocators reserve more address space than they use, which is what is limited.
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+            "MALLOC_ARENA_MAX": "2",
+        }
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nothing, env=environment)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None, "both are pipes"
+                with suppress(BrokenPipeError):  # a request that the process did not read
+                    pipe.close()
+            self._process = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "both are pipes"
-            with suppress(BrokenPipeError):  # a request that the process did not read
-                pipe.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ending(code: int, most_bytes: int, most_seconds: float) -> str:
+    if code == -signal.SIGALRM:
+        return f"it takes more than {most_seconds:,.0f} seconds"
+    if code in (-signal.SIGABRT, -signal.SIGKILL):
+        return _no_memory(most_bytes)
+    return f"the library that reads it crashed ({signal.Signals(-code).name if code < 0 else code})"
 
 
 def _no_memory(most_bytes: int) -> str:

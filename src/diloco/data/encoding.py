@@ -6,7 +6,6 @@ backtrack for ever, inside of a library that can't be interrupted.
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -39,8 +38,8 @@ class ContainedTokenizer:
         self._process = Contained(f"{__name__}:answering_with_ids", str(path), doing=f"{path} can't be used")
         try:
             answer = self._ask([])
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
+        except BaseException:
+            self._process.close()
             raise
         (self._vocab_size,) = np.frombuffer(answer, "<i8").tolist()
 
@@ -70,8 +69,8 @@ class ContainedTokenizer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
 
 
 def answering_with_ids(path: str) -> Callable[[bytes], bytes]:

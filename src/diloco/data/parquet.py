@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -18,7 +17,7 @@ _MOST_SECONDS = 300.0
 
 
 class ParquetReader:
-    """Reads one Parquet file after another in one process, which starts with the first.
+    """Reads one Parquet file after another in one process.
 
     Args:
         longest_bytes: UTF-8 bytes of the longest text.
@@ -26,7 +25,7 @@ class ParquetReader:
 
     def __init__(self, longest_bytes: int) -> None:
         self._most_bytes = 1024 * MIB + _FEWEST_ROWS * longest_bytes
-        self._process: Contained | None = None
+        self._process = Contained(f"{__name__}:answering_with_rows", doing="")
 
     def rows(self, path: Path) -> Iterator[dict[str, Any]]:
         """The fields `text` and `id` of each row, where they are strings.
@@ -34,24 +33,21 @@ class ParquetReader:
         Raises:
             UserError: if the file can't be read, or that takes more memory than 1 GiB and 16 of the longest texts.
         """
-        if self._process is None:
-            self._process = Contained(f"{__name__}:answering_with_rows", doing="")
         self._process.doing = f"{path} can't be read"
         request = str(path).encode("utf-8", "surrogateescape")
-        while rows := self._ask(self._process, request):
+        while rows := self._ask(request):
             yield from rows
             request = b""
 
-    def _ask(self, process: Contained, request: bytes) -> list[dict[str, Any]]:
-        answer = process.ask(request, most_bytes=self._most_bytes, most_seconds=_MOST_SECONDS)
+    def _ask(self, request: bytes) -> list[dict[str, Any]]:
+        answer = self._process.ask(request, most_bytes=self._most_bytes, most_seconds=_MOST_SECONDS)
         return msgspec.json.decode(answer)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process is not None:
-            self._process.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
 
 
 def answering_with_rows() -> Callable[[bytes], bytes]:
