@@ -251,7 +251,7 @@ def _parsed(line: bytes, place: str) -> Any:
         if len(line) <= _SHORT_LINE_BYTES:
             return json.loads(line.decode())  # it takes NaN, and halves of surrogates, in the other fields
         row = _ROW.decode(line)
-        return {"text": row.text, "id": msgspec.json.decode(row.id) if bytes(row.id[:1]) == b'"' else None}
+        return {"text": row.text, "id": msgspec.json.decode(row.id) if bytes(row.id).startswith(b'"') else None}
     except RecursionError:
         raise UserError(f"{place} is not JSON: its lists and objects are nested too deep") from None
     except ValueError as error:

@@ -52,6 +52,7 @@ class ParquetReader:
 
 def answering_with_rows() -> Callable[[bytes], bytes]:
     """The reader's other end: a path opens a file, and each answer holds its next rows, none at its end."""
+    parquet = require("pyarrow.parquet", extra="data")
     rows: Iterator[dict[str, Any]] = iter(())
     path = ""
 
@@ -59,7 +60,7 @@ def answering_with_rows() -> Callable[[bytes], bytes]:
         nonlocal rows, path
         if request:
             path = request.decode("utf-8", "surrogateescape")
-            rows = _rows(path)
+            rows = _rows(parquet, path)
         gathered: list[dict[str, Any]] = []
         size = 0
         try:
@@ -77,8 +78,7 @@ def answering_with_rows() -> Callable[[bytes], bytes]:
     return answer
 
 
-def _rows(path: str) -> Iterator[dict[str, Any]]:
-    parquet = require("pyarrow.parquet", extra="data")
+def _rows(parquet: Any, path: str) -> Iterator[dict[str, Any]]:
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
         columns = [column for column in ("id", "text") if column in file.schema_arrow.names]
         row_bytes = max(1, _text_bytes(file.metadata)) / max(1, file.metadata.num_rows)
