@@ -257,13 +257,11 @@ def _failures_named(sentence: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # Rust's panics are no Exception
-        raise UserError(f"{sentence}: {str(error)[:_MOST_REASON]}") from error
+    except BaseException as error:  # Rust's panics are no Exception; the message may quote the whole file
+        raise UserError(f"{sentence}: {str(error)[:200]}") from error
 
 
 _MOST_FILE_BYTES = 2**28
-_MOST_REASON = 200
-"""Characters of an error of a library, which may quote the whole file."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
