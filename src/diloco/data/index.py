@@ -4,7 +4,7 @@ DIR/settings.json          the settings that it is made with; the first file wri
 DIR/tokenizer.json, .model the tokenizer, unless it is `bytes`
 DIR/train-00000.bin        tokens of whole documents, each preceded by BOS; little-endian, of the index's dtype
 DIR/train-00000.idx        the token at which each document starts: int64, little-endian
-DIR/train-00000.json       the shard's counts and digest; written last of the three, which are whole where it exists
+DIR/train-00000.json       the shard's counts and digest; written last, so that all three are whole where it is
 DIR/held_out-00000.…       the same for the held-out split
 DIR/index.json             all settings and counts; written last, so that a directory with it is complete
 """
