@@ -85,7 +85,11 @@ class DisagreementError(UserError):
     """The replicas differ in a setting or a value that they must share."""
 
 
-class CheckpointError(UserError):
+class FileError(UserError):
+    """A file can't be read: it is missing, cut short, or holds what diloco would not have written."""
+
+
+class CheckpointError(FileError):
     """A checkpoint can't be read."""
 
 

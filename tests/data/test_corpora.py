@@ -107,6 +107,43 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
         list(documents(str(tmp_path / name)))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.jsonl", jsonl([{"text": "x"}, {"text": "x" * 100}]), "line 2"),
+        ("a.txt", b"x" * 101, "the text"),
+        ("a.txt.gz", gzip.compress(b"x" * 101), "the text"),
+    ],
+)
+def test_a_document_that_is_too_long_names_the_place_and_the_setting(tmp_path, name, content, place):
+    (tmp_path / name).write_bytes(content)
+    message = (
+        rf"{name} can't be read: {place} is longer than data\.max_document_bytes=100: cut it into documents, or"
+    )
+    with pytest.raises(UserError, match=message) as refusal:
+        list(documents(str(tmp_path / name), longest_bytes=100))
+    assert refusal.value.fields == ("data.max_document_bytes",)
+    assert len(list(documents(str(tmp_path / name), longest_bytes=200))) == (2 if name == "a.jsonl" else 1)
+
+
+def test_a_text_of_parquet_that_is_too_long_names_its_row(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b" * 101]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        UserError, match=r"a\.parquet can't be read: row 2 is longer than data\.max_document_bytes=100"
+    ):
+        list(documents(str(tmp_path / "a.parquet"), longest_bytes=100))
+
+
+def test_a_long_line_is_read_as_a_short_one(tmp_path):
+    rows = [{"id": i, "text": "né\u2028" + "x" * 2**20, "other": [1, {"a": None}]} for i in ("one", 2, None)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    read = list(documents(str(tmp_path / "a.jsonl")))
+    assert read == [Document(name, rows[0]["text"]) for name in ("one", "a.jsonl:2", "a.jsonl:3")]
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x", "n": ' + b"[" * 2**21 + b"\n")
+    with pytest.raises(UserError, match=r"b\.jsonl can't be read: line 1 is not JSON: .* nested too deep"):
+        list(documents(str(tmp_path / "b.jsonl")))
+
+
 def test_an_unknown_suffix_is_refused_before_anything_is_read(tmp_path):
     for name in ("a.txt", "b.md"):
         (tmp_path / name).write_text("text")

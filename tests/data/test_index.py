@@ -15,7 +15,7 @@ SETTINGS = PreparationSettings(
     shard_tokens=8,
     max_train_bytes=5,
 )
-SHARD = Shard(num_tokens=8, num_documents=2, num_bytes=6)
+SHARD = Shard(num_tokens=8, num_documents=2, num_bytes=6, tokens_digest="3c")
 INDEX = Index(
     settings=SETTINGS,
     tokenizer_digest="1e",
@@ -42,19 +42,29 @@ def test_an_incomplete_directory(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('"format": 1', '"format": 0', r"index\.json is not in format 1"),
+        ('"format": 2', '"format": 1', r"index\.json is not in format 2"),
         ("{", "[", "can't be read"),
         ("{", "\xff", "can't be read"),
         (
             '"vocab_size": 257',
             '"vocab_size": "257"',
-            r"can't be read \(vocab_size is '257'\): prepare the data again",
+            "vocab_size: expected int, got str.*: delete the",
         ),
-        ('"num_bytes": 6', '"num_bytes": null', "num_bytes is None"),
-        ('"max_train_bytes": 5', '"max_train_bytes": []', r"max_train_bytes is \[\]"),
+        ('"vocab_size": 257', '"vocab_size": 256', "bos_id=256 is not below vocab_size=256"),
+        ('"vocab_size": 257', '"vocab_size": 1099511627776', "vocab_size: expected int <= 16777216"),
+        ('"vocab_size": 257', '"vocab_size": 65537', "dtype=<u2 is not that of vocab_size=65537"),
+        ('"dtype": "<u2"', '"dtype": "<u4"', "dtype=<u4 is not that of vocab_size=257"),
+        ('"dtype": "<u2"', '"dtype": "<u3"', "dtype: invalid enum value '<u3'"),
+        ('"num_bytes": 6', '"num_bytes": null', "num_bytes: expected int, got null"),
+        ('"num_bytes": 6', '"num_bytes": -6', "num_bytes: expected int >= 0"),
+        ('"num_tokens": 8', '"num_tokens": 1', "num_tokens=1 can't be those of num_documents=2"),
+        ('"num_tokens": 8', '"num_tokens": 1e999', "can't be read"),
+        ('"max_train_bytes": 5', '"max_train_bytes": []', "max_train_bytes: expected int . null, got array"),
+        ('"digest": "2d"', '"digest": "2d", "extra": 1', "unknown field extra"),
+        ('"tokens_digest": "3c"', '"tokens_digest": "../x"', "tokens_digest: "),
         ('"train": [', '"trained": [', "can't be read"),
         ('"held_out": []', '"held_out": 3', "can't be read"),
-        ('"dtype": "<u2"', '"dtype": "<u3"', "dtype is '<u3'"),
+        ('"held_out": []', '"held_out": ' + "[" * 100_000, "nested too deep"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, before, after, message):

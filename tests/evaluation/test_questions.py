@@ -26,6 +26,8 @@ def test_a_question_a_line(tmp_path):
         ("[]", "line 2: the field 'query' is missing"),
         ("not JSON", "line 2: not JSON"),
         ("[" * 100_000, "line 2: not JSON"),
+        (" " * 2**20 + "{}", "line 2: longer than 1,048,576 bytes"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": true}', "line 2: 'gold' must be a int, not True"),
         ("\xff", "can't be read as questions"),
     ],
 )

@@ -24,6 +24,11 @@ class DataConfig:
     max_train_bytes: int | None = None
     """Bytes of UTF-8 after which training text ends, with the document that reaches them; None is all text. With a
     vocabulary of 32,000, a token is four to five bytes of English."""
+    max_document_bytes: int = field(default=2**26, metadata={"may_change_on_resume": True})
+    """Bytes of the longest document, and of the longest line of `.jsonl`; a longer one is refused.
+
+    Reading a document takes a few times as much memory, tokenizing it about a hundred times.
+    """
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
@@ -43,6 +48,11 @@ class DataConfig:
             raise UserError(
                 f"data.max_train_bytes={self.max_train_bytes} must be at least 1: leave it out to read all text",
                 "data.max_train_bytes",
+            )
+        if not 1 <= self.max_document_bytes <= 2**31 - 1:
+            raise UserError(
+                f"data.max_document_bytes={self.max_document_bytes} must be at least 1 and below 2^31",
+                "data.max_document_bytes",
             )
         # Nine digits: a size fits the library's 32 bits.
         if self.tokenizer.startswith("bpe:") and not re.fullmatch("bpe:[0-9]{1,9}", self.tokenizer):

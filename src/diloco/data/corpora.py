@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
+import msgspec
+
+from diloco.data.config import DataConfig
+from diloco.data.parquet import ParquetReader
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256
 
@@ -25,7 +29,7 @@ class Document:
     text: str
 
 
-def documents(source: str) -> Iterator[Document]:
+def documents(source: str, *, longest_bytes: int = DataConfig.max_document_bytes) -> Iterator[Document]:
     """Stream the documents of `source`, always in the same order.
 
     `source` is one of
@@ -36,14 +40,21 @@ def documents(source: str) -> Iterator[Document]:
       as `.gz` or `.zst`;
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
+    Memory is bounded by a small multiple of `longest_bytes`, whatever compressed or damaged files hold. That of
+    the library that reads the Hub is not.
+
+    Args:
+        source: as above.
+        longest_bytes: bytes of the longest line of `.jsonl`, and of the longest text of the others.
+
     Raises:
-        UserError: if nothing matches, a suffix is unknown, or a file or row can't be read.
+        UserError: if nothing matches, a suffix is unknown, a file or row can't be read, or one is longer.
     """
     if source == "stdlib":
         return _stdlib()
     if source.startswith("hf:"):
-        return _hub(source)
-    return _files(source)
+        return _hub(source, longest_bytes)
+    return _files(source, longest_bytes)
 
 
 def fingerprint(source: str) -> list[Any]:
@@ -103,12 +114,12 @@ def _stdlib() -> Iterator[Document]:
             yield Document(relative.as_posix(), text)
 
 
-def _hub(source: str) -> Iterator[Document]:
+def _hub(source: str, longest_bytes: int) -> Iterator[Document]:
     name, config, split = _parse_hub(source)
     load_dataset = require("datasets", extra="hub").load_dataset
     try:
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
-            yield _document(row, default_id=f"{source}:{number}", place=f"row {number}")
+            yield _document(row, longest_bytes, default_id=f"{source}:{number}", place=f"row {number}")
     except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
         raise UserError(f"source {source!r} can't be read: {error}") from error
 
@@ -124,9 +135,19 @@ def _parse_hub(source: str) -> tuple[str, str | None, str]:
     raise UserError(f"source {source!r} is not of the form hf:NAME[:CONFIG][:SPLIT]")
 
 
-def _files(source: str) -> Iterator[Document]:
+def _files(source: str, longest_bytes: int) -> Iterator[Document]:
     root, paths = _match(source)
-    return (document for path in paths for document in _read(path, path.relative_to(root).as_posix()))
+
+    def read() -> Iterator[Document]:
+        with ParquetReader(longest_bytes) as parquet:
+            for path in paths:
+                name = path.relative_to(root).as_posix()
+                if path.suffix == ".parquet":
+                    yield from _read_parquet(path, name, longest_bytes, parquet)
+                else:
+                    yield from _read(path, name, longest_bytes)
+
+    return read()
 
 
 def _match(source: str) -> tuple[Path, list[Path]]:
@@ -149,71 +170,118 @@ def _match(source: str) -> tuple[Path, list[Path]]:
     if not paths:
         raise UserError(f"source {source!r} matches no file: name a file, or a glob such as 'texts/**/*.txt'")
     for path in paths:
-        _reader(path)
+        _suffixes(path)
     return root, paths
 
 
-def _read(path: Path, name: str) -> Iterator[Document]:
+def _read(path: Path, name: str, longest_bytes: int) -> Iterator[Document]:
     try:
-        yield from _reader(path)(path, name)
+        with _open(path) as file:
+            yield from _READERS[_suffixes(path)](file, name, longest_bytes)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} can't be read: {error}") from error
+        raise _unreadable(path, error) from error
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[Document]]:
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} can't be read: {error}", *(error.fields if isinstance(error, UserError) else ()))
+
+
+def _too_long(place: str, longest_bytes: int) -> UserError:
+    return UserError(
+        f"{place} is longer than data.max_document_bytes={longest_bytes}: cut it into documents, or raise that",
+        "data.max_document_bytes",
+    )
+
+
+def _suffixes(path: Path) -> str:
+    """The known suffixes of a file.
+
+    Raises:
+        UserError: if it has others.
+    """
     suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
-    if suffixes not in _READERS:
-        raise UserError(f"{path} has none of the known suffixes: {', '.join(_READERS)}")
-    return _READERS[suffixes]
+    if suffixes not in (*_READERS, ".parquet"):
+        raise UserError(f"{path} has none of the known suffixes: {', '.join(_READERS)}, .parquet")
+    return suffixes
 
 
-def _read_text(path: Path, name: str) -> Iterator[Document]:
-    with _open(path) as file:
-        yield Document(name, file.read())
-
-
-def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"line {number} is not JSON: {error}") from error
-            yield _document(row, default_id=f"{name}:{number}", place=f"line {number}")
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[Document]:
-    with require("pyarrow.parquet", extra="data").ParquetFile(path) as file:
-        columns = [column for column in ("id", "text") if column in file.schema_arrow.names]
-        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield _document(row, default_id=f"{name}:{number}", place=f"row {number}")
-
-
-def _open(path: Path) -> TextIO:
+def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        stream = gzip.open(path)  # noqa: SIM115 - closed by the wrapper below
-    elif path.suffix == ".zst":
-        # zstandard's own reader would take a file that was cut short for a whole one.
+        return io.BufferedReader(gzip.open(path), _BUFFER_BYTES)
+    if path.suffix == ".zst":
+        # zstandard's own reader would take a file that was cut short for a whole one. This one refuses windows of
+        # more than 128 MiB.
         stream = require("pyarrow", extra="data").input_stream(str(path), compression="zstd")
-    else:
-        stream = path.open("rb")
-    # newline="\n": text keeps its line ends, and only "\n" ends a row of JSON.
-    return io.TextIOWrapper(stream, encoding="utf-8", newline="\n")
+        return io.BufferedReader(stream, _BUFFER_BYTES)
+    return path.open("rb")
 
 
-def _document(row: Any, *, default_id: str, place: str) -> Document:
+def _read_text(file: IO[bytes], name: str, longest_bytes: int) -> Iterator[Document]:
+    content = bytearray()
+    while piece := file.read(_BUFFER_BYTES):
+        content += piece
+        if len(content) > longest_bytes:
+            raise _too_long("the text", longest_bytes)
+    yield Document(name, content.decode())
+
+
+def _read_jsonl(file: IO[bytes], name: str, longest_bytes: int) -> Iterator[Document]:
+    number = 0
+    while line := file.readline(longest_bytes + 1):
+        number += 1
+        place = f"line {number}"
+        if len(line) > longest_bytes:
+            raise _too_long(place, longest_bytes)
+        yield _document(_parsed(line, place), longest_bytes, default_id=f"{name}:{number}", place=place)
+
+
+class _Row(msgspec.Struct):
+    """The fields that are kept of a row."""
+
+    text: str
+    id: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_ROW = msgspec.json.Decoder(_Row)
+
+
+def _parsed(line: bytes, place: str) -> Any:
+    """A row, of which the other fields take no memory if the line is long."""
+    try:
+        if len(line) <= _SHORT_LINE_BYTES:
+            return json.loads(line.decode())  # it takes NaN, and halves of surrogates, in the other fields
+        row = _ROW.decode(line)
+        return {"text": row.text, "id": msgspec.json.decode(row.id) if bytes(row.id).startswith(b'"') else None}
+    except RecursionError:
+        raise UserError(f"{place} is not JSON: its lists and objects are nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
+
+
+def _read_parquet(path: Path, name: str, longest_bytes: int, reader: ParquetReader) -> Iterator[Document]:
+    for number, row in enumerate(reader.rows(path), start=1):
+        try:
+            yield _document(row, longest_bytes, default_id=f"{name}:{number}", place=f"row {number}")
+        except UserError as error:
+            raise _unreadable(path, error) from error
+
+
+def _document(row: Any, longest_bytes: int, *, default_id: str, place: str) -> Document:
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise UserError(f"{place} has no field `text` that holds a string")
+    if len(row["text"]) > longest_bytes:  # in characters, of which each is a byte or more
+        raise _too_long(place, longest_bytes)
     return Document(row["id"] if isinstance(row.get("id"), str) else default_id, row["text"])
 
 
-_READERS = {
+_BUFFER_BYTES = 2**17
+_SHORT_LINE_BYTES = 2**20
+
+_READERS: dict[str, Callable[[IO[bytes], str, int], Iterator[Document]]] = {
     ".txt": _read_text,
     ".txt.gz": _read_text,
     ".txt.zst": _read_text,
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_jsonl,
     ".jsonl.zst": _read_jsonl,
-    ".parquet": _read_parquet,
 }

@@ -1,11 +1,14 @@
 """Pack the documents of one split end to end into shards; finished shards survive an interruption."""
 
+from array import array
+from dataclasses import asdict
 from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
 
-from diloco.data.index import Shard, Split, read_shard, shard_path, total, write_record
+from diloco.data.index import Counts, Shard, Split, read_shard, shard_path, total, write_record
+from diloco.data.shards import check_shard, tokens_digest
 from diloco.files import write_atomically
 
 
@@ -17,7 +20,7 @@ class SplitWriter:
     """
 
     def __init__(self, directory: Path, split: Split, *, dtype: str, bos_id: int, shard_tokens: int) -> None:
-        self.shards = _finished_shards(directory, split)
+        self.shards = _finished_shards(directory, split, dtype)
         self._directory = directory
         self._split: Split = split
         self._bos = np.array([bos_id], dtype=dtype)
@@ -25,14 +28,15 @@ class SplitWriter:
         self._begin_shard()
 
     @property
-    def packed(self) -> Shard:
+    def packed(self) -> Counts:
         """Counts of all documents so far, those of kept shards included."""
-        return total([*self.shards, self._open_shard()])
+        return total([*self.shards, self._counts()])
 
     def add(self, ids: np.ndarray, *, num_bytes: int) -> None:
         """Pack one document: its tokens without BOS, shape (num_tokens,), and the UTF-8 bytes of its text."""
         self._starts.append(self._num_tokens)
-        self._pieces += [self._bos, ids.astype(self._bos.dtype)]
+        self._tokens += self._bos.data
+        self._tokens += ids.astype(self._bos.dtype).data
         self._num_tokens += 1 + len(ids)
         self._num_bytes += num_bytes
         if self._num_tokens >= self._shard_tokens:
@@ -44,24 +48,29 @@ class SplitWriter:
             self._write_shard()
 
     def _begin_shard(self) -> None:
-        self._starts: list[int] = []
-        self._pieces: list[np.ndarray] = []
+        # Compact, since a document may have no token but BOS.
+        self._starts = array("q")
+        self._tokens = bytearray()
         self._num_tokens = 0
         self._num_bytes = 0
 
-    def _open_shard(self) -> Shard:
-        return Shard(num_tokens=self._num_tokens, num_documents=len(self._starts), num_bytes=self._num_bytes)
+    def _counts(self) -> Counts:
+        return Counts(num_tokens=self._num_tokens, num_documents=len(self._starts), num_bytes=self._num_bytes)
 
     def _write_shard(self) -> None:
-        shard, number = self._open_shard(), len(self.shards)
-        path = shard_path(self._directory, self._split, number, ".json")
-        write_atomically(path.with_suffix(".bin"), (piece.data for piece in self._pieces))
+        path = shard_path(self._directory, self._split, len(self.shards), ".json")
+        write_atomically(path.with_suffix(".bin"), [memoryview(self._tokens)])
         write_atomically(path.with_suffix(".idx"), [np.array(self._starts, dtype="<i8").data])
+        shard = Shard(**asdict(self._counts()), tokens_digest=tokens_digest(self._tokens))
         write_record(path, shard)
         self.shards.append(shard)
         self._begin_shard()
 
 
-def _finished_shards(directory: Path, split: Split) -> list[Shard]:
-    paths = (shard_path(directory, split, number, ".json") for number in count())
-    return [read_shard(path) for path in takewhile(Path.exists, paths)]
+def _finished_shards(directory: Path, split: Split, dtype: str) -> list[Shard]:
+    paths = takewhile(Path.exists, (shard_path(directory, split, number, ".json") for number in count()))
+    shards = []
+    for path in paths:
+        shards.append(read_shard(path))
+        check_shard(path.with_suffix(".bin"), shards[-1], dtype=dtype)
+    return shards

@@ -8,14 +8,16 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import Document, fingerprint
+from diloco.data.encoding import ContainedTokenizer
 from diloco.data.index import (
+    FORMAT,
     INDEX_FILE,
     SETTINGS_FILE,
     SPLITS,
@@ -26,6 +28,7 @@ from diloco.data.index import (
     read_index,
     read_settings,
     shard_path,
+    token_dtype,
     total,
     write_record,
 )
@@ -42,6 +45,8 @@ BPE_TRAINING_BYTES = 2**27
 """A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
 
 _BATCH_BYTES = 2**20
+_DOCUMENT_BYTES = 2**8
+"""Memory of a document without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     """
     if config.prepared is None:
         settings = _settings(config, SHARD_TOKENS)
-        values = {name: value for name, value in asdict(settings).items() if value is not None}
+        values = {"format": FORMAT} | {k: value for k, value in asdict(settings).items() if value is not None}
         name = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
         return prepare(config, expanded(config.cache).absolute() / name, progress=progress)
     directory = expanded(config.prepared).absolute()
@@ -179,8 +184,8 @@ def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallbac
             train_bpe(_training_texts(config), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
-        load_tokenizer(original)  # an error then names the user's file, not the copy
-        path = output / f"tokenizer{original.suffix}"
+        with ContainedTokenizer(original):  # an error then names the user's file, not the copy
+            path = output / f"tokenizer{original.suffix}"
         write_atomically(path, [original.read_bytes()])
     return load_tokenizer(path)
 
@@ -199,17 +204,21 @@ def _training_texts(config: DataConfig) -> Iterator[str]:
 def _pack(
     config: DataConfig, settings: PreparationSettings, output: Path, tokenizer: Tokenizer, report: ProgressCallback
 ) -> Index:
-    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+    dtype = token_dtype(tokenizer.vocab_size)
     writers: dict[Split, SplitWriter] = {
         split: SplitWriter(output, split, dtype=dtype, bos_id=tokenizer.bos_id, shard_tokens=settings.shard_tokens)
         for split in SPLITS
     }
-    for batch in _batches(_unfinished(split_documents(config), writers)):
-        encoded = tokenizer.encode([document.text for _, document in batch])
-        for (split, document), ids in zip(batch, encoded, strict=True):
-            writers[split].add(ids, num_bytes=len(_utf8(document)))
-        packed = total(writer.packed for writer in writers.values())
-        report(PrepareProgress(stage="packing", **asdict(packed)))
+    with ExitStack() as stack:
+        encode = tokenizer.encode
+        if is_file(config.tokenizer):
+            encode = stack.enter_context(ContainedTokenizer(tokenizer_file(config.tokenizer))).encode
+        for batch in _batches(_unfinished(split_documents(config), writers)):
+            encoded = encode([document.text for _, document in batch])
+            for (split, document), ids in zip(batch, encoded, strict=True):
+                writers[split].add(ids, num_bytes=len(_utf8(document)))
+            packed = total(writer.packed for writer in writers.values())
+            report(PrepareProgress(stage="packing", **asdict(packed)))
     for split, writer in writers.items():
         writer.close()
         if not writer.shards:
@@ -244,7 +253,7 @@ def _batches(assigned: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[
     size_bytes = 0
     for split, document in assigned:
         batch.append((split, document))
-        size_bytes += len(_utf8(document))
+        size_bytes += len(_utf8(document)) + _DOCUMENT_BYTES
         if size_bytes >= _BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0

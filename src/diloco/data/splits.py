@@ -17,7 +17,7 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     """
     yield from _documents_to_train_on(config)
     for source in config.held_out:
-        for document in documents(source):
+        for document in documents(source, longest_bytes=config.max_document_bytes):
             yield "held_out", document
 
 
@@ -25,7 +25,7 @@ def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document
     """The documents of the training sources, held-out ones included."""
     num_bytes = 0
     for source in config.train:
-        for document in documents(source):
+        for document in documents(source, longest_bytes=config.max_document_bytes):
             if not config.held_out and is_held_out(document.id, config.held_out_fraction):
                 yield "held_out", document
                 continue

@@ -1,13 +1,14 @@
 """Text ⇄ token ids, behind one small protocol: bytes, Hugging Face's `tokenizer.json`, SentencePiece."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.data.index import INDEX_FILE, read_index
+from diloco.data.index import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
 from diloco.files import expanded, require, write_atomically
 
@@ -132,19 +133,17 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Backend
 
         content = _content(path)
-        try:
+        with _failures_named(f"{path} is not a tokenizer.json"):
             self._backend = Backend.from_buffer(content)
-        except Exception as error:  # The library raises nothing narrower.
-            raise UserError(f"{path} is not a tokenizer.json: {error}") from error
-        # The file may switch them on.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+            # The file may switch them on.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.name, self._content = path.name, content
         self.digest = hashlib.sha256(content).hexdigest()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
         bos = _find_bos(vocabulary, path)
         self.bos_id = vocabulary[bos]
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = _checked_size(max(vocabulary.values()) + 1, path)
         # A text that spells BOS out must not get one: BOS is made a special token, and those are not looked for.
         self._backend.add_special_tokens([bos])
         self._backend.encode_special_tokens = True
@@ -159,10 +158,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, special tokens neither added nor recognised."""
-        try:
+        # Such as a word that is unknown, and no token for unknown words.
+        with _failures_named(f"{self.name} can't encode the text"):
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # such as a word that is unknown, and no token for unknown words
-            raise UserError(f"{self.name} can't encode the text: {error}") from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -215,20 +213,20 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path) -> None:
         content = _content(path)
         self._backend = require("sentencepiece", extra="data").SentencePieceProcessor()
-        try:
+        with _failures_named(f"{path} is not a SentencePiece model"):
             self._backend.LoadFromSerializedProto(content)
-        except RuntimeError as error:
-            raise UserError(f"{path} is not a SentencePiece model: {error}") from error
         self.name = path.name
         self.digest = hashlib.sha256(content).hexdigest()
-        self.vocab_size: int = self._backend.vocab_size()
+        self.vocab_size = _checked_size(self._backend.vocab_size(), path)
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:
             raise UserError(f"{path} has no BOS to precede a document: train it with one")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text."""
-        return [np.array(ids, dtype=np.uint32) for ids in self._backend.encode(texts, out_type=int)]
+        with _failures_named(f"{self.name} can't encode the text"):
+            encoded = self._backend.encode(texts, out_type=int)
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, control tokens left out."""
@@ -237,9 +235,33 @@ class SentencePieceTokenizer:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:
         raise UserError(f"the tokenizer {path} can't be read: {error}") from error
+    if len(content) > _MOST_FILE_BYTES:
+        raise UserError(f"the tokenizer {path} has more than {_MOST_FILE_BYTES:,} bytes: name another file")
+    return content
+
+
+def _checked_size(vocab_size: int, path: Path) -> int:
+    if not 1 <= vocab_size <= MOST_TOKENS:
+        raise UserError(f"{path} has ids up to {vocab_size - 1}: they must be below {MOST_TOKENS}")
+    return vocab_size
+
+
+@contextmanager
+def _failures_named(sentence: str) -> Iterator[None]:
+    """Turn every error of a tokenizer's library, which raises no narrow ones, into a UserError."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # Rust's panics are no Exception; the message may quote the whole file
+        raise UserError(f"{sentence}: {str(error)[:200]}") from error
+
+
+_MOST_FILE_BYTES = 2**28
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:

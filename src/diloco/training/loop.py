@@ -167,6 +167,9 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     text = {"digest of the data": corpus.digest, "tokens of training text": corpus.num_tokens}
     agree(world.everyone, shared_facts(config) | text, member=member)
     held_out_windows(held_out, config)  # too little text is refused now, not after the last step
+    for split in (corpus, held_out):
+        if split.checks is not None:
+            split.checks.start()
     return corpus, held_out
 
 

@@ -1,0 +1,136 @@
+"""The one reader of diloco's own JSON: text to a dataclass, with the types and ranges that its fields declare.
+
+A field declares a range beside its type, `Annotated[int, msgspec.Meta(ge=0)]`, or takes `Count` below; a dataclass
+checks in `__post_init__` how its fields depend on each other.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from diloco.errors import FileError, UserError
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of things; it fits 64 bits."""
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+"""A duration."""
+
+_T = TypeVar("_T")
+
+
+def read_json(path: Path, kind: type[_T], *, most_bytes: int = 64 << 20) -> _T:
+    """The content of a JSON file, as `decoded` gives it.
+
+    Args:
+        path: of the file.
+        kind: as in `decoded`.
+        most_bytes: size of the largest file that is read.
+
+    Raises:
+        FileError: if the file can't be read, is larger, or is not of this kind.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(most_bytes + 1)
+    except OSError as error:
+        raise FileError(f"{path} can't be read: {error.strerror or error}") from error
+    if len(text) > most_bytes:
+        raise FileError(f"{path} can't be read: it has more than {most_bytes:,} bytes")
+    return decoded(text, kind, source=str(path))
+
+
+def decoded(text: bytes | str, kind: type[_T], *, source: str) -> _T:
+    """A value from JSON.
+
+    Args:
+        text: of JSON; keys may not repeat, and numbers are finite.
+        kind: a dataclass whose fields, and theirs, are dataclasses, numbers, texts, paths, lists, tuples or
+            dictionaries of such; or one of these. Fields without a default must be there, and no others.
+        source: the file or the sender, for errors.
+
+    Raises:
+        FileError: if the text is not JSON, or not of this kind; it names the source and the field.
+
+    >>> decoded('{"a": 1}', dict[str, Count], source="counts.json")
+    {'a': 1}
+    >>> decoded('{"a": -1}', dict[str, Count], source="counts.json")
+    Traceback (most recent call last):
+    diloco.errors.FileError: counts.json can't be read: *: expected int >= 0
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = msgspec.json.decode(text, type=kind, dec_hook=_from_text)
+        raw = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise FileError(f"{source} can't be read: its lists and objects are nested too deep") from None
+    except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
+        raise _refusal(source, error) from error
+    _check_names(value, raw, source)
+    return value
+
+
+def converted(value: Any, kind: type[_T], *, source: str) -> _T:
+    """A value that JSON's parser gave, as `decoded` gives it.
+
+    Raises:
+        FileError: as `decoded`.
+    """
+    try:
+        made = msgspec.convert(value, kind, dec_hook=_from_text)
+    except (ValueError, OverflowError) as error:
+        raise _refusal(source, error) from error
+    _check_names(made, value, source)
+    return made
+
+
+def _from_text(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str) and "\0" not in value:
+        return Path(value)
+    raise ValueError(f"expected {'a path' if kind is Path else kind.__name__}, got {value!r:.50}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are unique."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.50} stands twice in one object")
+    return values
+
+
+def _check_names(value: Any, raw: Any, source: str, where: str = "") -> None:
+    """Refuse keys that are no field of the dataclass that they stand in."""
+    if is_dataclass(value) and isinstance(raw, Mapping):
+        names = {field.name for field in fields(value)}
+        for name, part in raw.items():
+            if name not in names:
+                raise FileError(
+                    f"{source} can't be read: unknown field {where}{name:.80}: it was written by another version, "
+                    "or by hand"
+                )
+            _check_names(getattr(value, name), part, source, f"{where}{name}.")
+    elif isinstance(value, Mapping) and isinstance(raw, Mapping):
+        for (name, part), raw_part in zip(value.items(), raw.values(), strict=True):
+            _check_names(part, raw_part, source, f"{where}{name}.")
+    elif isinstance(value, list | tuple) and isinstance(raw, list | tuple):
+        for index, (part, raw_part) in enumerate(zip(value, raw, strict=True)):
+            _check_names(part, raw_part, source, f"{where}{index}.")
+
+
+def _refusal(source: str, error: Exception) -> FileError:
+    """The error of a source, with the place in it, in the words of its cause."""
+    reason, _, place = str(error).partition(" - at `$")
+    cause = error.__cause__
+    names = cause.fields if isinstance(cause, UserError) else ()
+    place = place.removesuffix("`").replace("[...]", ".*").removeprefix(".")
+    if names:  # the dataclass's own refusal names its field
+        place = ""
+    elif isinstance(error, msgspec.ValidationError) and cause is None:
+        reason = reason.replace("`", "")
+        reason = reason[:1].lower() + reason[1:]
+    return FileError(f"{source} can't be read: {place + ': ' if place else ''}{reason}", *names)

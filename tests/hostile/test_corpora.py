@@ -1,0 +1,220 @@
+"""Files of text, tokenizers and prepared directories that somebody damaged, or made to do harm."""
+
+import gzip
+import io
+import json
+import random
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import settings
+
+from diloco.data.config import DataConfig
+from diloco.data.contained import MIB, Contained
+from diloco.data.corpora import Document, documents
+from diloco.data.parquet import ParquetReader
+from diloco.data.prepare import prepare
+from diloco.data.shards import open_split
+from diloco.data.tokenizers import train_bpe
+from diloco.errors import UserError
+from diloco.evaluation.questions import read_questions
+
+ROWS = b"".join(
+    json.dumps({"id": f"d{i}", "text": f"text {i} é\u6f22", "n": [i]}).encode() + b"\n" for i in range(9)
+)
+QUESTION = b'{"query": "a", "choices": ["b", "c"], "gold": 0}\n'
+
+
+def parquet() -> bytes:
+    buffer = io.BytesIO()
+    table = pyarrow.table({"text": ["one", "two", "é" * 99] * 20, "id": ["x", None, "z"] * 20})
+    pyarrow.parquet.write_table(table, buffer, compression="gzip", row_group_size=25)
+    return buffer.getvalue()
+
+
+def mutations(content: bytes, seed: int):
+    """As many damaged copies as the profile asks for: bytes changed, cut out, doubled, or replaced by numbers."""
+    profile = settings.get_profile("hostile")
+    rng = random.Random(seed if profile.derandomize else None)
+    for _ in range(profile.max_examples):
+        damaged = bytearray(content)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(damaged) + 1)
+            match rng.randrange(5):
+                case 0:
+                    damaged[at : at + 1] = bytes([rng.randrange(256)])
+                case 1:
+                    del damaged[at : at + rng.randint(1, 40)]
+                case 2:
+                    damaged[at:at] = damaged[at : at + rng.randint(1, 40)]
+                case 3:
+                    damaged[at : at + rng.randint(0, 4)] = rng.choice(
+                        [b"-1", b"1e999", b"[[", b"null", b'"', b"\xff" * 4]
+                    )
+                case 4:
+                    damaged[at:at] = b"9" * rng.randint(1, 20)
+        yield bytes(damaged)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", ROWS),
+        ("a.txt", ROWS),
+        ("a.jsonl.gz", gzip.compress(ROWS)),
+        ("a.jsonl.zst", zstandard.compress(ROWS)),
+    ],
+)
+def test_damaged_text_is_read_or_refused_by_its_file(tmp_path, name, content):
+    path = tmp_path / name
+    for damaged in mutations(content, 1):
+        path.write_bytes(damaged)
+        try:
+            read = list(documents(str(path), longest_bytes=4096))
+        except UserError as error:
+            assert str(error).startswith(str(path))
+        else:
+            assert all(isinstance(document, Document) and isinstance(document.text, str) for document in read)
+
+
+def test_a_damaged_parquet_file_is_read_or_refused_by_its_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    with ParquetReader(4096) as reader:
+        for damaged in mutations(parquet(), 2):
+            path.write_bytes(damaged)
+            try:
+                assert all(isinstance(value, str) for row in reader.rows(path) for value in row.values())
+            except UserError as error:
+                assert str(error).startswith(str(path))
+
+
+LOADING = """
+from diloco.data.tokenizers import load_tokenizer
+
+def loading():
+    def load(path):
+        tokenizer = load_tokenizer(path.decode())
+        ids = tokenizer.encode(["one two", "é"])
+        tokenizer.decode(ids[0])
+        return str(max(map(max, filter(len, ids)), default=0) < tokenizer.vocab_size).encode()
+    return load
+"""
+
+
+@pytest.mark.parametrize("suffix", [".json", ".model"])
+def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, monkeypatch, suffix):
+    (tmp_path / "hostile_loading.py").write_text(LOADING)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / f"tokenizer{suffix}"
+    write_tokenizer(path)
+    with Contained("hostile_loading:loading", doing="tokenizer") as process:
+        for damaged in mutations(path.read_bytes(), 3):
+            path.write_bytes(damaged)
+            try:
+                assert process.ask(str(path).encode(), most_bytes=1024 * MIB, most_seconds=20) == b"True"
+            except UserError as error:
+                assert "tokenizer" in str(error)
+
+
+def write_tokenizer(path: Path) -> None:
+    if path.suffix == ".json":
+        train_bpe(["one two three é"] * 9, 260, path)
+        return
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (f"line {i} of some words to learn from" for i in range(99))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=36, minloglevel=9
+    )
+    path.write_bytes(model.getvalue())
+
+
+def test_a_damaged_index_or_file_of_questions_is_read_or_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(ROWS)
+    directory = prepare(DataConfig(train=(f"{tmp_path}/a.jsonl",), held_out_fraction=0.3), tmp_path / "out")
+    for damaged in mutations((directory / "index.json").read_bytes(), 4):
+        (directory / "index.json").write_bytes(damaged)
+        try:
+            split = open_split(directory, "train")
+            window = split.window(0, 4)
+        except UserError as error:
+            assert "prepare" in str(error)
+        else:
+            assert window.max() < split.vocab_size and split.num_bytes >= 0
+    for damaged in mutations(QUESTION * 3, 5):
+        (tmp_path / "questions.jsonl").write_bytes(damaged)
+        try:
+            questions = read_questions(tmp_path / "questions.jsonl")
+        except UserError as error:
+            assert "questions.jsonl" in str(error)
+        else:
+            assert all(0 <= question["gold"] < len(question["choices"]) for question in questions)
+
+
+READING = """
+import resource, sys
+from pathlib import Path
+from diloco.data.config import DataConfig
+from diloco.data.splits import split_documents
+import pyarrow
+
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**26, resource.getrlimit(resource.RLIMIT_AS)[1]))
+for source in sys.argv[1:]:
+    config = DataConfig(train=(source,), held_out=("stdlib",), max_train_bytes=1000, **LIMIT)
+    try:
+        documents = (document for split, document in split_documents(config) if split == "train")
+        print(len(next(documents).text))
+    except BaseException as error:
+        print(type(error).__name__, str(error)[:300].replace("\\n", " "))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
+def test_what_unpacks_to_much_takes_little_memory(tmp_path):
+    row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
+    bombs = {
+        "line.jsonl.gz": zipped([b'{"text": "', *[b"x" * MIB] * 80, b'"}\n']),
+        "text.txt.gz": zipped([b"x" * MIB] * 80),
+        "lines.jsonl.gz": zipped([row * 1000] * 100),
+        "text.txt.zst": zstandard.compress(b"x" * (80 * MIB)),
+        "line.jsonl": b'{"text": "' + b"x" * (80 * MIB) + b'"}\n',
+        "values.jsonl": b'{"text": "a", "n": [' + b"[]," * 300_000 + b"[]]}\n",
+        "deep.jsonl": b'{"text": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "rows.parquet": repeated_rows(),
+    }
+    for name, content in bombs.items():
+        (tmp_path / name).write_bytes(content)
+    assert len(bombs["rows.parquet"]) < 9000
+    program = READING.replace("**LIMIT", "max_document_bytes=2**20")
+    command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in bombs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    outcomes = dict(zip(bombs, done.stdout.splitlines(), strict=True))
+    too_long = "is longer than data.max_document_bytes=1048576: cut it into documents, or raise that"
+    for name, place in (("line.jsonl.gz", "line 1"), ("text.txt.gz", "the text"), ("text.txt.zst", "the text")):
+        assert outcomes[name] == f"UserError {tmp_path / name} can't be read: {place} {too_long}"
+    assert outcomes["line.jsonl"] == f"UserError {tmp_path}/line.jsonl can't be read: line 1 {too_long}"
+    assert outcomes["lines.jsonl.gz"] == "1000" and outcomes["values.jsonl"] == "1"
+    assert outcomes["deep.jsonl"].endswith("line 1 is not JSON: its lists and objects are nested too deep")
+    assert outcomes["rows.parquet"] == "25000"
+
+
+def zipped(pieces: list[bytes]) -> bytes:
+    packer = zlib.compressobj(1, wbits=31)
+    return b"".join([*map(packer.compress, pieces), packer.flush()])
+
+
+def repeated_rows() -> bytes:
+    """1.6 GB of text in a few kilobytes: one value, and 65,536 rows that name it."""
+    buffer = io.BytesIO()
+    values = pyarrow.DictionaryArray.from_arrays(np.zeros(65_536, "int32"), ["x" * 25_000])
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), buffer, compression="zstd", store_schema=False)
+    return buffer.getvalue()
