@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from diloco.training.launcher import _explain
 
@@ -15,20 +14,16 @@ from diloco.training.launcher import _explain
     ("exit_code", "sentence"),
     [
         (1, "replica 1 ended with exit code 1"),
-        (-signal.SIGKILL, r"replica 1 was killed by SIGKILL \(out of memory\?\)"),
+        (-signal.SIGKILL, "replica 1 was killed by SIGKILL (out of memory?)"),
         (-signal.SIGSEGV, "replica 1 was killed by SIGSEGV"),
     ],
 )
-def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence):
-    failure = ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {1: failure}), num_ranks=1)
-    with pytest.raises(type(error), match=sentence):
-        raise error
+def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence, tmp_path):
+    assert str(_explain(1, exit_code, tmp_path / "none", num_ranks=1)) == sentence
 
 
-def test_a_process_that_ends_without_a_word_is_named():
-    failure = ProcessFailure(local_rank=5, pid=1, exitcode=1, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {5: failure}), num_ranks=2)
+def test_a_process_that_ends_without_a_word_is_named(tmp_path):
+    error = _explain(5, 1, tmp_path / "none", num_ranks=2)
     assert str(error) == "replica 2, process 1, ended with exit code 1"
 
 

@@ -6,5 +6,5 @@ import torch.utils.tensorboard  # the default tracker  # noqa: F401  # pyright: 
 import diloco.training.loop  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from diloco.training.launcher import end_with_parent
 
-# This process would live as long as any replica; torch ends each replica with its parent.
+# This process would live as long as any replica, and each replica ends with its parent.
 end_with_parent()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from diloco.engine.sharded import copied_to_cpu
 from diloco.errors import CheckpointError, CheckpointWriteError
+from diloco.exchange.control import gather
 from diloco.files import sha256, write_atomically
 
 _Item = TypeVar("_Item")
@@ -149,8 +150,7 @@ class Checkpoints:
     def _by_shards(self, function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
         """The values of a function of each item; the processes of the replica share the work."""
         mine = [function(item) for item in items[self._shard :: self._num_shards]]
-        everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
-        dist.all_gather_object(everyones, mine, group=self._group)
+        everyones: list[list[str]] = gather(mine, self._group)
         return [everyones[index % self._num_shards][index // self._num_shards] for index in range(len(items))]
 
     def _path(self, step: int) -> Path:
