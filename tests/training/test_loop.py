@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.sockets import family_of, listening
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     TIMEOUT_SECONDS,
@@ -123,6 +124,7 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
         stdout=subprocess.DEVNULL,
     ) as process:
         victim = wait_for_step(process, killed, step=45)
+        assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
         os.kill(victim, signal.SIGKILL)
         message = process.communicate(timeout=60)[1]
     assert process.returncode == 1
