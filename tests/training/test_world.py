@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.errors import DisagreementError, ExchangeError
-from diloco.exchange import control
+from diloco.errors import DisagreementError
 from diloco.training.recipes import recipe
 from diloco.training.world import _agree_on_groups
 
@@ -25,23 +23,14 @@ class Trap:
 
 
 def join_a_rogue(trap: Path) -> None:
-    """Process 1 says something else, then what is no JSON, then too much, and at last sends a pickle."""
+    """Process 1 was started with another setting, and then sends a pickle."""
     is_rogue = dist.get_rank() == 1
     config = recipe("tiny")
     with pytest.raises(DisagreementError, match=r"process 0 has \(2, 1, 1, 1\), process 1 has \(2, 1, 1, 3\)"):
         _agree_on_groups(replace(config, num_connections=3 if is_rogue else 1), 2)
-    everyone = dist.group.WORLD
-    assert control.gather(["ä", dist.get_rank()], everyone) == [["ä", 0], ["ä", 1]]
-    for text in ("{", "[" * 100_000, '"' + "x" * (1 << 20)):
-        with (
-            patch.object(control.json, "dumps", return_value=text if is_rogue else "0"),
-            patch.object(control, "_MOST_BYTES", 1 << 18),
-            pytest.raises(ExchangeError, match="another process sends"),
-        ):
-            control.gather(0, everyone)
     if is_rogue:
         dist.all_gather_object([None, None], Trap(trap))  # gloo ends this process: the others expect less
-    with pytest.raises(RuntimeError, match="gloo"):
+    with pytest.raises((RuntimeError, DisagreementError), match="gloo|disagree"):  # the pickle's length, at most
         _agree_on_groups(config, 2)
 
 

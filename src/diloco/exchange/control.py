@@ -8,9 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
-from diloco.errors import DisagreementError, ExchangeError
+from diloco.errors import DisagreementError
 from diloco.exchange.transport import Channel, Tag, Transport
 
 
@@ -46,31 +45,6 @@ def share(transport: Transport, value: Any) -> list[Any]:
     lengths = _swap(transport, len(mine).to_bytes(8, "little"))
     longest = max(int.from_bytes(length, "little") for length in lengths)
     return [json.loads(text) for text in _swap(transport, mine.ljust(longest))]
-
-
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The JSON values of all processes of a group that has gloo, by rank; each process must call it.
-
-    Raises:
-        ExchangeError: if another process sends what is no JSON, or too much.
-    """
-    mine = json.dumps(value).encode()
-    length = torch.tensor([len(mine)])
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(length) for length in lengths)
-    if longest > _MOST_BYTES:
-        raise ExchangeError(f"another process sends {longest} bytes, where {_MOST_BYTES} are the most")
-    text = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-    texts = [torch.empty_like(text) for _ in lengths]
-    dist.all_gather(texts, text, group=group)
-    try:
-        return [json.loads(text.numpy().tobytes()) for text in texts]
-    except (ValueError, RecursionError) as error:
-        raise ExchangeError(f"another process sends what is no JSON ({error})") from error
-
-
-_MOST_BYTES = 1 << 26
 
 
 @contextmanager

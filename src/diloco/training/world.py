@@ -99,6 +99,8 @@ def join(config: TrainConfig) -> Iterator[World]:
             *("num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
     device = _device(config, local_rank)
+    if rank == 0 and launcher.STORE not in os.environ:
+        _warn_of_open_ports()
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -118,6 +120,19 @@ def join(config: TrainConfig) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def _warn_of_open_ports() -> None:
+    """Say what torch opens under torchrun, and to whom."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    _LOG.warning(
+        "torch listens on port %s of every network interface of %s, and gloo on ports of %s, without a password: "
+        "whoever reaches them can read and disturb this run, and run code in it where torchrun meets by c10d, "
+        "which loads pickles; keep others out by a firewall or a VPN, or let jobs meet by diloco.connect with a secret",
+        os.environ.get("MASTER_PORT"),
+        os.environ.get("MASTER_ADDR"),
+        f"the interface {interface}" if interface else "the address of each host's name",
+    )
 
 
 def _local_store(world_size: int, timeout: timedelta) -> dist.Store | None:
