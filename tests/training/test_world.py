@@ -30,7 +30,7 @@ def join_a_rogue(trap: Path) -> None:
         _agree_on_groups(replace(config, num_connections=3 if is_rogue else 1), 2)
     if is_rogue:
         dist.all_gather_object([None, None], Trap(trap))  # gloo ends this process: the others expect less
-    with pytest.raises((RuntimeError, DisagreementError), match="gloo|disagree"):  # the pickle's length, at most
+    with pytest.raises((RuntimeError, DisagreementError), match=r"gloo|disagree"):  # the pickle's length, at most
         _agree_on_groups(config, 2)
 
 
