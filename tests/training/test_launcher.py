@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tests.sockets import family_of, listening
 
 from diloco.training.launcher import STORE, _explain
@@ -63,6 +64,7 @@ def join_and_fail(launcher: int, folder: str) -> None:
         is_private = stat.S_IMODE(store.parent.stat().st_mode) == 0o700
         facts = {"listening": where, "store": str(store), "is_private": is_private and store.exists()}
         Path(folder, os.environ["RANK"]).write_text(json.dumps(facts))
+        dist.barrier()  # the first to fail ends the other
     refuse_what_means_nothing(replace(config, num_replicas=1, num_connections=2))
 
 

@@ -26,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class Work:
-    """What the replicas shall do."""
+    """The work of all replicas of a run."""
 
     entrypoint: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Ancestor:
     """
 
     def __init__(self, start_method: Literal["fork", "spawn"]) -> None:
-        context = multiprocessing.get_context(start_method)
+        context: Any = multiprocessing.get_context(start_method)
         self._connection, theirs = context.Pipe()
         ours = self._connection if start_method == "fork" else None
         self._process = context.Process(target=_serve, args=(theirs, ours), name="ancestor")
@@ -99,7 +99,8 @@ def on_signal(handler: Any) -> Iterator[None]:
 def _serve(connection: Connection, launchers: Connection | None) -> None:
     """Be the ancestor: do work after work until the launcher has none left."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all: the launcher decides
+    # The terminal sends it to all: the launcher decides. One that comes before the replicas is kept for later.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if launchers is not None:
         launchers.close()
     for module in ("torch._dynamo", "torch.utils.tensorboard", "diloco.training.loop"):
@@ -111,7 +112,7 @@ def _serve(connection: Connection, launchers: Connection | None) -> None:
 
 def _run_all(work: Work) -> tuple[int, int] | None:
     """Run the replicas, and end the others when one fails, or when a signal says so."""
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     processes: list[BaseProcess] = []
     last_signal, failed = signal.SIGTERM, None
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # no replica inherits the handlers
@@ -122,13 +123,16 @@ def _run_all(work: Work) -> tuple[int, int] | None:
             process.start()
             processes.append(process)
         with on_signal(_stop):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            failed = _first_failure(processes)
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                failed = _first_failure(processes)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     except _StoppedError as stopped:
         last_signal = stopped.signal
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _end(processes, last_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})
     return failed
 
 
@@ -140,9 +144,10 @@ def _run(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     end_with_parent()
     os.environ.update(environment)
-    import torch
+    if "OMP_NUM_THREADS" in environment:
+        import torch
 
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has read the variable before
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has looked for the variable before
     try:
         entrypoint(*arguments)
     except KeyboardInterrupt:
@@ -178,18 +183,17 @@ def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
 
 def _end(processes: Sequence[BaseProcess], last_signal: signal.Signals) -> None:
     """End the processes that still run; those that don't end in time are killed."""
-    with on_signal(signal.SIG_IGN):
-        running = [process for process in processes if process.exitcode is None]
-        for process in running:
-            assert process.pid is not None, "it was started"
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, last_signal)
-        deadline = time.monotonic() + _SECONDS_TO_END
-        for process in running:
-            process.join(max(deadline - time.monotonic(), 0))
-            if process.exitcode is None:
-                process.kill()
-                process.join(_SECONDS_TO_END)
+    running = [process for process in processes if process.exitcode is None]
+    for process in running:
+        assert process.pid is not None, "it was started"
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, last_signal)
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for process in running:
+        process.join(max(deadline - time.monotonic(), 0))
+        if process.exitcode is None:
+            process.kill()
+            process.join(_SECONDS_TO_END)
 
 
 _SECONDS_TO_END = 30.0
@@ -204,4 +208,6 @@ class _StoppedError(Exception):
 
 
 def _stop(number: int, _: object) -> None:
+    for each in SIGNALS:  # one is enough
+        signal.signal(each, signal.SIG_IGN)
     raise _StoppedError(number)

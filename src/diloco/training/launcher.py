@@ -70,8 +70,11 @@ def _launch(
         reports = tuple(Path(folder, f"error-{rank}.json") for rank in range(num_processes))
         try:
             failed = ancestor.run(Work(entrypoint, arguments, environments, reports))
-        except EOFError:
-            failed = (0, -signal.SIGKILL)
+        except (EOFError, ConnectionError):
+            if not signals:
+                sentence = "the process that starts the replicas was killed (out of memory?)"
+                raise ReplicaFailedError(sentence, exit_code=1) from None
+            failed = None
         if signals:
             raise ReplicaFailedError(f"stopped by {signals[0].name}", exit_code=128 + signals[0])
         if failed is not None:
@@ -87,6 +90,7 @@ def num_cores() -> int:
 def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
     """The variables that tell a process its place, as torchrun names them, and its share of the machine."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
+    share = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -96,8 +100,7 @@ def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
         # Of every process, whatever interface the user names for runs on several machines.
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes)),
-    }
+    } | ({} if os.environ.get("OMP_NUM_THREADS") else share)
 
 
 def _explain(rank: int, exit_code: int, report: Path, num_ranks: int) -> ReplicaFailedError:
