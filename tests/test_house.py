@@ -78,7 +78,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "training/sections.py": "training/test_config.py",
     "training/summary.py": "training/test_loop.py",
     "training/synchronizer.py": "training/test_state.py",
-    "training/world.py": "training/test_launcher.py",
     "wire/floats.py": "wire/test_blocks.py",
     "wire/integers.py": "wire/test_blocks.py",
 }

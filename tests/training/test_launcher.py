@@ -1,69 +1,92 @@
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+import torch.distributed as dist
+from tests.sockets import family_of, listening
 
-from diloco.training.launcher import _explain
+from diloco.training.launcher import STORE, _explain
+from diloco.training.prepare import refuse_what_means_nothing
+from diloco.training.recipes import recipe
+from diloco.training.world import join
 
 
 @pytest.mark.parametrize(
     ("exit_code", "sentence"),
     [
         (1, "replica 1 ended with exit code 1"),
-        (-signal.SIGKILL, r"replica 1 was killed by SIGKILL \(out of memory\?\)"),
+        (-signal.SIGKILL, "replica 1 was killed by SIGKILL (out of memory?)"),
         (-signal.SIGSEGV, "replica 1 was killed by SIGSEGV"),
     ],
 )
-def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence):
-    failure = ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {1: failure}), num_ranks=1)
-    with pytest.raises(type(error), match=sentence):
-        raise error
+def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence, tmp_path):
+    assert str(_explain(1, exit_code, tmp_path / "none", num_ranks=1)) == sentence
 
 
-def test_a_process_that_ends_without_a_word_is_named():
-    failure = ProcessFailure(local_rank=5, pid=1, exitcode=1, error_file="<N/A>")
-    error = _explain(ChildFailedError("entrypoint", {5: failure}), num_ranks=2)
+def test_a_process_that_ends_without_a_word_is_named(tmp_path):
+    error = _explain(5, 1, tmp_path / "none", num_ranks=2)
     assert str(error) == "replica 2, process 1, ended with exit code 1"
 
 
 _LAUNCH = """
+import os
 import sys
-from dataclasses import replace
 from diloco.errors import ReplicaFailedError
 from diloco.training.launcher import launch
-from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.recipes import recipe
-from tests.training.test_launcher import touch_and_sleep
+from tests.training import test_launcher
 
 if __name__ == "__main__":
-    if sys.argv[1] == "sleep":
-        launch(touch_and_sleep, 2, 1, sys.argv[2])
-    try:
-        launch(refuse_what_means_nothing, 2, 1, replace(recipe("tiny"), num_replicas=1, num_connections=2))
-    except ReplicaFailedError as error:
-        print(error, error.exit_code, error.fields)
+    entrypoint = getattr(test_launcher, sys.argv[1])
+    for folder in sys.argv[2:]:
+        try:
+            launch(entrypoint, 2, 1, os.getpid(), folder)
+        except ReplicaFailedError as error:
+            print(error, error.exit_code, error.fields, flush=True)
 """
 
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_error_of_a_replica_arrives_whole():
-    command = [sys.executable, "-c", _LAUNCH, "fail"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def join_and_fail(launcher: int, folder: str) -> None:
+    """The entrypoint of a replica that writes down who listens where in the whole run, and then fails."""
+    config = recipe("tiny")
+    with join(config):
+        where = [(str(address), port) for address, port in listening(*family_of(launcher))]
+        store = Path(os.environ[STORE])
+        is_private = stat.S_IMODE(store.parent.stat().st_mode) == 0o700
+        facts = {"listening": where, "store": str(store), "is_private": is_private and store.exists()}
+        Path(folder, os.environ["RANK"]).write_text(json.dumps(facts))
+        dist.barrier()  # the first to fail ends the other
+    refuse_what_means_nothing(replace(config, num_replicas=1, num_connections=2))
+
+
+def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arrives_whole(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", _LAUNCH, "join_and_fail", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "no-such-interface", "MASTER_ADDR": "192.0.2.1"},
+    )
     assert process.stdout == (
         "num_connections=2 means nothing to one replica: leave it out 2 ('num_connections',)\n"
     )
     assert not process.stderr
+    facts = json.loads((tmp_path / "0").read_text())
+    assert {address for address, _ in facts["listening"]} == {"127.0.0.1"}
+    assert facts["is_private"] and not Path(facts["store"]).parent.exists()
 
 
-def touch_and_sleep(folder: str) -> None:
+def touch_and_sleep(launcher: int, folder: str) -> None:
     """The entrypoint of a replica that waits to be ended."""
     Path(folder, str(os.getpid())).touch()
     time.sleep(100)
@@ -71,13 +94,21 @@ def touch_and_sleep(folder: str) -> None:
 
 @pytest.mark.slow
 def test_replicas_end_with_their_launcher(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", _LAUNCH, "sleep", str(tmp_path)], cwd=ROOT) as process:
-        deadline = time.monotonic() + 90
-        while len(abandoned := [int(path.name) for path in tmp_path.iterdir()]) < 2:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
-        process.kill()
-    while any(is_alive(replica) for replica in abandoned):
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, "-c", _LAUNCH, "touch_and_sleep", *map(str, folders)]
+    deadline = time.monotonic() + 90
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for folder, number in zip(folders, (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), strict=True):
+            while len(abandoned := [int(path.name) for path in folder.iterdir()]) < 2:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(number)
+            if number != signal.SIGKILL:
+                assert process.stdout.readline() == f"stopped by {number.name} {128 + number} ()\n"
+                assert not any(map(is_alive, abandoned))
+    while any(map(is_alive, abandoned)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

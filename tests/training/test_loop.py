@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.sockets import family_of, listening
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     TIMEOUT_SECONDS,
@@ -123,6 +124,7 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
         stdout=subprocess.DEVNULL,
     ) as process:
         victim = wait_for_step(process, killed, step=45)
+        assert {str(address) for address, _ in listening(*family_of(process.pid))} == {"127.0.0.1"}
         os.kill(victim, signal.SIGKILL)
         message = process.communicate(timeout=60)[1]
     assert process.returncode == 1
@@ -237,8 +239,10 @@ def test_two_machines_with_their_own_disks_train_together(folder, streaming):
         machine.mkdir()
         shutil.copy(folder / "text.jsonl", machine)
     flags = ["--num-tokens", "61440", *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    for process in on_two_machines(machines, "--name", "far", *flags):
+    processes = on_two_machines(machines, "--name", "far", *flags)
+    for process in processes:
         assert process.returncode == 0, process.stderr
+    assert [process.stderr.count("of every network interface of 127.0.0.1") for process in processes] == [1, 0]
     assert summary(machines[0] / "runs" / "far")["outer_hash"] == summary(streaming)["outer_hash"]
     assert not (machines[1] / "runs" / "far" / "summary.json").exists()
     mine, theirs = (read_config(machine / "runs" / "far") for machine in machines)

@@ -16,7 +16,7 @@ from diloco.cli._recipe import parsed_recipe
 from diloco.data.index import read_index
 from diloco.report.terminal.training import TrainingProgress, preparation_progress, print_outcome
 from diloco.training.config import TrainConfig
-from diloco.training.launcher import launch, under_a_launcher
+from diloco.training.launcher import launch, prepared, under_a_launcher
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import RECIPES
@@ -39,11 +39,12 @@ def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
     with spelled(Command):
         command = _parsed(arguments)
-        with preparation_progress(Console(stderr=True)) as progress:
-            config = prepare_run(command.config, resume=command.resume, progress=progress)
-        hint = f"go on with: diloco train {config.recipe} --resume {config.directory}"
-        with hinted(hint, where=config.directory / CONFIG_FILE):
-            _train(config, is_resume=command.resume is not None)
+        with prepared():
+            with preparation_progress(Console(stderr=True)) as progress:
+                config = prepare_run(command.config, resume=command.resume, progress=progress)
+            hint = f"go on with: diloco train {config.recipe} --resume {config.directory}"
+            with hinted(hint, where=config.directory / CONFIG_FILE):
+                _train(config, is_resume=command.resume is not None)
 
 
 def _parsed(arguments: Sequence[str]) -> Command:

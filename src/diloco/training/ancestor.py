@@ -1,10 +1,213 @@
-"""Imports that all local replicas need, made once by the process from which they are forked."""
+"""The process from which local replicas are forked: it imports, once for all of them, what each needs."""
 
-import torch._dynamo  # which every torch optimizer imports  # pyright: ignore[reportUnusedImport]
-import torch.utils.tensorboard  # the default tracker  # noqa: F401  # pyright: ignore[reportUnusedImport]
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
 
-import diloco.training.loop  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from diloco.training.launcher import end_with_parent
+from diloco.errors import DilocoError, ExchangeError, exit_code_of
 
-# This process would live as long as any replica; torch ends each replica with its parent.
-end_with_parent()
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that end a run."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of all replicas of a run."""
+
+    entrypoint: Callable[..., None]
+    arguments: tuple[Any, ...]
+    environments: tuple[dict[str, str], ...]
+    """The variables of each process, by rank."""
+    reports: tuple[Path, ...]
+    """The file for the error of each process, by rank."""
+
+
+class Ancestor:
+    """The ancestor, as the launcher sees it; a context that ends it.
+
+    Args:
+        start_method: `fork`, which spares it the imports that this process has made, as long as this process has
+            started no threads; or else `spawn`.
+    """
+
+    def __init__(self, start_method: Literal["fork", "spawn"]) -> None:
+        context: Any = multiprocessing.get_context(start_method)
+        self._connection, theirs = context.Pipe()
+        ours = self._connection if start_method == "fork" else None
+        self._process = context.Process(target=_serve, args=(theirs, ours), name="ancestor")
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Ancestor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def run(self, work: Work) -> tuple[int, int] | None:
+        """Run the replicas to their end; the rank and exit code of one that failed, if any.
+
+        Raises:
+            EOFError: if the ancestor was killed.
+        """
+        self._connection.send(work)
+        return self._connection.recv()
+
+    def forward(self, number: int, _: object = None) -> None:
+        """End the replicas by a signal."""
+        assert self._process.pid is not None, "it was started"
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+
+def end_with_parent() -> None:
+    """Have this process ended by SIGTERM when its parent ends, however that ends; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def on_signal(handler: Any) -> Iterator[None]:
+    """Handle the signals that end a run otherwise; only the main thread may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _serve(connection: Connection, launchers: Connection | None) -> None:
+    """Be the ancestor: do work after work until the launcher has none left."""
+    end_with_parent()
+    # The terminal sends it to all: the launcher decides. One that comes before the replicas is kept for later.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    if launchers is not None:
+        launchers.close()
+    for module in ("torch._dynamo", "torch.utils.tensorboard", "diloco.training.loop"):
+        import_module(module)  # every optimizer of torch imports the first; the second is the default tracker
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            connection.send(_run_all(connection.recv()))
+
+
+def _run_all(work: Work) -> tuple[int, int] | None:
+    """Run the replicas, and end the others when one fails, or when a signal says so."""
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    processes: list[BaseProcess] = []
+    last_signal, failed = signal.SIGTERM, None
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # no replica inherits the handlers
+    try:
+        for environment, report in zip(work.environments, work.reports, strict=True):
+            run = (environment, report, work.entrypoint, work.arguments)
+            process = context.Process(target=_run, args=run)
+            process.start()
+            processes.append(process)
+        with on_signal(_stop):
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                failed = _first_failure(processes)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    except _StoppedError as stopped:
+        last_signal = stopped.signal
+    finally:
+        _end(processes, last_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})
+    return failed
+
+
+def _run(
+    environment: dict[str, str], report: Path, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Run the entrypoint in the replica; write its error where the launcher looks for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    end_with_parent()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has looked for the variable before
+    try:
+        entrypoint(*arguments)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        exit_code = exit_code_of(error)
+        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        if isinstance(error, ExchangeError):
+            # The launcher reports the replica that ends first, which should be the one that caused this.
+            time.sleep(_SECONDS_FOR_THE_CAUSE)
+        fields = error.fields if isinstance(error, DilocoError) else ()
+        report.write_text(json.dumps({"message": str(error), "fields": fields}))
+        raise SystemExit(exit_code) from None
+
+
+_SECONDS_FOR_THE_CAUSE = 3.0
+
+
+def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
+    """Wait until a process fails, and return its rank and exit code; None once all have ended well."""
+    running = dict(enumerate(processes))
+    while running:
+        wait([process.sentinel for process in running.values()])
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                del running[rank]
+                if process.exitcode != 0:
+                    return rank, process.exitcode
+    return None
+
+
+def _end(processes: Sequence[BaseProcess], last_signal: signal.Signals) -> None:
+    """End the processes that still run; those that don't end in time are killed."""
+    running = [process for process in processes if process.exitcode is None]
+    for process in running:
+        assert process.pid is not None, "it was started"
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, last_signal)
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for process in running:
+        process.join(max(deadline - time.monotonic(), 0))
+        if process.exitcode is None:
+            process.kill()
+            process.join(_SECONDS_TO_END)
+
+
+_SECONDS_TO_END = 30.0
+
+
+class _StoppedError(Exception):
+    """The run was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+def _stop(number: int, _: object) -> None:
+    for each in SIGNALS:  # one is enough
+        signal.signal(each, signal.SIG_IGN)
+    raise _StoppedError(number)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from diloco.engine.sharded import copied_to_cpu
@@ -149,8 +150,13 @@ class Checkpoints:
     def _by_shards(self, function: Callable[[_Item], str], items: Sequence[_Item]) -> list[str]:
         """The values of a function of each item; the processes of the replica share the work."""
         mine = [function(item) for item in items[self._shard :: self._num_shards]]
-        everyones: list[list[str]] = [[] for _ in range(self._num_shards)]
-        dist.all_gather_object(everyones, mine, group=self._group)
+        text = json.dumps(mine).encode()
+        length = torch.tensor(len(text))
+        dist.all_reduce(length, dist.ReduceOp.MAX, group=self._group)
+        texts = [torch.empty(int(length), dtype=torch.uint8) for _ in range(self._num_shards)]
+        padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+        dist.all_gather(texts, padded, group=self._group)
+        everyones: list[list[str]] = [json.loads(text.numpy().tobytes()) for text in texts]
         return [everyones[index % self._num_shards][index // self._num_shards] for index in range(len(items))]
 
     def _path(self, step: int) -> Path:

@@ -1,23 +1,20 @@
-"""Local replicas as processes of torch's own elastic launcher, each with its share of the cores."""
+"""Local replicas as processes of their own, each with its share of the cores; no other machine can reach them."""
 
-import ctypes
 import json
-import logging
-import multiprocessing
 import os
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from diloco.errors import ReplicaFailedError
+from diloco.training.ancestor import Ancestor, Work, on_signal
 
-from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_code_of
+STORE = "DILOCO_LOCAL_STORE"
+"""The environment variable with the file at which local replicas meet; torchrun's replicas have none."""
 
 
 def under_a_launcher() -> bool:
@@ -25,46 +22,64 @@ def under_a_launcher() -> bool:
     return "RANK" in os.environ
 
 
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
+    if under_a_launcher() or sys.platform != "linux":
+        yield
+        return
+    with Ancestor("fork") as ancestor:
+        _PREPARED.append(ancestor)
+        try:
+            yield
+        finally:
+            _PREPARED.remove(ancestor)
+
+
+_PREPARED: list[Ancestor] = []
+
+
 def launch(entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, *arguments: Any) -> None:
     """Run `entrypoint(*arguments)` in `num_replicas` · `num_ranks` local processes, and wait for all of them.
 
-    Each uses its share of the cores, or OMP_NUM_THREADS threads. When one fails, the others are ended.
+    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file that only this user can read,
+    and listen on the loopback interface alone. When one fails, the others are ended.
 
     Raises:
         ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
             the signal that killed it.
     """
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # we report each failure once
-    start_method = "spawn"
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name may not resolve to the host itself
-        start_method = "forkserver"
-        multiprocessing.set_forkserver_preload(["diloco.training.ancestor"])
-    os.environ["OMP_NUM_THREADS"] = _USERS_THREADS or str(max(1, num_cores() // (num_replicas * num_ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_replicas * num_ranks,
-        run_id=str(os.getpid()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method=start_method,
-        logs_specs=DefaultLogsSpecs(),
-    )
-    try:
-        elastic_launch(config, _run)(entrypoint, arguments)
-    except ChildFailedError as error:
-        raise _explain(error, num_ranks) from None
-    except SignalException as error:
-        raise ReplicaFailedError(f"stopped by {error.sigval.name}", exit_code=128 + error.sigval) from None
+    if not _PREPARED:
+        with Ancestor("spawn") as ancestor:
+            return _launch(ancestor, entrypoint, num_replicas, num_ranks, arguments)
+    return _launch(_PREPARED[-1], entrypoint, num_replicas, num_ranks, arguments)
 
 
-_USERS_THREADS = os.environ.get("OMP_NUM_THREADS")
+def _launch(
+    ancestor: Ancestor, entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, arguments: Any
+) -> None:
+    num_processes = num_replicas * num_ranks
+    signals: list[signal.Signals] = []
+
+    def forward(number: int, _: object) -> None:
+        signals.append(signal.Signals(number))
+        ancestor.forward(number)
+
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder, on_signal(forward):
+        environments = tuple(_environment(rank, num_processes, folder) for rank in range(num_processes))
+        reports = tuple(Path(folder, f"error-{rank}.json") for rank in range(num_processes))
+        try:
+            failed = ancestor.run(Work(entrypoint, arguments, environments, reports))
+        except (EOFError, ConnectionError):
+            if not signals:
+                sentence = "the process that starts the replicas was killed (out of memory?)"
+                raise ReplicaFailedError(sentence, exit_code=1) from None
+            failed = None
+        if signals:
+            raise ReplicaFailedError(f"stopped by {signals[0].name}", exit_code=128 + signals[0])
+        if failed is not None:
+            rank, exit_code = failed
+            raise _explain(rank, exit_code, reports[rank], num_ranks)
 
 
 def num_cores() -> int:
@@ -72,47 +87,34 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def end_with_parent() -> None:
-    """Have this process ended by SIGTERM when its parent ends, however that ends; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
+    """The variables that tell a process its place, as torchrun names them, and its share of the machine."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    share = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes))}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        STORE: str(Path(folder, "store")),
+        # Of every process, whatever interface the user names for runs on several machines.
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    } | ({} if os.environ.get("OMP_NUM_THREADS") else share)
 
 
-def _run(entrypoint: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Run the entrypoint in the replica; write its error where the launcher looks for it."""
-    try:
-        entrypoint(*arguments)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except Exception as error:
-        exit_code = exit_code_of(error)
-        if exit_code is None or os.environ.get("DILOCO_TRACEBACK"):
-            traceback.print_exc()
-            raise SystemExit(1) from None
-        if isinstance(error, ExchangeError):
-            # The launcher reports the replica that ends first, which should be the one that caused this.
-            time.sleep(_SECONDS_FOR_THE_CAUSE)
-        fields = error.fields if isinstance(error, DilocoError) else ()
-        report = {"message": str(error), "timestamp": str(int(time.time())), "fields": fields}
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
-        raise SystemExit(exit_code) from None
-
-
-_SECONDS_FOR_THE_CAUSE = 3.0
-
-
-def _explain(error: ChildFailedError, num_ranks: int) -> ReplicaFailedError:
-    rank, failure = error.get_first_failure()
-    if Path(failure.error_file).is_file():
-        fields = tuple(failure.error_file_data.get("fields", ()))
-        return ReplicaFailedError(failure.message, exit_code=failure.exitcode, fields=fields)
+def _explain(rank: int, exit_code: int, report: Path, num_ranks: int) -> ReplicaFailedError:
+    """The error of a process that failed, as it reported it itself, or else by its exit code."""
+    if report.is_file():
+        error = json.loads(report.read_text())
+        return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))
     process = f", process {rank % num_ranks}," if num_ranks > 1 else ""
-    return ReplicaFailedError(f"replica {rank // num_ranks}{process} {_ending(failure)}", exit_code=1)
+    return ReplicaFailedError(f"replica {rank // num_ranks}{process} {_ending(exit_code)}", exit_code=1)
 
 
-def _ending(failure: ProcessFailure) -> str:
-    if failure.exitcode >= 0:
-        return f"ended with exit code {failure.exitcode}"
-    if failure.exitcode == -signal.SIGKILL:
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
         return "was killed by SIGKILL (out of memory?)"
-    return f"was killed by {failure.signal_name()}"
+    return f"was killed by {signal.Signals(-exit_code).name}"

@@ -1,5 +1,6 @@
 """Joining the other processes: which replica and shard this one is, its groups, its device."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange
 from diloco.exchange.transport import Transport
+from diloco.training import launcher
 from diloco.training.config import TrainConfig
+
+_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,13 @@ def join(config: TrainConfig) -> Iterator[World]:
         TimeoutError: if the other processes don't join in time, or can't be reached.
     """
     try:
-        world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError as missing:
         raise UserError(
             f"RANK is set in the environment, but {missing} is not: unset RANK, or use torchrun"
         ) from None
     except ValueError as error:
-        raise UserError(f"WORLD_SIZE and LOCAL_RANK in the environment must be numbers: {error}") from None
+        raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK in the environment must be numbers: {error}") from None
     if world_size != config.num_processes:
         raise UserError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
@@ -95,14 +99,20 @@ def join(config: TrainConfig) -> Iterator[World]:
             *("num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
     device = _device(config, local_rank)
+    if rank == 0 and launcher.STORE not in os.environ:
+        _warn_of_open_ports()
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=_local_store(world_size, timeout), rank=rank, world_size=world_size, timeout=timeout
+        )
         _agree_on_groups(config, world_size)
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
+        where = os.environ.get(launcher.STORE) or os.environ.get("MASTER_ADDR")
         raise TimeoutError(
-            f"the {world_size} processes could not join at {os.environ.get('MASTER_ADDR')}: start them within "
+            f"the {world_size} processes could not join at {where}: start them within "
             f"{config.timeout_seconds:g} s of each other, check the address, and name the network interface "
             f"between them in GLOO_SOCKET_IFNAME ({str(error).splitlines()[0]})"
         ) from error
@@ -112,11 +122,35 @@ def join(config: TrainConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def _warn_of_open_ports() -> None:
+    """Say what torch opens under torchrun, and to whom."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    _LOG.warning(
+        "torch listens on port %s of every network interface of %s, and gloo on ports of %s, without a password: "
+        "whoever reaches them can read and disturb this run, and run code in it where torchrun meets by c10d, "
+        "which loads pickles; keep others out by a firewall or a VPN, or use diloco.connect with a secret",
+        os.environ.get("MASTER_PORT"),
+        os.environ.get("MASTER_ADDR"),
+        f"the interface {interface}" if interface else "the address of each host's name",
+    )
+
+
+def _local_store(world_size: int, timeout: timedelta) -> dist.Store | None:
+    """The store of our own launcher, which opens no port; None under torchrun, whose store takes its place."""
+    path = os.environ.get(launcher.STORE)
+    if path is None:
+        return None
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(timeout)
+    return store
+
+
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
     """Compare the settings that decide which groups there are, before any is made."""
-    mine = (config.num_replicas, config.num_shards, config.num_ddp, config.num_connections)
-    everyones: list[tuple[int, int, int, int]] = [mine] * world_size
-    dist.all_gather_object(everyones, mine)
+    mine = torch.tensor([config.num_replicas, config.num_shards, config.num_ddp, config.num_connections])
+    gathered = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(gathered, mine)
+    everyones = [tuple(theirs.tolist()) for theirs in gathered]
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise DisagreementError(

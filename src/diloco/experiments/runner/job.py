@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from diloco.errors import DilocoError, UserError, exit_code_of
+from diloco.training.ancestor import end_with_parent
 from diloco.training.config import TrainConfig
-from diloco.training.launcher import end_with_parent, launch
+from diloco.training.launcher import launch
 from diloco.training.traits import from_json, to_json
 
 
