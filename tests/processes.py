@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diloco.training.launcher import end_with_parent
+from diloco.training.ancestor import end_with_parent
 
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
@@ -120,7 +120,9 @@ def _fork_replicas(
     for module in imports:
         importlib.import_module(module)
     arguments = connections, folder, address, function, args
-    processes = [get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))]
+    processes = [
+        get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))
+    ]
     try:
         for process in processes:
             process.start()

@@ -32,7 +32,11 @@ def run_example(folder: str, port: int, num_processes: int, name: str, *argument
     os.chdir(folder)
     job, rank = divmod(int(os.environ.pop("DILOCO_REPLICA")), num_processes)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + job), "TORCHELASTIC_RUN_ID": str(port + job)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port + job),
+        "TORCHELASTIC_RUN_ID": str(port + job),
+    }
     sys.argv = [name, *(argument.format(job=job) for argument in arguments)]
     output = io.StringIO()
     with contextlib.redirect_stdout(output), warnings.catch_warnings():

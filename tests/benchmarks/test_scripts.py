@@ -96,7 +96,9 @@ def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
     command = [sys.executable, str(BENCHMARKS / "golden.py"), str(file), "--compare", "--runs", name]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
-    assert f"{name}: {expected['outer_hash']} {expected['eval_loss']:.6f} differs" in process.stdout, "by so little"
+    assert f"{name}: {expected['outer_hash']} {expected['eval_loss']:.6f} differs" in process.stdout, (
+        "by so little"
+    )
 
 
 @needs_namespaces
