@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.wire.cases import BLOCK_SPECS, BLOCKS, implementation
+from tests.wire.cases import BLOCK_SPECS, BLOCKS, implementation, sealed
 
 from diloco.errors import PayloadError
 from diloco.kernels import native
@@ -18,6 +18,7 @@ from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 from diloco.wire import codec
+from diloco.wire.formats import HEADER_BYTES
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -38,7 +39,9 @@ def test_native_code_knows_its_functions():
 def test_any_bytes_are_decoded_to_the_same_bits_or_refused_alike(spec, seed, length):
     wire, generator = codec(spec), torch.Generator().manual_seed(seed)
     payload = wire.encode(torch.zeros(length))
-    payload[16:] = torch.randint(0, 256, (payload.numel() - 16,), generator=generator)
+    body = payload[HEADER_BYTES:]
+    body.copy_(torch.randint(0, 256, body.shape, generator=generator))
+    sealed(payload)
     results = []
     for how in ("native", "torch"):
         to = torch.linspace(-1, 1, length)

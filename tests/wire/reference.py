@@ -21,7 +21,9 @@ def encode(spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0), base: int =
     if delta.dtype != f32 or delta.ndim != 1 or not np.isfinite(delta).all():
         raise ValueError("Δ must be a finite FP32 vector")
     name, options = _parse(spec)
-    return sealed(_header(name, options, len(delta)) + struct.pack("<Q", base), _encode_body(name, options, delta, key))
+    return sealed(
+        _header(name, options, len(delta)) + struct.pack("<Q", base), _encode_body(name, options, delta, key)
+    )
 
 
 def decode(spec: str, payload: bytes, num_elements: int, key: Key = (0, 0, 0, 0, 0)) -> np.ndarray:

@@ -1,6 +1,5 @@
 """The checksum of payloads and of outer parameters: XXH3-64, which reads at the speed of memory."""
 
-import torch
 import xxhash
 from torch import Tensor
 

@@ -108,6 +108,11 @@ class Codec(Format):
         ).to_bytes(8, "little")
         if has_length and is_ours and is_whole:
             return
+        if has_length and is_ours:
+            raise PayloadError(
+                f"a payload of {num_elements} elements in {self.format} does not match its checksum: it was "
+                "damaged on the way, or in memory"
+            )
         actual = f"{payload.numel()} bytes"
         if not is_bytes:
             actual = f"{tuple(payload.shape)} of {payload.dtype} on {payload.device}"
@@ -120,10 +125,9 @@ class Codec(Format):
             by = "this codec" if header[4:8] == self._header(0)[4:8] else "another codec"
             actual += f" made by {by} for {int.from_bytes(header[8:16], 'little')} elements"
             actual += "" if is_whole else ", or damaged"
-        elif not has_length:
-            actual += f": it was {'cut short' if payload.numel() < self.payload_bytes(num_elements) else 'extended'}"
         else:
-            actual += ", whose checksum does not match: it was damaged on the way, or in memory"
+            is_short = payload.numel() < self.payload_bytes(num_elements)
+            actual += f": it was {'cut short' if is_short else 'extended'}"
         raise PayloadError(
             f"a payload of {num_elements} elements in {self.format} is {self.payload_bytes(num_elements)} bytes, "
             f"not {actual}"
