@@ -115,13 +115,9 @@ def test_no_address_is_taken_of_memory_that_does_not_suit():
         (scales, codes, misaligned),
         (scales, codes.to("meta"), delta),
     ):
-        with pytest.raises(
-            PayloadError, match=r"the (scales|codes|vector), .* must be \d+ of torch.*, contiguous and"
-        ):
+        with pytest.raises(PayloadError, match=message):
             functions.pack("e3m0", 256, wrong[2], wrong[0], wrong[1])
-        with pytest.raises(
-            PayloadError, match=r"the (scales|codes|vector), .* must be \d+ of torch.*, contiguous and"
-        ):
+        with pytest.raises(PayloadError, match=message):
             functions.unpack("e3m0", 256, *wrong, add=False)
     with pytest.raises(PayloadError, match=r"θ, \(299,\) of torch.float32 on cpu, must be 300"):
         functions.outer_step([delta, delta, delta, delta[1:]], [1.0] * 5)
