@@ -2,9 +2,9 @@
 
     python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T]
 
-Each stage of a sync is timed by itself: the outer gradient, encoding, decoding and adding M payloads, the outer
-step with the merge. Bytes are those that a stage must read and write for each parameter; the floor is their time
-at the speed of a copy in the same run (bytes read and written, both counted).
+Each stage of a sync is timed by itself: the outer gradient, the checksum of Θ, encoding, decoding and adding M
+payloads, the outer step with the merge. Bytes are those that a stage must read and write for each parameter; the
+floor is their time at the speed of a copy in the same run (bytes read and written, both counted).
 """
 
 import argparse
@@ -24,6 +24,7 @@ from diloco.reduction.gather import Gather
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
+from diloco.wire.checksum import checksum
 
 
 def main() -> None:
@@ -48,6 +49,7 @@ def main() -> None:
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
         "outer gradient: Θ − θ": (8 + 4, lambda: torch.sub(outer_N, theta_N, out=delta_N)),
+        "checksum of Θ": (4, lambda: checksum(outer_N)),
         "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
         f"decode and add {M} payloads": (
             payload_bytes + 4 + (M - 1) * (payload_bytes + 4 + 4),

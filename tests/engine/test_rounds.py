@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests import reference
 from tests.engine.cases import SIZES, Case, exchange, inner_step, outer_of, theta_of, train
 from tests.processes import run_replicas
+from tests.wire.cases import sealed
 from torch import nn
 
 import diloco
@@ -103,9 +104,9 @@ class RecordingFP32(FP32):
 
     keys: ClassVar[dict[str, list[Key]]] = {"encode": [], "decode": []}
 
-    def encode(self, delta_N, key=None):
+    def encode(self, delta_N, key=None, *, base=0):
         self.keys["encode"].append(key)
-        return super().encode(delta_N, key)
+        return super().encode(delta_N, key, base=base)
 
     def decode_into(self, to_N, payload, key=None, *, add=False):
         self.keys["decode"].append(key)
@@ -193,6 +194,7 @@ class WithNaNInFragment1(diloco.ProcessGroupExchange):
         if tag.fragment == 1:
             for payload in payloads.values():
                 payload[-4:].copy_(torch.tensor([float("nan")]).view(torch.uint8))
+                sealed(payload)
         return super().start(payloads, tag)
 
 
@@ -235,7 +237,8 @@ def test_a_failed_step_leaves_all_parameters_as_they_were_and_ends_the_engine(ot
     assert raised.startswith(f"step 4: fragment 1, round 1: {message}")
 
 
-def damaged_payloads(combine: str, replica: int, byte: int) -> str:
+def damaged_payloads(combine: str, replica: int, byte: int, num_steps: int = 1) -> str:
+    """Replica `replica` sends payloads with a byte changed; the first error."""
     model = torch.nn.Linear(300, 1)
     torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
     exchange = diloco.ProcessGroupExchange(timeout_seconds=5)
@@ -258,7 +261,8 @@ def damaged_payloads(combine: str, replica: int, byte: int) -> str:
     )
     before = [p.clone() for p in model.parameters()]
     try:
-        engine.step()
+        for _ in range(num_steps):
+            engine.step()
     except (PayloadError, diloco.ExchangeError) as error:
         assert all(map(torch.equal, before, model.parameters()))
         return f"{type(error).__name__}: {error}"
@@ -272,6 +276,45 @@ def test_a_payload_with_a_wrong_header_is_refused_by_name_before_anything_is_mer
     first, second = run_replicas(damaged_payloads, 2, "gather", 1, 0)
     assert first.startswith(f"{REFUSED} 301 elements in e3m0")
     assert second == "no error"
+
+
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_one_changed_byte_of_a_body_is_refused_with_fragment_and_round_and_the_others_are_told(combine):
+    first, second = run_replicas(damaged_payloads, 2, combine, 1, -7, 2)
+    assert first.startswith(f"{REFUSED} ") and "e3m0:block=256 does not match its checksum" in first
+    assert second.startswith("ExchangeError: step") and first.removeprefix("PayloadError: ") in second
+
+
+def flip_a_bit_of_the_outer_parameters(case: Case, replica: int, after: int) -> tuple[int, str, bool]:
+    """Θ of fragment 1 changes in one replica's memory: the step that fails, its error, and whether Θ was kept."""
+    model = case.model()
+    engine = case.engine(model)
+    for t in range(1, case.T + 1):
+        inner_step(model, engine.exchange.replica, t)
+        theta, Theta = theta_of(model), outer_of(engine)
+        try:
+            engine.step()
+        except (diloco.DisagreementError, diloco.ExchangeError) as error:
+            kept = theta_of(model).tobytes() == theta.tobytes() and outer_of(engine).tobytes() == Theta.tobytes()
+            return t, str(error), kept
+        if t == after and engine.exchange.replica == replica:
+            engine._rounds.state.at_home("outer")[1].view(torch.int32)[0] ^= 1
+    return 0, "no error", True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(P=2, H=4, T=18, tau=1),
+        Case(P=2, H=4, T=18, tau=(0, 3), wire="e3m0", combine="reduce_scatter", beta=0.9, offload=True),
+    ],
+)
+def test_outer_parameters_that_differ_are_named_in_the_next_round_of_their_fragment(case):
+    """Fragment 1 is sent after steps 6, 10, 14: its third round is the first that starts from the changed Θ."""
+    for m, (step, error, kept) in enumerate(run_replicas(flip_a_bit_of_the_outer_parameters, 2, case, 1, 13)):
+        assert 14 <= step <= 14 + case.schedule().overlap(m) and kept  # or another replica told it before
+        assert "fragment 1, round 3: the outer parameters of replica" in error, error
+        assert "are no longer those of this replica" in error
 
 
 def test_a_share_with_a_wrong_header_is_refused_by_name_where_it_is_averaged():

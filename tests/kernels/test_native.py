@@ -1,12 +1,15 @@
+import os
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.wire.cases import BLOCK_SPECS, BLOCKS, implementation
+from tests.wire.cases import BLOCK_SPECS, BLOCKS, implementation, sealed
 
 from diloco.errors import PayloadError
 from diloco.kernels import native
@@ -18,6 +21,7 @@ from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 from diloco.wire import codec
+from diloco.wire.formats import HEADER_BYTES
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -38,7 +42,9 @@ def test_native_code_knows_its_functions():
 def test_any_bytes_are_decoded_to_the_same_bits_or_refused_alike(spec, seed, length):
     wire, generator = codec(spec), torch.Generator().manual_seed(seed)
     payload = wire.encode(torch.zeros(length))
-    payload[16:] = torch.randint(0, 256, (payload.numel() - 16,), generator=generator)
+    body = payload[HEADER_BYTES:]
+    body.copy_(torch.randint(0, 256, body.shape, generator=generator))
+    sealed(payload)
     results = []
     for how in ("native", "torch"):
         to = torch.linspace(-1, 1, length)
@@ -92,6 +98,60 @@ def test_the_outer_step_has_the_bits_of_plain_torch(seed, divisor, lr, momentum,
     with patch("diloco.outer.take.native", return_value=None):
         take(*copies)
     assert torch.equal(vectors.view(torch.int32), copies.view(torch.int32))
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
+def test_no_address_is_taken_of_memory_that_does_not_suit():
+    functions, delta = native.native(), torch.ones(300)
+    scales, codes = torch.zeros(2, dtype=torch.uint8), torch.zeros(150, dtype=torch.uint8)
+    message = r"the (scales|codes|vector), .* must be \d+ of torch.*, contiguous and"
+    misaligned = torch.frombuffer(bytearray(1201), dtype=torch.float32, offset=1)
+    for wrong in (
+        (scales[:1], codes, delta),
+        (scales, codes[:-1], delta),
+        (scales, torch.zeros(300, dtype=torch.uint8)[::2], delta),
+        (scales.view(torch.int8), codes, delta),
+        (scales, codes, delta.double()),
+        (scales, codes, misaligned),
+        (scales, codes.to("meta"), delta),
+    ):
+        with pytest.raises(PayloadError, match=message):
+            functions.pack("e3m0", 256, wrong[2], wrong[0], wrong[1])
+        with pytest.raises(PayloadError, match=message):
+            functions.unpack("e3m0", 256, *wrong, add=False)
+    with pytest.raises(PayloadError, match=r"θ, \(299,\) of torch.float32 on cpu, must be 300"):
+        functions.outer_step([delta, delta, delta, delta[1:]], [1.0] * 5)
+    assert functions.pack("e3m0", 256, delta, scales, codes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
+    """Lengths, blocks, hostile bytes and threads of sanitized.c, whose faults the sanitizer must notice, too."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    flags = [
+        f"-fsanitize={sanitizer}",
+        "-fno-sanitize-recover=all",
+        "-pthread",
+        "-g",
+        "-std=c11",
+        "-ffp-contract=off",
+    ]
+    flags += [f"-I{Path(native.__file__).parent}", "-lm", "-o", str(tmp_path / "driver")]
+
+    def run(*command: str | Path) -> tuple[int, str]:
+        environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+        return done.returncode, done.stderr
+
+    (tmp_path / "empty.c").write_text("int main(void) { return 0; }\n")
+    if run(compiler, tmp_path / "empty.c", *flags)[0]:
+        pytest.skip(f"{compiler} has no -fsanitize={sanitizer}")
+    assert run(compiler, Path(__file__).with_name("sanitized.c"), *flags) == (0, "")
+    assert run(tmp_path / "driver") == (0, "")
+    code, report = run(tmp_path / "driver", "faulty")
+    assert code and ("data race" if sanitizer == "thread" else "heap-buffer-overflow") in report
 
 
 @pytest.mark.parametrize("part", ["ctypes.CDLL", "diloco.kernels.native.compiled_library"])

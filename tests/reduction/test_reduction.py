@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.errors import ExchangeError, PayloadError
+from diloco.errors import DisagreementError, ExchangeError, PayloadError
 from diloco.reduction import Gather, ReduceScatter, reduction_of
 from diloco.reduction.cohort import Cohort
 from diloco.wire import Key, codec
@@ -103,14 +103,32 @@ def test_a_damaged_payload_is_refused_with_its_sender(spec):
         reduction.average({0: payloads[0], 1: damaged}, torch.empty(6), Key(), cohort)
 
 
+@pytest.mark.parametrize("bases", [(5, 6), (5, 5), (5, 0), (0, 6)])
+@pytest.mark.parametrize("spec", ["gather", "reduce_scatter"])
+def test_outer_gradients_against_other_outer_parameters_are_refused_with_their_senders(spec, bases):
+    reduction, cohort = reduction_of(spec, codec("e3m0")), Cohort.equal(4)
+    sent = {
+        m: reduction.encode(torch.ones(8), Key(0, 2, 7, m), cohort, base=base)
+        for m, base in enumerate((*bases, bases[1], bases[0]))
+    }
+    for m, names in ((0, "replica 1 and replica 2"), (1, "replica 0 and replica 3")):
+        received = {sender: reduction.addressed(payloads, cohort)[m] for sender, payloads in sent.items()}
+        step, to = (reduction.relay, 8) if reduction.num_phases == 2 else (reduction.average, torch.empty(8))
+        if bases == (5, 6):
+            with pytest.raises(DisagreementError, match=rf"of {names} are no longer those of this replica, {m}:"):
+                step(received, to, Key(0, 2, 7, m), cohort)
+        else:
+            step(received, to, Key(0, 2, 7, m), cohort)
+
+
 def test_an_average_draws_other_numbers_than_any_member():
     """Stochastic rounding of an average and of a member's payload would else be correlated."""
     cohort, keys = Cohort((0, 2, 3), (1.0, 1.0, 1.0)), []
 
     class Recording(FP32):
-        def encode(self, delta_N, key=Key()):  # noqa: B008
+        def encode(self, delta_N, key=Key(), *, base=0):  # noqa: B008
             keys.append(key)
-            return super().encode(delta_N, key)
+            return super().encode(delta_N, key, base=base)
 
     reduction = ReduceScatter(Recording(), Recording())
     sent = {m: reduction.encode(torch.ones(6), Key(0, 0, 1, m), cohort) for m in cohort.members}

@@ -6,8 +6,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from tests.wire import reference
 
 from diloco.wire import Key, codec
+from diloco.wire.formats import HEADER_BYTES
 
 f32 = np.float32
 UNSCALED = ["fp32", "bf16", "fp16"]
@@ -61,8 +63,16 @@ KEYS = st.builds(
 )
 
 
-def encode(spec: str, vector: np.ndarray, key: Key = NO_KEY) -> torch.Tensor:
-    return codec(spec).encode(torch.tensor(vector.tolist(), dtype=torch.float32), key)
+def encode(spec: str, vector: np.ndarray, key: Key = NO_KEY, base: int = 0) -> torch.Tensor:
+    return codec(spec).encode(torch.tensor(vector.tolist(), dtype=torch.float32), key, base=base)
+
+
+def sealed(payload: torch.Tensor) -> torch.Tensor:
+    """The payload, changed in place, with the checksum of what is in it."""
+    whole = payload.numpy().tobytes()
+    resealed = reference.sealed(whole[:24], whole[HEADER_BYTES:])
+    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(resealed[:HEADER_BYTES]), dtype=torch.uint8)
+    return payload
 
 
 def decode(spec: str, payload: torch.Tensor, num_elements: int, key: Key = NO_KEY) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from diloco.wire import CODECS, codec
 from diloco.wire.blocks import BlockCodec
 from diloco.wire.compiled import COMPILE_OPTIONS, compile_alone
+from diloco.wire.formats import HEADER_BYTES
 
 
 def compare_bits(spec: str) -> None:
@@ -51,10 +52,10 @@ def count_graphs() -> None:
         for block, length in ((8, 33), (8, 1024), (32, 4097), (640, 1280)):
             wire, delta = kind(block=block), torch.linspace(-1, 1, length)
             payload = wire.encode(delta)
-            end = 16 + wire.scales_bytes(length)
-            scales, codes = torch.empty_like(payload[16:end]), torch.empty_like(payload[end:])
+            end = HEADER_BYTES + wire.scales_bytes(length)
+            scales, codes = torch.empty_like(payload[HEADER_BYTES:end]), torch.empty_like(payload[end:])
             pack(wire, delta, scales, codes, None)
-            assert torch.equal(torch.cat([payload[:16], scales, codes]), payload)
+            assert torch.equal(torch.cat([payload[:HEADER_BYTES], scales, codes]), payload)
             decoded = torch.empty(length)
             unpack(wire, scales, codes, decoded, False)
             assert torch.equal(decoded, wire.decode(payload, length))

@@ -10,17 +10,20 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 f32 = np.float32
 Key = tuple[int, ...]  # Seed, fragment, round, replica, share, and shard where it is not 0.
 
 
-def encode(spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0)) -> bytes:
+def encode(spec: str, delta: np.ndarray, key: Key = (0, 0, 0, 0, 0), base: int = 0) -> bytes:
     """The payload of Δ: header and body."""
     if delta.dtype != f32 or delta.ndim != 1 or not np.isfinite(delta).all():
         raise ValueError("Δ must be a finite FP32 vector")
     name, options = _parse(spec)
-    return _header(name, options, len(delta)) + _encode_body(name, options, delta, key)
+    return sealed(
+        _header(name, options, len(delta)) + struct.pack("<Q", base), _encode_body(name, options, delta, key)
+    )
 
 
 def decode(spec: str, payload: bytes, num_elements: int, key: Key = (0, 0, 0, 0, 0)) -> np.ndarray:
@@ -29,9 +32,16 @@ def decode(spec: str, payload: bytes, num_elements: int, key: Key = (0, 0, 0, 0,
     header = _header(name, options, num_elements)
     if payload[:16] != header:
         raise ValueError(f"expected the header {header.hex()}, not {payload[:16].hex()}")
-    if len(payload) != 16 + _body_bytes(name, options, num_elements):
+    if len(payload) != 32 + _body_bytes(name, options, num_elements):
         raise ValueError(f"{len(payload)} bytes are not a payload of {num_elements} elements of {spec}")
-    return _decode_body(name, options, payload[16:], num_elements, key)
+    if payload != sealed(payload[:24], payload[32:]):
+        raise ValueError(f"another checksum than {payload[24:32].hex()}")
+    return _decode_body(name, options, payload[32:], num_elements, key)
+
+
+def sealed(header: bytes, body: bytes) -> bytes:
+    """A payload: 24 bytes of header, the checksum, the body."""
+    return header + struct.pack("<Q", xxhash.xxh3_64_intdigest(header + body)) + body
 
 
 DEFAULTS = {
@@ -75,10 +85,10 @@ def _parse(spec: str) -> tuple[str, dict]:
 
 
 def _header(name: str, options: dict, N: int) -> bytes:
-    """Magic, the format text's CRC-32, N."""
+    """Magic, the format text's CRC-32, N; the base and the checksum follow."""
     text = ",".join(f"{option}={value}" for option, value in options.items() if option != "stochastic")
     text = f"{name}:{text}" if text else name
-    return b"DLC1" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
+    return b"DLC2" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
 
 
 def _body_bytes(name: str, options: dict, N: int) -> int:
@@ -215,8 +225,7 @@ def _values(codes: np.ndarray, X: float, form: Format) -> np.ndarray:
     values = np.where(codes >= form.sign, -1.0, 1.0) * form.magnitudes[k] * X
     if form is FORMATS["e3m0"]:
         values[k == 0] = 0.0
-    with np.errstate(over="ignore"):
-        return values.astype(f32)
+    return values.astype(f32)
 
 
 def _scale_byte(name: str, A: float, stochastic: bool) -> int:
@@ -275,14 +284,15 @@ def _decode_blocks(name: str, options: dict, body: bytes, N: int) -> np.ndarray:
     for i, scale in enumerate(scales):
         block = slice(i * K, (i + 1) * K)
         if name in Q:
-            if scale < 0 or not np.isfinite(scale):
+            if not 0 <= scale <= MOST_SCALE[name]:
                 raise ValueError(f"a scale of {scale}")
+            if (codes[block] == 2 ** (bits - 1)).any():
+                raise ValueError("a code that is not written")
             q = np.where(codes[block] < 2 ** (bits - 1), codes[block], codes[block] - 2**bits)
-            with np.errstate(over="ignore"):
-                x[block] = q.astype(f32) * scale
+            x[block] = q.astype(f32) * scale
         else:
-            if scale == 255:
-                raise ValueError("a scale byte of 255")
+            if scale > 254 - FORMATS[name].E:
+                raise ValueError(f"a scale byte of {scale}")
             x[block] = _values(codes[block], SCALES[scale], FORMATS[name])
     return x
 

@@ -23,7 +23,7 @@ from tests.wire.cases import (
 from diloco.kernels.native import Native
 from diloco.wire import Key, blocks, codec
 from diloco.wire.floats import E3M0
-from diloco.wire.formats import FORMATS
+from diloco.wire.formats import FORMATS, HEADER_BYTES
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -37,7 +37,7 @@ def test_a_decoded_value_is_the_nearest_of_all_that_the_block_can_hold(name, vec
     else:
         magnitudes = reference.FORMATS[name].magnitudes
         table = np.concatenate([-magnitudes, magnitudes])
-    scales = encode(f"{name}:block=8", vector).numpy()[16:].tobytes()
+    scales = encode(f"{name}:block=8", vector).numpy()[HEADER_BYTES:].tobytes()
     for i, start in enumerate(range(0, len(vector), block)):
         x, y = vector[start : start + block].astype(np.float64), decoded[start : start + block].astype(np.float64)
         scale = np.frombuffer(scales, "<f4", i + 1)[i] if name in INTEGERS else 2.0 ** (scales[i] - 127)
@@ -113,7 +113,7 @@ def test_a_codec_without_a_c_function_uses_the_torch_reference(registered, monke
         monkeypatch.setattr(blocks, "codec_class", lambda name: _Signs)
     wire, delta = _Signs(block=8), torch.tensor([1.0, -3.0, -2.0, 4.0, 5.0, -6.0, 7.0, 8.0, 0.5, -0.5])
     payload = wire.encode(delta)
-    assert payload.numel() == wire.payload_bytes(10) == 16 + 2 * 4 + 2
+    assert payload.numel() == wire.payload_bytes(10) == HEADER_BYTES + 2 * 4 + 2
     means = torch.tensor([4.5] * 8 + [1 / 8] * 2)  # the last block is padded with zeros
     assert torch.equal(wire.decode(payload, 10), means * delta.sign())
 

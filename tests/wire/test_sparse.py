@@ -3,9 +3,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.wire.cases import f32, through
+from tests.wire.cases import f32, sealed, through
 
 from diloco.wire import Key, codec
+from diloco.wire.formats import HEADER_BYTES
 
 
 def test_a_mask_is_the_same_for_all_replicas_and_codecs_and_fair_over_rounds():
@@ -40,7 +41,7 @@ def test_topk_keeps_the_largest_magnitudes_and_of_equal_ones_the_first(seed, len
 def test_places_that_cannot_be_are_refused(damage):
     wire = codec("topk:density=0.1")
     payload = wire.encode(torch.cat([torch.zeros(90), torch.ones(10)]))  # l = 3 bits, then a vector of 22
-    start, end = 16, 16 + wire.places_bytes(100)
+    start, end = HEADER_BYTES, HEADER_BYTES + wire.places_bytes(100)
     if damage == "a place twice":
         payload[start : end - 3] = 0
     elif damage == "one place less":
@@ -48,4 +49,4 @@ def test_places_that_cannot_be_are_refused(damage):
     else:
         payload[start : end - 3] = 255
     with pytest.raises(ValueError, match="names places that can't be"):
-        wire.decode(payload, 100)
+        wire.decode(sealed(payload), 100)

@@ -40,11 +40,12 @@ def refuse_equal_payloads(
     others = [payload for member, payload in received.items() if member != key.replica]
     if not others or own.numel() < HEADER_BYTES + _MIN_BODY_BYTES:
         return
-    if not all(torch.equal(payload.to(own.device), own) for payload in others):
+    own = own[HEADER_BYTES:]
+    if not all(torch.equal(payload[HEADER_BYTES:].to(own.device), own) for payload in others):
         return
     zeros_N = torch.zeros(num_elements, device=own.device)
     of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
-    if not torch.equal(of_zeros, own):
+    if not torch.equal(of_zeros[HEADER_BYTES:], own):
         raise UserError(
             f"all {len(cohort.members)} replicas made the same outer gradient of fragment {key.fragment}, to the "
             "last bit: either gradients are averaged across replicas, by DDP or another user of a process group "

@@ -19,7 +19,7 @@ from diloco.engine.phases import exchange
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import all_shards_or_none, shard_index, sum_over_shards
 from diloco.engine.state import ERROR, OUTER, OuterState
-from diloco.errors import ExchangeError, NonFiniteError, PayloadError, UserError
+from diloco.errors import DisagreementError, ExchangeError, NonFiniteError, PayloadError, UserError
 from diloco.exchange.transport import Channel, Tag, Transport
 from diloco.kernels.memory import empty
 from diloco.outer.rule import FragmentState
@@ -181,11 +181,13 @@ class Rounds:
         outer_N = self.state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
         self.record.sample(delta_N, key)
+        is_compared = self.settings.outer.shared and len(self.cohort.members) > 1
+        base = self.state.checksum(p) if is_compared else 0
         try:
             if beta is None:
-                return self._reduction.encode(delta_N, key, self.cohort), None
+                return self._reduction.encode(delta_N, key, self.cohort, base=base), None
             error_N = self.state.use(ERROR, p)
-            return encode_with_feedback(self._reduction, delta_N, error_N, beta, key, self.cohort)
+            return encode_with_feedback(self._reduction, delta_N, error_N, beta, key, self.cohort, base=base)
         except NonFiniteError:
             name = self.parameters.first_not_finite(p, delta_N)
             raise observe.non_finite(self.num_steps, self.transport.replica, p, name) from None
@@ -241,9 +243,9 @@ class Rounds:
             yield
         except ExchangeError as error:
             raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
-        except PayloadError as error:
+        except (DisagreementError, PayloadError) as error:
             where = f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}"
-            raise PayloadError(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
 
     def _outer_step(
         self, flight: Round, average: Average, payloads: dict[int, Tensor], blocked_seconds: float

@@ -13,7 +13,7 @@ from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.reduction import Reduction, reduction_of
 from diloco.schedule import Schedule
-from diloco.wire.formats import DARE
+from diloco.wire.formats import DARE, VERSION
 from diloco.wire.payload import Codec
 
 COUNTERS = ("num_steps", "drained_step", "bytes_sent", "bytes_received", "blocked_seconds")
@@ -84,6 +84,7 @@ class Settings:
             **{f"outer rule's {name}": value for name, value in self.outer.facts().items()},
             "merge rule": type(self.mixing).__name__,
             **{f"merge rule's {name}": value for name, value in self.mixing.facts().items()},
+            "version of the wire format": VERSION,
             "wire": self.wire.spec,
             "combine": self.reduction.spec,
             "error feedback": self.error_feedback,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.kernels.memory import empty
+from diloco.wire.checksum import checksum
 
 OUTER, ERROR = "outer", "error"
 """The kinds of vectors that are not slots of the outer rule: Θ, and the error e of error feedback."""
@@ -82,6 +83,12 @@ class OuterState:
             self._stream.synchronize()
         self._visiting.clear()
         return self._home[kind]
+
+    def checksum(self, fragment: int) -> int:
+        """The checksum of Θ_p, which proves it equal on all replicas."""
+        if self._stream is not None:
+            self._stream.synchronize()  # what `keep` took home is there
+        return checksum(self._home[OUTER][fragment])
 
     def num_elements(self, fragment: int) -> int:
         """N."""

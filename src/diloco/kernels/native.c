@@ -14,8 +14,9 @@ INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least 
 // 2^(byte − 127)
 INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
 
-// A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_code, NAME_value, and NAME_bad
-// (true for a code that is never written).
+// A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_factor (of a block's values;
+// infinite for a scale that is never written), NAME_code, NAME_value, and NAME_bad (true for a code that is never
+// written).
 
 typedef struct { float inverse, step; uint8_t byte; } Scale;
 
@@ -23,10 +24,15 @@ INLINE Scale e8m0(int32_t byte) {
     byte = limit(byte, 0, 254);
     return (Scale){.inverse = power_of_two(254 - byte), .byte = (uint8_t)byte};
 }
+// `exponent` is that of the format's largest value, which must stay finite.
+INLINE float e8m0_factor(const uint8_t *scale, int exponent) {
+    return *scale <= 254 - exponent ? power_of_two(*scale) : INFINITY;
+}
 
 INLINE Scale e3m0_scale(uint32_t top) {
     return e8m0(top < 0x800000 ? top >= 0x600000 : (int32_t)((top + 0x400000) >> 23));
 }
+INLINE float e3m0_factor(const uint8_t *scale) { return e8m0_factor(scale, 0); }
 // Sign, exponent and the mantissa's highest bit decide the code: in 16 bits, twice as many fit a vector register.
 INLINE uint16_t e3m0_head(float x, Scale s) { return (uint16_t)(bits_of(x * s.inverse) >> 22); }
 INLINE uint16_t e3m0_code(uint16_t head) {
@@ -61,6 +67,7 @@ INLINE float float_value(uint8_t c, int bits, int m, int bias) {
 // EXPONENT is the exponent of the largest value, MOST its code.
 #define FLOAT(NAME, BITS, M, BIAS, EXPONENT, MOST) \
     INLINE Scale NAME##_scale(uint32_t top) { return e8m0((int32_t)(top >> 23) - EXPONENT); } \
+    INLINE float NAME##_factor(const uint8_t *scale) { return e8m0_factor(scale, EXPONENT); } \
     INLINE uint8_t NAME##_code(float x, Scale s) { return float_code(x * s.inverse, BITS, M, BIAS, MOST); } \
     INLINE float NAME##_value(uint8_t c) { return float_value(c, BITS, M, BIAS); } \
     INLINE int NAME##_bad(uint8_t c) { return (c & ((1 << (BITS - 1)) - 1)) > MOST; }
@@ -74,13 +81,18 @@ FLOAT(e2m1, 4, 1, 1, 2, 7)
         float step = float_of(top) / (float)((1 << (BITS - 1)) - 1); \
         return (Scale){.step = step < MOST_STEP ? step : MOST_STEP}; \
     } \
+    INLINE float NAME##_factor(const uint8_t *scale) { \
+        float step; \
+        memcpy(&step, scale, 4); \
+        return step <= MOST_STEP ? step : INFINITY; \
+    } \
     INLINE uint8_t NAME##_code(float x, Scale s) { \
         float most = (1 << (BITS - 1)) - 1, q = rintf(x / (s.step > 0 ? s.step : 1)); \
         q = q < -most ? -most : q > most ? most : q; \
         return (uint8_t)((int32_t)q & ((1 << BITS) - 1)); \
     } \
     INLINE float NAME##_value(uint8_t c) { return (float)((int32_t)((uint32_t)c << (32 - BITS)) >> (32 - BITS)); } \
-    INLINE int NAME##_bad(uint8_t c) { return 0; }
+    INLINE int NAME##_bad(uint8_t c) { return c == 1 << (BITS - 1); }
 INTEGER(int8, 8, 0x1.020406p+121f)
 INTEGER(int4, 4, 0x1.249248p+125f)
 INTEGER(int2, 2, 0x1.fffffep+127f)
@@ -142,6 +154,7 @@ INLINE uint32_t largest(const float *x, int64_t n) {
 
 // NAME_pack returns 1 if an element is not finite; NAME_unpack, if a scale or code is never written; otherwise 0.
 #define CODEC(NAME, BITS, SCALE_BYTES) \
+    const int NAME##_bits = BITS, NAME##_scale_bytes = SCALE_BYTES; \
     INLINE void NAME##_pack_run(const float *x, int64_t n, Scale s, uint8_t *packed) { \
         Codes codes; \
         NAME##_codes(x, n, s, codes.code); \
@@ -185,9 +198,7 @@ INLINE uint32_t largest(const float *x, int64_t n) {
         return bad; \
     } \
     INLINE int NAME##_unpack_block(const uint8_t *scale, const uint8_t *packed, int64_t n, float *x, int add) { \
-        float factor; \
-        if (SCALE_BYTES == 1) factor = power_of_two(*scale); \
-        else memcpy(&factor, scale, 4); \
+        float factor = NAME##_factor(scale); \
         int bad = !(factor >= 0 && factor < INFINITY); \
         int64_t i = 0; \
         for (; i + RUN <= n; i += RUN) bad |= NAME##_unpack_run(packed + i * BITS / 8, RUN, factor, x + i, add); \

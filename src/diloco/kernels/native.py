@@ -15,6 +15,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from diloco.errors import PayloadError
 from diloco.kernels.compile import compiled_library
 
 # With fewer elements a thread ends before the next one has started.
@@ -34,7 +35,7 @@ class Native:
     def pack(self, name: str, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor) -> bool:
         """Write the scales and codes of the block codec `name`; False if an element is not finite."""
         pack = self._function(f"{name}_pack", c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-        addresses = _addresses(block, scales, codes, delta_N)
+        addresses = self._addresses(name, block, scales, codes, delta_N)
 
         def call(start: int, length: int) -> bool:
             scales_at, codes_at, delta_at = addresses(start)
@@ -45,7 +46,7 @@ class Native:
     def unpack(self, name: str, block: int, scales: Tensor, codes: Tensor, to_N: Tensor, *, add: bool) -> bool:
         """Write the values, or add them; False if `pack` never writes one of the scales or codes."""
         unpack = self._function(f"{name}_unpack", c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int)
-        addresses = _addresses(block, scales, codes, to_N)
+        addresses = self._addresses(name, block, scales, codes, to_N)
 
         def call(start: int, length: int) -> bool:
             scales_at, codes_at, to_at = addresses(start)
@@ -60,6 +61,8 @@ class Native:
             vectors: Θ, v, Σ Δ, θ, FP32 of N elements each.
             scalars: M, η, μ, α, 1 − α.
         """
+        for name, vector in zip(("Θ", "v", "Σ Δ", "θ"), vectors, strict=True):
+            _check_reach(name, vector, torch.float32, vectors[0].numel())
         step = self._function("outer_step", *[c_void_p] * 4, c_int64, *[c_float] * 5)
 
         def call(start: int, length: int) -> bool:
@@ -73,19 +76,41 @@ class Native:
         function.argtypes = types
         return function
 
+    def _addresses(
+        self, name: str, block: int, scales: Tensor, codes: Tensor, vector_N: Tensor
+    ) -> Callable[[int], tuple[int, int, int]]:
+        """The addresses of scales, codes and elements of a block, as a function of the block's first element.
 
-def _addresses(
-    block: int, scales: Tensor, codes: Tensor, vector_N: Tensor
-) -> Callable[[int], tuple[int, int, int]]:
-    """The addresses of scales, codes and elements of a block, as a function of the block's first element."""
-    num_elements = vector_N.numel()
-    num_blocks = max(1, -(-num_elements // block))
-    scale_bytes, codes_a_byte = scales.numel() // num_blocks, -(-num_elements // max(1, codes.numel()))
-    return lambda start: (
-        scales.data_ptr() + start // block * scale_bytes,
-        codes.data_ptr() + start // max(1, codes_a_byte),
-        vector_N.data_ptr() + 4 * start,
-    )
+        Raises:
+            PayloadError: if memory beyond the tensors would be reached.
+        """
+        num_elements = vector_N.numel()
+        bits, scale_bytes = (
+            c_int.in_dll(self._library, f"{name}_{what}").value for what in ("bits", "scale_bytes")
+        )
+        assert block > 0 and block * bits % 8 == 0, "a block ends with a byte"
+        _check_reach("the vector", vector_N, torch.float32, num_elements)
+        _check_reach("the scales", scales, torch.uint8, -(-num_elements // block) * scale_bytes)
+        _check_reach("the codes", codes, torch.uint8, -(-num_elements * bits // 8))
+        return lambda start: (
+            scales.data_ptr() + start // block * scale_bytes,
+            codes.data_ptr() + start * bits // 8,
+            vector_N.data_ptr() + 4 * start,
+        )
+
+
+def _check_reach(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -> None:
+    """Refuse a tensor whose address must not be taken.
+
+    Raises:
+        PayloadError: if it has another length, dtype, device or layout than its reader takes for granted.
+    """
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.data_ptr() % dtype.itemsize
+    if not is_plain or tensor.dtype != dtype or tensor.numel() != num_elements:
+        raise PayloadError(
+            f"{name}, {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, must be {num_elements} of "
+            f"{dtype}, contiguous and aligned on the CPU"
+        )
 
 
 def _on_threads(call: Callable[[int, int], bool], num_elements: int, unit: int) -> bool:

@@ -11,7 +11,14 @@ from diloco.wire.payload import Key
 
 
 def encode_with_feedback(
-    reduction: Reduction, delta_N: Tensor, error_N: Tensor, beta: float, key: Key, cohort: Cohort
+    reduction: Reduction,
+    delta_N: Tensor,
+    error_N: Tensor,
+    beta: float,
+    key: Key,
+    cohort: Cohort,
+    *,
+    base: int = 0,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """e ← β e + Δ; send C(e); e ← e − C(e). The new e is right if what was sent enters an outer step.
 
@@ -22,6 +29,7 @@ def encode_with_feedback(
         beta: β.
         key: whose outer gradient it is.
         cohort: the members that share the fragment.
+        base: as of `Reduction.encode`.
 
     Returns:
         The payloads, and the new e; nothing is changed in place.
@@ -30,5 +38,5 @@ def encode_with_feedback(
         NonFiniteError: if β e + Δ is not finite.
     """
     error_N = beta * error_N + delta_N
-    payloads = reduction.encode(error_N, key, cohort)
+    payloads = reduction.encode(error_N, key, cohort, base=base)
     return payloads, error_N.sub_(reduction.decode(payloads, error_N.numel(), key))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.kernels.memory import empty
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, weighted_sum
 from diloco.wire.payload import Codec, Key
@@ -20,9 +21,9 @@ class Gather:
     spec = "gather"
     num_phases = 1
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort) -> tuple[Tensor, ...]:
+    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload."""
-        return (self.wire.encode(delta_N, key),)
+        return (self.wire.encode(delta_N, key, base=base),)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
         """The payload's vector."""
@@ -45,7 +46,8 @@ class Gather:
     ) -> Iterator[Tensor]:
         """Each payload, decoded again."""
         for member, payload in sorted(received.items()):
-            yield self.wire.decode(payload.to(device), num_elements, key._replace(replica=member))
+            to_N = empty(num_elements, torch.float32, device)
+            yield self.wire.decode_into(to_N, payload, key._replace(replica=member))
 
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:
         """M − 1 payloads."""

@@ -42,13 +42,14 @@ class ReduceScatter:
         """The name with the second codec, which may be the first."""
         return f"reduce_scatter:{self.second.spec}"
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort) -> tuple[Tensor, ...]:
+    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload a share."""
         num_shares = len(cohort.members)
         size = _share(delta_N.numel(), num_shares)
         padded = torch.nn.functional.pad(delta_N, (0, num_shares * size - delta_N.numel()))
         return tuple(
-            self.wire.encode(share_S, key._replace(part=part)) for part, share_S in enumerate(padded.split(size))
+            self.wire.encode(share_S, key._replace(part=part), base=base)
+            for part, share_S in enumerate(padded.split(size))
         )
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:
@@ -65,9 +66,6 @@ class ReduceScatter:
         """The payload of the average of this replica's share, from every member's payload of it."""
         size = _share(num_elements, len(cohort.members))
         check_complete(received, key, cohort)
-        for member, payload in sorted(received.items()):
-            with naming(member):
-                self.wire.check(payload, size)
         total_S = empty(size, torch.float32, received[key.replica].device)
         key = key._replace(part=cohort.members.index(key.replica))
         average = weighted_sum(self.wire, received, total_S, key, cohort)
@@ -76,7 +74,7 @@ class ReduceScatter:
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
         """The averages of the shares, joined."""
         check_complete(received, key, cohort)
-        payloads = [(member, received[member].to(to_N.device)) for member in cohort.members]
+        payloads = [(member, received[member]) for member in cohort.members]
         self._join(self.second, payloads, len(payloads), to_N, _of_all(key, cohort))
         return Average(to_N, 1.0)
 
@@ -107,7 +105,8 @@ class ReduceScatter:
                 if share_S.numel() == size:
                     wire.decode_into(share_S, payload, key)
                 else:  # the last share was filled up with zeros
-                    share_S.copy_(wire.decode(payload, size, key)[: share_S.numel()])
+                    whole_S = wire.decode_into(empty(size, torch.float32, to_N.device), payload, key)
+                    share_S.copy_(whole_S[: share_S.numel()])
 
 
 def _share(num_elements: int, num_shares: int) -> int:

@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from diloco.errors import ExchangeError, PayloadError
+from diloco.errors import DisagreementError, ExchangeError, PayloadError
+from diloco.kernels.memory import empty
 from diloco.reduction.cohort import Cohort
-from diloco.wire.payload import Codec, Key
+from diloco.wire.payload import Codec, Key, base_of
 
 
 class Average(NamedTuple):
@@ -45,8 +46,14 @@ class Reduction(Protocol):
         """1 if each member sends all others its payloads, 2 if it relays something after that."""
         ...
 
-    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort) -> tuple[Tensor, ...]:
+    def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """The payloads of a replica's outer gradient: one for all, or one for each member.
+
+        Args:
+            delta_N: the outer gradient, flat FP32 (N).
+            key: whose it is.
+            cohort: the members that share the fragment.
+            base: the checksum of the outer parameters against which it was taken; 0 where it is not known.
 
         Raises:
             NonFiniteError: if the outer gradient is not finite.
@@ -65,6 +72,7 @@ class Reduction(Protocol):
         """In two phases: the payload that goes to every member, made of those received in the first.
 
         Raises:
+            DisagreementError: if a member's outer gradient was taken against other outer parameters.
             PayloadError: for a payload that is damaged.
         """
         ...
@@ -73,6 +81,7 @@ class Reduction(Protocol):
         """The average of the last phase's payloads, one a member; its total is written to `to_N`.
 
         Raises:
+            DisagreementError: if a member's outer gradient was taken against other outer parameters.
             ExchangeError: if a member's payload is missing.
             PayloadError: for a payload that is damaged.
         """
@@ -93,18 +102,21 @@ def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key:
     """Σ_m w_m · decode(payload of m): FP32, in the order of the members, one pass over memory for each.
 
     Raises:
+        DisagreementError: if a member's outer gradient was taken against other outer parameters.
         ExchangeError: if a member's payload is missing.
         PayloadError: for a payload that is damaged.
     """
     check_complete(received, key, cohort)
     for index, (member, weight) in enumerate(zip(cohort.members, cohort.weights, strict=True)):
-        payload, key_of_member = received[member].to(to_N.device), key._replace(replica=member)
+        payload, key_of_member = received[member], key._replace(replica=member)
         with naming(member):
             if weight == 1:
                 wire.decode_into(to_N, payload, key_of_member, add=index > 0)
                 continue
-            part_N = wire.decode(payload, to_N.numel(), key_of_member).mul_(weight)
+            part_N = empty(to_N.numel(), torch.float32, to_N.device)
+            wire.decode_into(part_N, payload, key_of_member).mul_(weight)
             to_N.copy_(part_N) if index == 0 else to_N.add_(part_N)
+    _check_bases(received, key, cohort)  # last: now every header is known to be sound
     return Average(to_N, cohort.total_weight)
 
 
@@ -119,6 +131,23 @@ def check_complete(received: Mapping[int, Tensor], key: Key, cohort: Cohort) -> 
         names = ", ".join(f"replica {member}" for member in missing)
         raise ExchangeError(f"fragment {key.fragment}, round {key.round}: no payload of {names}", missing)
     assert len(received) == len(cohort.members), "nobody else's payload is averaged"
+
+
+def _check_bases(received: Mapping[int, Tensor], key: Key, cohort: Cohort) -> None:
+    """Refuse outer gradients that were taken against different outer parameters.
+
+    Raises:
+        DisagreementError: naming the members whose outer parameters are not this replica's.
+    """
+    bases = {member: base_of(received[member]) for member in cohort.members}
+    own = bases.get(key.replica, 0)
+    differing = [f"replica {member}" for member, base in bases.items() if base and own and base != own]
+    if differing:
+        raise DisagreementError(
+            f"the outer parameters of {' and '.join(differing)} are no longer those of this replica, "
+            f"{key.replica}: since the last round of this fragment a replica's memory changed, or its outer step "
+            "gave other bits; nothing was merged: end all replicas, and resume them from a checkpoint before that"
+        )
 
 
 @contextmanager

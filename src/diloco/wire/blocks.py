@@ -31,7 +31,7 @@ class BlockCodec(Blocks, Codec):
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """Scales from the largest magnitudes, then codes under them."""
         scales, codes = self._split(body, delta_N.numel())
-        fast = None if self.stochastic else self._native("pack", delta_N)
+        fast = None if self.stochastic else self._native("pack", delta_N, body)
         if fast is not None:
             if not fast.pack(self.name, self.block, delta_N, scales, codes):
                 raise non_finite()
@@ -83,10 +83,11 @@ class BlockCodec(Blocks, Codec):
         unit_N = self.values(codes.device)[split(codes, num_elements, self.bits).int()]
         value_N = (_rows(unit_N, self.block) * factor_B[:, None]).view(-1)[:num_elements]
         to_N.copy_(to_N + value_N if add else value_N)
-        return (torch.isfinite(factor_B) & (factor_B >= 0)).all() & torch.isfinite(unit_N).all()
+        return (torch.isfinite(factor_B) & (factor_B >= 0)).all() & torch.isfinite(value_N).all()
 
     def _split(self, body: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
+        self.check_body(body, num_elements)
         end = self.scales_bytes(num_elements)
         return body[:end], body[end:]
 
@@ -116,7 +117,10 @@ class BlockCodec(Blocks, Codec):
 
     @abstractmethod
     def factors(self, scales: UInt8[Tensor, "bytes"]) -> Float32[Tensor, "B"]:
-        """The factor of each block's values; negative or not finite for a scale that is never written."""
+        """The factor of each block's values; negative or not finite for a scale that is never written.
+
+        A scale under which the largest value is not finite is never written.
+        """
 
     @abstractmethod
     def values(self, device: torch.device) -> Float32[Tensor, "codes"]:

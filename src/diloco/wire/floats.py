@@ -30,6 +30,7 @@ class _Unscaled(formats.Unscaled, Codec):
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """Write the vector's bytes in the format."""
         largest = torch.finfo(self.dtype).max
+        self.check_body(body, delta_N.numel())
         for part_n, bytes_n in self._in_cache(delta_N, body):
             refuse_non_finite(part_n)
             if self.dtype != torch.float32:
@@ -38,6 +39,7 @@ class _Unscaled(formats.Unscaled, Codec):
 
     def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
         """Read the bytes as FP32."""
+        self.check_body(body, to_N.numel())
         for part_n, bytes_n in self._in_cache(to_N, body):
             values = bytes_n.view(self.dtype)
             if not is_finite(values):
@@ -110,8 +112,9 @@ class _Scaled(BlockCodec):
         return byte_B.to(torch.uint8), self.codes(unit_BxK)
 
     def factors(self, scales: UInt8[Tensor, "B"]) -> Float32[Tensor, "B"]:
-        """2^(byte − 127); infinity for byte 255."""
-        return power_of_two(scales.int())
+        """2^(byte − 127); infinity for a byte under which the largest value would not be finite."""
+        byte_B = scales.int()
+        return power_of_two(torch.where(byte_B > 254 - self.top_exponent, 255, byte_B))
 
     def scale_bytes_of(self, bits_B: Int32[Tensor, "B"]) -> Int32[Tensor, "B"]:
         """Scale bytes that give the largest magnitudes, whose bits these are, the largest value's exponent."""

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 from diloco.errors import UserError
 
-HEADER_BYTES = 16
+HEADER_BYTES = 32
+VERSION = 2
+"""The version of the wire format, which docs/reference/wire-format.md describes."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def parse(spec: str) -> Format:
         UserError: naming the formats, or the options of the format, that exist.
 
     >>> parse("e3m0:block=128").payload_bytes(1_000_000)
-    507829
+    507845
     """
     name, _, options = spec.partition(":")
     if name not in FORMATS:

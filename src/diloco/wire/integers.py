@@ -42,17 +42,20 @@ class _Integer(BlockCodec):
         return scale_B, code_BxK.to(torch.uint8)
 
     def factors(self, scales: UInt8[Tensor, "bytes"]) -> Float32[Tensor, "B"]:
-        """The scales themselves."""
-        return scales.view(torch.float32)
+        """The scales themselves; infinity for one under which the largest value would not be finite."""
+        scale_B = scales.view(torch.float32)
+        return torch.where(scale_B <= self._most_scale(), scale_B, math.inf)
 
     def _most_scale(self) -> float:
         """The largest FP32 under which the largest value is finite."""
-        return {8: float.fromhex("0x1.020406p+121"), 4: float.fromhex("0x1.249248p+125")}.get(self.bits, math.inf)
+        texts = {8: "0x1.020406p+121", 4: "0x1.249248p+125", 2: "0x1.fffffep+127"}
+        return float.fromhex(texts[self.bits])
 
     def values(self, device: torch.device) -> Float32[Tensor, "codes"]:
-        """Two's complement; the lowest value is never written."""
+        """Two's complement; the lowest, which is never written, is infinite."""
         half = 2 ** (self.bits - 1)
-        return torch.arange(-half, half, dtype=torch.float32, device=device).roll(half)
+        values = torch.arange(-half, half, dtype=torch.float32, device=device)
+        return torch.where(values == -half, -math.inf, values).roll(half)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from diloco.errors import NonFiniteError, PayloadError, UserError
 from diloco.kernels.memory import empty
-from diloco.wire.formats import FORMATS, HEADER_BYTES, Format, parse
+from diloco.wire.checksum import checksum
+from diloco.wire.formats import FORMATS, HEADER_BYTES, VERSION, Format, parse
 
-MAGIC = b"DLC1"
+MAGIC = b"DLC%d" % VERSION
 
 
 class Key(NamedTuple):
@@ -40,14 +41,19 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec(Format):
-    """A wire format with its maths. A payload is a header of 16 bytes and a body.
+    """A wire format with its maths. A payload is a header of 32 bytes and a body.
 
     A subclass is a frozen dataclass whose fields are its options. It offers a `name` and the body: `pack`,
     `unpack` and `body_bytes`.
     """
 
-    def encode(self, delta_N: Tensor, key: Key = Key()) -> Tensor:  # noqa: B008
+    def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
         """The payload of a flat FP32 vector: uint8, `payload_bytes(N)` long, on the same device.
+
+        Args:
+            delta_N: the outer gradient, or a share of it; any layout.
+            key: whose outer gradient it is.
+            base: the checksum of the outer parameters against which it was taken; 0 where it is not known.
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
@@ -55,60 +61,98 @@ class Codec(Format):
         """
         _check_vector(delta_N)
         payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
-        payload[:HEADER_BYTES] = torch.frombuffer(self._header(delta_N.numel()), dtype=torch.uint8)
-        self.pack(delta_N.contiguous(), payload[HEADER_BYTES:], key)
+        body = payload[HEADER_BYTES:]
+        self.pack(plain(delta_N.detach(), delta_N.device), body, key)
+        header = self._header(delta_N.numel()) + base.to_bytes(8, "little")
+        header += checksum(header, body).to_bytes(8, "little")
+        payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return payload
 
     def decode(self, payload: Tensor, num_elements: int, key: Key = Key()) -> Tensor:  # noqa: B008
         """The flat FP32 vector of N elements that a payload stands for; `key` is the encoder's.
 
         Raises:
-            PayloadError: if it is not a payload of this codec and of N elements.
+            PayloadError: if it is not a payload of this codec and of N elements, or is damaged.
         """
         return self.decode_into(empty(num_elements, torch.float32, payload.device), payload, key)
 
     def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
         """Write a payload's values into a contiguous FP32 vector, or add them to it; return the vector.
 
+        The payload may lie on another device, and have any layout. All values are finite.
+
         Raises:
-            PayloadError: as `decode`; if only the body shows the damage, the vector's content is undefined.
+            PayloadError: as `decode`; if the checksum is right and the body stands for no finite values, the
+                vector's content is undefined.
             UserError: if the vector is not a contiguous flat FP32 vector.
         """
         _check_vector(to_N)
-        if not to_N.is_contiguous():
-            raise UserError("a payload can only be decoded into a contiguous vector")
+        if plain(to_N, to_N.device) is not to_N:
+            raise UserError("a payload can only be decoded into a contiguous, aligned vector")
         self.check(payload, to_N.numel())
-        self.unpack(payload[HEADER_BYTES:], to_N, key, add=add)
+        self.unpack(plain(payload[HEADER_BYTES:], to_N.device), to_N, key, add=add)
         return to_N
 
     def check(self, payload: Tensor, num_elements: int) -> None:
-        """Refuse by type, length and header what can't be a payload of N elements.
+        """Refuse by type, length, header and checksum what isn't a payload of N elements.
 
         Raises:
-            PayloadError: with the expected and the actual payload.
+            PayloadError: saying how it differs.
         """
-        expected = self.payload_bytes(num_elements)
-        is_bytes = payload.dtype == torch.uint8 and payload.dim() == 1
+        is_bytes = payload.dtype == torch.uint8 and payload.dim() == 1 and _has_memory(payload)
         header = payload[:HEADER_BYTES].cpu().numpy().tobytes() if is_bytes else b""
-        if header == self._header(num_elements) and payload.numel() == expected:
+        has_length = payload.numel() == self.payload_bytes(num_elements)
+        is_ours = header[:16] == self._header(num_elements)
+        is_whole = len(header) == HEADER_BYTES and header[24:] == checksum(
+            header[:24], payload[HEADER_BYTES:]
+        ).to_bytes(8, "little")
+        if has_length and is_ours and is_whole:
             return
-        if header[:4] == MAGIC and len(header) == HEADER_BYTES and header != self._header(num_elements):
-            elements = int.from_bytes(header[8:], "little")
-            by = "another codec" if header[4:8] != self._header(0)[4:8] else "this codec"
-            actual = f"{payload.numel()} bytes made by {by} for {elements} elements"
+        if has_length and is_ours:
+            raise PayloadError(
+                f"a payload of {num_elements} elements in {self.format} does not match its checksum: it was "
+                "damaged on the way, or in memory"
+            )
+        actual = f"{payload.numel()} bytes"
+        if not is_bytes:
+            actual = f"{tuple(payload.shape)} of {payload.dtype} on {payload.device}"
+        elif header[:3] == MAGIC[:3] and header[3:4].isdigit() and header[:4] != MAGIC:
+            version = f"of version {header[3:4].decode()} of the wire format, and this is version {VERSION}"
+            actual += f" {version}: run the same version of diloco on all replicas"
+        elif len(header) < HEADER_BYTES or header[:4] != MAGIC:
+            actual += ": it was cut short, or damaged"
+        elif not is_ours:
+            by = "this codec" if header[4:8] == self._header(0)[4:8] else "another codec"
+            actual += f" made by {by} for {int.from_bytes(header[8:16], 'little')} elements"
+            actual += "" if is_whole else ", or damaged"
         else:
-            actual = f"{tuple(payload.shape)} of {payload.dtype}: it was cut short, extended, or damaged"
+            is_short = payload.numel() < self.payload_bytes(num_elements)
+            actual += f": it was {'cut short' if is_short else 'extended'}"
         raise PayloadError(
-            f"a payload of {num_elements} elements in {self.format} is {expected} bytes, not {actual}"
+            f"a payload of {num_elements} elements in {self.format} is {self.payload_bytes(num_elements)} bytes, "
+            f"not {actual}"
         )
 
-    def _header(self, num_elements: int) -> bytearray:
-        """4 bytes of magic, the CRC-32 of `format` (little-endian), N in 8 bytes (little-endian)."""
-        return bytearray(struct.pack("<4sIQ", MAGIC, zlib.crc32(self.format.encode()), num_elements))
+    def check_body(self, body: Tensor, num_elements: int) -> None:
+        """Refuse a body of another length than that of N elements, before it is cut into its parts.
+
+        Raises:
+            PayloadError: with both lengths.
+        """
+        expected = self.body_bytes(num_elements)
+        if body.dtype != torch.uint8 or body.shape != (expected,):
+            raise PayloadError(
+                f"the body of {num_elements} elements in {self.format} is {expected} bytes, not "
+                f"{tuple(body.shape)} of {body.dtype}"
+            )
+
+    def _header(self, num_elements: int) -> bytes:
+        """The first 16 bytes: magic and version, the CRC-32 of `format`, N (little-endian)."""
+        return struct.pack("<4sIQ", MAGIC, zlib.crc32(self.format.encode()), num_elements)
 
     @abstractmethod
     def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> None:
-        """Write the body of a contiguous FP32 vector into a uint8 vector of `body_bytes(N)`.
+        """Write the body of a contiguous FP32 vector into a contiguous uint8 vector of `body_bytes(N)`.
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
@@ -118,8 +162,12 @@ class Codec(Format):
     def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> None:
         """Write a body's values into an FP32 vector, or add them to it.
 
+        `decode_into` has compared the body's length and checksum with those that were sent; both vectors are
+        contiguous and aligned.
+
         Raises:
-            PayloadError: if the body holds a value that `pack` never writes, as far as that can be seen.
+            PayloadError: if the body holds a value that `pack` never writes, as far as that can be seen, or one
+                that is not finite.
         """
 
 
@@ -143,11 +191,29 @@ def codec_class(name: str) -> type[Codec]:
     return getattr(import_module(f"diloco.wire.{module}"), kind)
 
 
+def base_of(payload: Tensor) -> int:
+    """The `base` that a payload was encoded with; 0 where it is not known."""
+    return int.from_bytes(payload[16:24].cpu().numpy().tobytes(), "little")
+
+
+def plain(vector: Tensor, device: torch.device) -> Tensor:
+    """A vector on a device, contiguous and aligned for elements of 4 bytes: itself where it is so, or a copy."""
+    vector = vector.to(device).contiguous()
+    misaligned = vector.data_ptr() % 4 or vector.storage_offset() * vector.itemsize % 4
+    return vector.clone() if misaligned else vector
+
+
 def _check_vector(vector_N: Tensor) -> None:
-    if vector_N.dtype != torch.float32 or vector_N.dim() != 1:
+    if vector_N.dtype != torch.float32 or vector_N.dim() != 1 or not _has_memory(vector_N):
         raise UserError(
-            f"an outer gradient is a flat float32 vector, not {tuple(vector_N.shape)} of {vector_N.dtype}"
+            f"an outer gradient is a flat float32 vector, not {tuple(vector_N.shape)} of {vector_N.dtype} on "
+            f"{vector_N.device}"
         )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """False for a sparse tensor, and on the device `meta`."""
+    return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def refuse_non_finite(values: Tensor) -> None:

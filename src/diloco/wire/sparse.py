@@ -26,6 +26,7 @@ class _Sparse(formats.Sparse, Codec):
 
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
         """Write the places, then the kept values."""
+        self.check_body(body, delta_N.numel())
         refuse_non_finite(delta_N)
         place_k = self.choose(delta_N, key)
         end = self.places_bytes(delta_N.numel())
@@ -36,6 +37,7 @@ class _Sparse(formats.Sparse, Codec):
 
     def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
         """Write zeros, and the kept values in their places."""
+        self.check_body(body, to_N.numel())
         end = self.places_bytes(to_N.numel())
         place_k = self.unpack_places(body[:end], to_N.numel(), key)
         kept_k = torch.empty(self.num_kept(to_N.numel()), dtype=torch.float32, device=to_N.device)

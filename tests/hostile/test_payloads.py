@@ -1,0 +1,162 @@
+"""Payloads that were changed on the way, or made by somebody who means harm.
+
+pytest tests/hostile/test_payloads.py --hostile-examples 12000    # 1,020,000 mutations, some minutes
+"""
+
+import resource
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from tests.wire.cases import IMPLEMENTATIONS, NAMES, implementation, sealed
+
+from diloco.errors import PayloadError
+from diloco.wire import Codec, Key, codec
+from diloco.wire.formats import HEADER_BYTES
+
+LENGTHS = (1, 2, 7, 33, 300)
+SPECS = [*NAMES, "e3m0:block=8", "int8:block=3", "topk:density=0.3,values=int4", "dare:density=0.5,values=e4m3"]
+HOSTILE = settings.get_profile("hostile")
+MOST_BYTES = 100 << 20
+"""Memory that all mutations of a format may take beside the tests' own; it holds torch's and C's caches."""
+Mutation = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
+
+
+def flip_bits(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    for bit in random.integers(0, 8 * len(payload), random.integers(1, 9)):
+        payload[bit // 8] ^= 1 << bit % 8
+    return payload
+
+
+def set_bytes(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    places = random.integers(0, len(payload), random.integers(1, 9))
+    payload[places] = random.choice([0, 1, 0x7F, 0x80, 0xFE, 0xFF, int(random.integers(256))], len(places))
+    return payload
+
+
+def set_bytes_of_the_body(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.concatenate([payload[:HEADER_BYTES], set_bytes(random, payload[HEADER_BYTES:], other)])
+
+
+def swap_bytes(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    places = random.integers(0, len(payload), 2)
+    payload[places] = payload[places[::-1]]
+    return payload
+
+
+def clear_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    start, end = _range(random, payload)
+    payload[start:end] = random.choice([0, 255])
+    return payload
+
+
+def shift_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    start, end = _range(random, payload)
+    payload[start:end] = np.roll(payload[start:end], random.integers(1, 9))
+    return payload
+
+
+def copy_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    start, end = _range(random, payload)
+    to = random.integers(0, len(payload) - (end - start) + 1)
+    payload[to : to + end - start] = payload[start:end].copy()
+    return payload
+
+
+def cut_short(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return payload[: random.integers(0, len(payload))]
+
+
+def extend(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.concatenate([payload, random.integers(0, 256, random.integers(1, 99), np.uint8)])
+
+
+def take_anothers_header(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    size = random.choice([4, 8, 16, 24, HEADER_BYTES])
+    payload[:size] = other[:size]
+    return payload
+
+
+def draw_the_body(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
+    payload[HEADER_BYTES:] = random.integers(0, 256, len(payload) - HEADER_BYTES, np.uint8)
+    return payload
+
+
+def _range(random: np.random.Generator, payload: np.ndarray) -> tuple[int, int]:
+    start, end = sorted(random.integers(0, len(payload) + 1, 2))
+    return start, end
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *(flip_bits, set_bytes, set_bytes_of_the_body, swap_bytes, clear_a_range, shift_a_range, copy_a_range),
+    *(cut_short, extend, take_anothers_header, draw_the_body),
+)
+
+
+def payloads_of(wire: Codec, random: np.random.Generator) -> list[tuple[int, torch.Tensor]]:
+    """Payloads of vectors of all lengths, small and as large as can be."""
+    vectors = [(n, torch.from_numpy(random.standard_normal(n, np.float32))) for n in LENGTHS]
+    largest = torch.finfo(torch.float32).max
+    scales = (1e-3, largest / 8, 1e-3, largest / 8, 1.0)
+    return [(n, wire.encode(delta * s, base=n)) for (n, delta), s in zip(vectors, scales, strict=True)]
+
+
+def mutated(spec: str) -> Iterator[tuple[int, torch.Tensor, bool]]:
+    """N, a payload that differs from a sound one, and whether its checksum was made to match."""
+    random = np.random.default_rng([*spec.encode()] if HOSTILE.derandomize else None)
+    sound = payloads_of(codec(spec), random)
+    others = [payload.numpy() for name in NAMES for _, payload in payloads_of(codec(name), random)]
+    for i in range(len(sound) * HOSTILE.max_examples):
+        n, payload = sound[random.integers(len(sound))]
+        mutate, other = MUTATIONS[i % len(MUTATIONS)], others[random.integers(len(others))]
+        changed = mutate(random, payload.numpy().copy(), other)
+        if np.array_equal(changed, payload.numpy()):
+            continue
+        tensor = torch.from_numpy(changed)
+        is_sealed = len(changed) >= HEADER_BYTES and bool(random.integers(2))
+        yield n, sealed(tensor) if is_sealed else tensor, is_sealed
+
+
+def hex_of(payload: torch.Tensor) -> str:
+    return payload.numpy().tobytes().hex()
+
+
+def decoded(wire: Codec, payload: torch.Tensor, num_elements: int) -> torch.Tensor | None:
+    """The vector; None if the payload is refused, as it must be: by a PayloadError, and by nothing else."""
+    try:
+        return wire.decode(payload, num_elements, Key(1, 2, 3))
+    except PayloadError:
+        return None
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_changed_payload_is_taken_and_no_hostile_one_gives_a_number_that_is_not_finite(spec):
+    wire, num_taken, num_tried = codec(spec), 0, 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for n, payload, is_sealed in mutated(spec):
+        num_tried += 1
+        vector = decoded(wire, payload, n)
+        assert is_sealed or vector is None, (n, hex_of(payload))
+        if vector is not None:
+            num_taken += 1
+            assert vector.isfinite().all(), (n, hex_of(payload))
+    taken_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert taken_bytes < MOST_BYTES
+    # Only what is sealed, of the right length and header, may be taken.
+    assert 0.05 * num_tried < num_taken < 0.5 * num_tried, (num_taken, num_tried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if codec(spec).name in NAMES[3:10]])
+def test_c_and_torch_take_and_refuse_the_same_payloads(spec):
+    for n, payload, is_sealed in mutated(spec):
+        if is_sealed:
+            results = []
+            for how in IMPLEMENTATIONS:
+                with implementation(how):
+                    results.append(decoded(codec(spec), payload, n))
+            assert (results[0] is None) == (results[1] is None), (n, hex_of(payload))
+            if results[0] is not None:
+                assert torch.equal(*(result.view(torch.int32) for result in results))

@@ -1,0 +1,131 @@
+// Drives native.c under the sanitizers: memory of exactly the right size, odd lengths and blocks, hostile bytes, and
+// the ranges of kernels/native.py on threads. Compile with -I src/diloco/kernels; ends with 1 if a result is wrong.
+// With any argument the ranges overlap, and the last reaches beyond the end: each sanitizer must notice that.
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "native.c"
+
+typedef int (*Pack)(const float *, int64_t, int64_t, uint8_t *, uint8_t *);
+typedef int (*Unpack)(const uint8_t *, const uint8_t *, int64_t, int64_t, float *, int);
+typedef struct { const char *name; Pack pack; Unpack unpack; const int *bits, *scale_bytes; } Codec;
+#define ENTRY(NAME) {#NAME, NAME##_pack, NAME##_unpack, &NAME##_bits, &NAME##_scale_bytes}
+static const Codec CODECS[] = {ENTRY(e4m3), ENTRY(e5m2), ENTRY(e2m1), ENTRY(e3m0), ENTRY(int8), ENTRY(int4), ENTRY(int2)};
+static const int64_t LENGTHS[] = {0, 1, 2, 3, 7, 31, 32, 33, 255, 256, 257, 511, 513, 700, 1283};
+static const int64_t BLOCKS[] = {2, 3, 4, 8, 12, 32, 36, 256, 260, 640, 65536};
+#define COUNT(LIST) ((int)(sizeof(LIST) / sizeof *(LIST)))
+#define THREADS 4
+
+static uint64_t state = 88172645463325252u;
+static uint32_t any(void) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (uint32_t)(state >> 16);
+}
+static void *bytes(int64_t n) {
+    uint8_t *memory = malloc(n);
+    for (int64_t i = 0; i < n; i++) memory[i] = any();
+    return memory;
+}
+static float *floats(int64_t n, int finite) {
+    float *x = malloc(4 * n);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = any();
+        if (finite && (bits & 0x7F800000) == 0x7F800000) bits &= ~0x800000u;
+        x[i] = float_of(bits);
+    }
+    return x;
+}
+
+typedef struct {
+    const Codec *codec;
+    int64_t n, block, start;
+    float *x;
+    uint8_t *scales, *codes;
+    int kind, bad;  // kind: 0 packs, 1 writes, 2 adds
+} Range;
+
+static void *run(void *argument) {
+    Range *r = argument;
+    uint8_t *scales = r->scales + r->start / r->block * *r->codec->scale_bytes;
+    uint8_t *codes = r->codes + r->start * *r->codec->bits / 8;
+    r->bad = r->kind ? r->codec->unpack(scales, codes, r->n, r->block, r->x + r->start, r->kind == 2)
+                     : r->codec->pack(r->x + r->start, r->n, r->block, scales, codes);
+    return NULL;
+}
+
+static int faulty = 0;
+// As `_on_threads`: ranges that begin at multiples of the block.
+static int on_threads(Range whole) {
+    Range ranges[THREADS];
+    pthread_t threads[THREADS];
+    int64_t size = (whole.n + THREADS * whole.block - 1) / (THREADS * whole.block) * whole.block;
+    int started = 0, bad = 0;
+    for (int64_t start = 0; start < whole.n; start += size, started++) {
+        ranges[started] = whole;
+        ranges[started].start = start;
+        ranges[started].n = size < whole.n - start ? size : whole.n - start;
+        if (faulty) ranges[started].n = size + whole.block;
+        if (pthread_create(&threads[started], NULL, run, &ranges[started])) abort();
+    }
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL), bad |= ranges[i].bad;
+    return bad;
+}
+
+static int wrong = 0;
+static void check(int right, const char *what, const Codec *codec, int64_t n, int64_t block) {
+    if (!right) wrong = 1, fprintf(stderr, "%s: %s, %ld elements, blocks of %ld\n", what, codec->name, (long)n, (long)block);
+}
+static int all_finite(const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (!isfinite(x[i])) return 0;
+    return 1;
+}
+
+static void drive(const Codec *codec, int64_t n, int64_t block) {
+    int64_t num_scales = (n + block - 1) / block * *codec->scale_bytes, num_codes = (n * *codec->bits + 7) / 8;
+    for (int hostile = 0; hostile < 2; hostile++) {
+        float *x = floats(n, !hostile), *one = floats(n, 1), *other = malloc(4 * n);
+        uint8_t *scales = bytes(num_scales), *codes = bytes(num_codes);
+        memcpy(other, one, 4 * n);
+        Range whole = {codec, n, block, 0, x, scales, codes, 0, 0};
+        if (!hostile) {
+            run(&whole);
+            uint8_t *again_scales = bytes(num_scales), *again_codes = bytes(num_codes);
+            Range again = {codec, n, block, 0, x, again_scales, again_codes, 0, 0};
+            int same = on_threads(again) == whole.bad && !memcmp(scales, again_scales, num_scales);
+            check(same && !memcmp(codes, again_codes, num_codes), "threads pack something else", codec, n, block);
+            free(again_scales), free(again_codes);
+        } else {
+            codec->pack(x, n, block, scales, codes);  // of NaN and infinities
+            free(scales), free(codes);
+            scales = bytes(num_scales), codes = bytes(num_codes);
+        }
+        for (int kind = 1; kind < 3; kind++) {
+            Range alone = {codec, n, block, 0, one, scales, codes, kind, 0}, split = alone;
+            split.x = other;
+            run(&alone);
+            int bad = on_threads(split);
+            check(bad == alone.bad && !memcmp(one, other, 4 * n), "threads unpack something else", codec, n, block);
+            check(hostile || !bad, "what was packed is refused", codec, n, block);
+            check(kind == 2 || bad || all_finite(one, n), "an accepted body is not finite", codec, n, block);
+        }
+        free(x), free(one), free(other), free(scales), free(codes);
+    }
+}
+
+int main(int argc, char **argv) {
+    faulty = argc > 1;
+    for (int c = 0; c < COUNT(CODECS); c++)
+        for (int b = 0; b < COUNT(BLOCKS); b++)
+            for (int n = 0; n < COUNT(LENGTHS); n++)
+                if (BLOCKS[b] * *CODECS[c].bits % 8 == 0) drive(&CODECS[c], LENGTHS[n], BLOCKS[b]);
+    for (int n = 0; n < COUNT(LENGTHS); n++) {
+        float *v[4];
+        for (int i = 0; i < 4; i++) v[i] = floats(LENGTHS[n], 0);
+        outer_step(v[0], v[1], v[2], v[3], LENGTHS[n], 3, 0.4f, 0.9f, 0.5f, 0.5f);
+        for (int i = 0; i < 4; i++) free(v[i]);
+    }
+    return wrong;
+}
