@@ -45,8 +45,16 @@ def train(arguments: argparse.Namespace, flags: list[str]) -> tuple[int, int, st
         sites = [
             laboratory.start(
                 replica,
-                [sys.executable, __file__, "--processes", str(arguments.processes)]
-                + ["--example", *example, "--replica", str(replica)],
+                [
+                    sys.executable,
+                    __file__,
+                    "--processes",
+                    str(arguments.processes),
+                    "--example",
+                    *example,
+                    "--replica",
+                    str(replica),
+                ],
                 environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 text=True,

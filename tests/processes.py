@@ -24,8 +24,17 @@ from diloco.training.ancestor import end_with_parent
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-    + ["diloco.engine.streaming", "diloco.models.language_model", "diloco.wire.floats", "diloco.wire.sparse"]
+    [
+        "pytest",
+        "hypothesis",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "diloco.engine.streaming",
+        "diloco.models.language_model",
+        "diloco.wire.floats",
+        "diloco.wire.sparse",
+    ]
 )
 
 
