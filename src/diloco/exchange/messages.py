@@ -98,7 +98,7 @@ class Messages:
     def interrupt(self, reason: str) -> None:
         """End the wait: gloo closes its connections when any wait on one of them runs out of time."""
         self.interruption = self.interruption or reason
-        for _, wait in self._waits[:1]:
+        for _, wait in list(self._waits):
             with suppress(RuntimeError, TimeoutError):
                 wait(0.001)
 

@@ -8,13 +8,14 @@ import atexit
 import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
 from typing import Protocol
 
 import torch.distributed as dist
 
+from diloco.exchange.board import Store
 from diloco.exchange.transport import Tag
 
 
@@ -39,12 +40,22 @@ class Notices:
         replica: this process's.
         num_replicas: M.
         num_processes: of all replicas, that read these notices.
+        on_close: called at the end; it may close the store.
     """
 
-    def __init__(self, store: dist.Store, replica: int, num_replicas: int, num_processes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        replica: int,
+        num_replicas: int,
+        num_processes: int,
+        *,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.failure: str | None = None
         """Which other replica has failed, and why."""
-        self._store = store
+        self._store: Store = store
+        self._on_close = on_close
         self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
         self._waiting: list[Waiting] = []
         self._num_finishes = 0
@@ -144,6 +155,9 @@ class Notices:
         if self._thread is not None and self._thread is not current_thread():
             self._thread.join(_SECONDS_TO_BE_READ)
         self._store, self._in_flight = dist.HashStore(), False
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
 
 class WithNotices:
