@@ -58,7 +58,16 @@ class Meeting:
         else:
             with self._reach(lambda: socket.create_connection(self._place, timeout=5)) as connection:
                 own_address = connection.getsockname()[0]
-            store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+            quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
+            try:
+                store = dist.TCPStore(host, port, wait_for_workers=False, timeout=quickly)
+            except RuntimeError:
+                raise ExchangeError(
+                    f"what listens at {self._address} is no replica 0 without a secret: give this replica the same "
+                    "secret (DILOCO_SECRET), or check the address",
+                    (0,),
+                ) from None
+            store.set_timeout(timeout)
         return dist.PrefixStore("diloco", store), own_address
 
     def open_encrypted(self, security: Security, timeout_seconds: float) -> Session:
@@ -156,7 +165,7 @@ class Meeting:
         """
         now = time.monotonic()
         if now > self._deadline:
-            refused = f"; {self._door.refused}" if self._door is not None and self._door.refused else ""
+            refused = f" (refused: {self._door.refused})" if self._door is not None and self._door.refused else ""
             raise ExchangeError(
                 f"{for_whom} did not come to {self._address} in time: start all replicas within timeout_seconds, "
                 f"and check that this machine reaches that address{refused}"
@@ -168,6 +177,7 @@ class Meeting:
 
 
 _SECONDS_BETWEEN_REPORTS = 10.0
+_SECONDS_TO_ANSWER = 10.0
 _MOST_PROCESSES = 1 << 16
 
 

@@ -76,7 +76,7 @@ def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
             problem = "closed the connection"
         except (ssl.SSLEOFError, TimeoutError, ConnectionError) as error:
             plain.close()
-            problem = f"gave no answer ({error})"
+            problem = f"gave no answer ({error.args[-1] if error.args else error})"
         except ssl.SSLError as error:
             plain.close()
             raise ExchangeError(refusal(f"the process at {address}", error, security)) from None
