@@ -63,8 +63,8 @@ class Meeting:
                 store = dist.TCPStore(host, port, wait_for_workers=False, timeout=quickly)
             except RuntimeError:
                 raise ExchangeError(
-                    f"what listens at {self._address} is no replica 0 without a secret: give this replica the same "
-                    "secret (DILOCO_SECRET), or check the address",
+                    f"what listens at {self._address} is no replica 0 without a secret: give this replica the "
+                    "same secret (DILOCO_SECRET), or check the address",
                     (0,),
                 ) from None
             store.set_timeout(timeout)

@@ -5,7 +5,6 @@ and wakes up whoever waits for what will never come.
 """
 
 import atexit
-import json
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,10 +12,18 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
 from typing import Protocol
 
+import msgspec
 import torch.distributed as dist
 
 from diloco.exchange.board import Store
 from diloco.exchange.transport import Tag
+
+
+class _Finish(msgspec.Struct):
+    finish: int
+    """How many finishes the replica has completed."""
+    step: int
+    """The last step after which it sends something."""
 
 
 class Waiting(Protocol):
@@ -68,11 +75,12 @@ class Notices:
         self._in_flight = False
         if self.failure is not None or self._num_processes == 1:
             return
-        mine = f"replica {self._replica} failed: {reason}"
+        mine = f"replica {self._replica} failed: {reason}"[:_LONGEST_FAILURE]
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
         try:
-            self.failure = self._store.compare_set("failure", "", mine).decode()
-            if self.failure != mine:  # another came first
+            first = self._store.compare_set("failure", "", mine)
+            self.failure = _readable(first)
+            if first != mine.encode():  # another came first
                 self._store.add("readers", 1)
                 return
             while self._store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
@@ -84,7 +92,7 @@ class Notices:
     def finishing(self, step: int) -> Iterator[None]:
         """Post that this replica sends nothing after a step until all have come so far."""
         # The count tells this finish from earlier ones, whose notices stay.
-        notice = json.dumps({"finish": self._num_finishes, "step": step})
+        notice = msgspec.json.encode(_Finish(self._num_finishes, step)).decode()
         if self._num_processes > 1:
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
                 self._store.set(f"finishing/{self._replica}", notice)
@@ -115,7 +123,7 @@ class Notices:
         """Read the notices, and interrupt every wait that is in vain."""
         try:
             if self.failure is None and self._store.check(["failure"]):
-                self.failure = self._store.get("failure").decode()
+                self.failure = _readable(self._store.get("failure"))
                 self._store.add("readers", 1)
             for waiting in list(self._waiting):
                 if (reason := self.failure or self._never_comes(waiting.tag)) is not None:
@@ -131,10 +139,13 @@ class Notices:
             key = f"finishing/{replica}"
             if replica == self._replica or not self._store.check([key]):
                 continue
-            notice = json.loads(self._store.get(key))
-            if notice["finish"] == self._num_finishes and notice["step"] < tag.step:
+            try:
+                notice = _FINISHES.decode(self._store.get(key))
+            except ValueError as error:  # msgspec's errors are ValueErrors
+                return f"replica {replica} posted a notice that this version can't read ({error})"
+            if notice.finish == self._num_finishes and notice.step < tag.step:
                 return (
-                    f"replica {replica} called finish() after step {notice['step']}, and this replica waits for "
+                    f"replica {replica} called finish() after step {notice.step}, and this replica waits for "
                     f"what is sent after step {tag.step}: let all replicas take the same number of steps"
                 )
         return None
@@ -179,8 +190,16 @@ class WithNotices:
         return self._notices.finishing(step)
 
 
+_FINISHES = msgspec.json.Decoder(_Finish)
+_LONGEST_FAILURE = 4000
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_BE_READ = 3.0
+
+
+def _readable(failure: bytes) -> str:
+    """A replica's words, without what a terminal would obey."""
+    text = failure[:_LONGEST_FAILURE].decode(errors="replace")
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def _look_again_and_again(notices: "weakref.ref[Notices]", ended: Event) -> None:
