@@ -65,21 +65,21 @@ def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
     deadline = time.monotonic() + SECONDS_TO_SHAKE_HANDS
     while True:
         plain = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_SHAKE_HANDS)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = security.client.wrap_socket(plain, do_handshake_on_connect=False)
         try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = security.client.wrap_socket(plain)
+            connection.do_handshake()
             connection.sendall(bytes([len(purpose.encode())]) + purpose.encode())
             if connection.recv(1) == _WELCOME:
                 connection.settimeout(None)
                 return connection
-            connection.close()
             problem = "closed the connection"
         except (ssl.SSLEOFError, TimeoutError, ConnectionError) as error:
-            plain.close()
             problem = f"gave no answer ({error.args[-1] if error.args else error})"
         except ssl.SSLError as error:
-            plain.close()
+            connection.close()
             raise ExchangeError(refusal(f"the process at {address}", error, security)) from None
+        connection.close()
         # A listener that is flooded drops connections: another try may come through.
         if time.monotonic() > deadline:
             raise ExchangeError(
