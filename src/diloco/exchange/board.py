@@ -100,7 +100,7 @@ class Board:
             while True:
                 request = _REQUESTS.decode(_receive(connection, _MOST_REQUEST_BYTES))
                 _send(connection, self.apply(request))
-        except (OSError, ValueError):  # msgspec's errors are ValueErrors
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
             return
 
 
@@ -176,7 +176,7 @@ class RemoteBoard:
             try:
                 _send(self._connection, request)
                 return _ANSWERS.decode(_receive(self._connection, _MOST_REQUEST_BYTES))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 self._connection.close()
                 self._connection = None
                 raise ExchangeError(f"the connection to replica 0 broke off: {error}") from None

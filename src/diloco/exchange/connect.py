@@ -71,30 +71,38 @@ def connect(
     if num_replicas == 1:
         return LoopbackExchange()
     security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
-    site = this_site()
-    meeting = Meeting(address, replica, num_replicas, site, deadline)
+    meeting = Meeting(address, replica, num_replicas, this_site(), deadline)
     way = (
         _Plain(*meeting.open(timeout_seconds), timeout_seconds)
         if security is None
         else _Encrypted(meeting.open_encrypted(security, timeout_seconds), deadline)
     )
+    processes = None if leader else meeting.site.size
     facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
-    meeting.compare(way.store, facts | {"processes a replica": None if leader else site.size})
+    meeting.compare(way.store, facts | {"processes a replica": processes})
+    return _exchange(way, meeting, leader, num_connections, timeout_seconds)
 
-    def exchange(name: str, rank: int, size: int) -> GroupExchange:
-        groups = [way.group(f"{name}, connection {i}", rank, size) for i in range(num_connections)]
+
+def _exchange(
+    way: "_Plain | _Encrypted", meeting: Meeting, leader: bool, num_connections: int, timeout_seconds: float
+) -> Transport:
+    """The exchange of this process, once all have met."""
+    replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
+    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes), on_close=way.close)
+
+    def outside(name: str) -> GroupExchange:
+        groups = [way.group(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]
         return GroupExchange(groups, notices, timeout_seconds=timeout_seconds)
 
-    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes), on_close=way.close)
     if not leader:
-        return exchange(f"process {site.rank}", replica, num_replicas)
-    outside = exchange("leaders", replica, num_replicas) if site.rank == 0 else None
+        return outside(f"process {site.rank}")
+    leaders = outside("leaders") if site.rank == 0 else None
     if site.size == 1:
-        assert outside is not None, "a process alone is the leader"
-        return outside
+        assert leaders is not None, "a process alone is the leader"
+        return leaders
     inside = way.group(f"replica {replica}", site.rank, site.size)
     return LeaderExchange(
-        outside, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
+        leaders, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
     )
 
 

@@ -46,7 +46,7 @@ class Session:
         self.door = Door(listener, security)
         """Where other processes come in."""
         self.resources = ExitStack()
-        """What ends with the session."""
+        """The connections, which end with the session."""
         self.resources.callback(self.door.close)
         if board is None:
             held = Board()

@@ -35,7 +35,7 @@ class Meeting:
 
     def __init__(self, address: str, replica: int, num_replicas: int, site: Site, deadline: float) -> None:
         self._address, self._deadline = address, deadline
-        self._replica, self._num_replicas, self._site = replica, num_replicas, site
+        self.replica, self.num_replicas, self.site = replica, num_replicas, site
         self._next_report = time.monotonic() + _SECONDS_BETWEEN_REPORTS
         self._door: Door | None = None
         self.sizes: list[int] = []
@@ -87,7 +87,7 @@ class Meeting:
             board = self._reach(lambda: dial(self._address, BOARD, security))
             own_address = board.getsockname()[0]
             try:
-                listener, _ = _listen(own_address, port + self._site.rank)
+                listener, _ = _listen(own_address, port + self.site.rank)
             except UserError:
                 listener, _ = _listen(own_address, 0)
             bracketed = f"[{own_address}]" if ":" in own_address else own_address
@@ -103,19 +103,19 @@ class Meeting:
 
     @property
     def _is_host(self) -> bool:
-        return self._replica == 0 and self._site.rank == 0
+        return self.replica == 0 and self.site.rank == 0
 
     def compare(self, store: Store, facts: Mapping[str, object]) -> None:
         """Wait for every process of every replica, and compare what they believe."""
-        mine = f"{self._replica}/{self._site.rank}"
+        mine = f"{self.replica}/{self.site.rank}"
         if store.add(f"arrivals/{mine}", 1) > 1:
             raise UserError(
-                f"process {self._site.rank} of replica {self._replica} has come to {self._address} already: give "
+                f"process {self.site.rank} of replica {self.replica} has come to {self._address} already: give "
                 "each replica a number of its own, and start the others anew with replica 0",
                 "replica",
             )
-        store.set(f"facts/{mine}", json.dumps({**facts, "size": self._site.size, "job": self._site.job}))
-        for replica in range(self._num_replicas):
+        store.set(f"facts/{mine}", json.dumps({**facts, "size": self.site.size, "job": self.site.job}))
+        for replica in range(self.num_replicas):
             self._wait_for(store, replica, 0)
             theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
             self._check(replica, facts, theirs)
@@ -128,13 +128,13 @@ class Meeting:
         for name, value in mine.items():
             if theirs[name] != value:
                 raise UserError(
-                    f"replica {self._replica} was started with {name}={value}, and replica {replica} with "
+                    f"replica {self.replica} was started with {name}={value}, and replica {replica} with "
                     f"{name}={theirs[name]}: start all with the same",
                     name,
                 )
-        if replica != self._replica and self._site.job is not None and theirs["job"] == self._site.job:
+        if replica != self.replica and self.site.job is not None and theirs["job"] == self.site.job:
             raise UserError(
-                f"replicas {self._replica} and {replica} are processes of one job, {self._site.job}, which "
+                f"replicas {self.replica} and {replica} are processes of one job, {self.site.job}, which "
                 "averages their gradients: start one torchrun a replica; for replicas inside one job there is "
                 "ProcessGroupExchange",
                 "replica",
@@ -143,7 +143,7 @@ class Meeting:
     def _wait_for(self, store: Store, replica: int, rank: int) -> None:
         while not store.check([f"facts/{replica}/{rank}"]):
             of_several = f"process {rank} of " if rank else ""
-            self._wait_a_moment(f"{of_several}replica {replica} of {self._num_replicas}")
+            self._wait_a_moment(f"{of_several}replica {replica} of {self.num_replicas}")
 
     def _reach(self, connect: Callable[[], S]) -> S:
         """A connection to replica 0, once it listens."""
@@ -155,7 +155,7 @@ class Meeting:
                     f"address={self._address}: {self._place[0]} can't be resolved ({error})", "address"
                 ) from None
             except OSError:
-                self._wait_a_moment(f"replica 0 of {self._num_replicas}")
+                self._wait_a_moment(f"replica 0 of {self.num_replicas}")
 
     def _wait_a_moment(self, for_whom: str) -> None:
         """Wait, and say for whom from time to time.

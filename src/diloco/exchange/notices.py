@@ -141,8 +141,8 @@ class Notices:
                 continue
             try:
                 notice = _FINISHES.decode(self._store.get(key))
-            except ValueError as error:  # msgspec's errors are ValueErrors
-                return f"replica {replica} posted a notice that this version can't read ({error})"
+            except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+                return f"replica {replica} posted a notice that this version can't read"
             if notice.finish == self._num_finishes and notice.step < tag.step:
                 return (
                     f"replica {replica} called finish() after step {notice.step}, and this replica waits for "
