@@ -23,6 +23,7 @@ _HEADER = struct.Struct("<BIQQ")
 _READY, _PART = 1, 2
 _PART_BYTES = 1 << 20
 _MOST_REQUESTS = 1 << 14
+_SECONDS_TO_END = 1.0
 
 
 class Operation:
@@ -45,7 +46,10 @@ class Operation:
             RuntimeError: if the link fails.
         """
         if not self.over.wait(timeout.total_seconds()):
-            self._link.fail(f"nothing came or went within {timeout.total_seconds():g} s")
+            reason = f"nothing came or went within {timeout.total_seconds():g} s"
+            self._link.fail(reason)
+            if not self.over.wait(_SECONDS_TO_END):
+                self.end(reason)
         if self.error is not None:
             raise RuntimeError(self.error)
         return True
@@ -75,6 +79,7 @@ class Link:
         self._num_requests = 0
         self._announcements: deque[bytes] = deque()
         self._sending: deque[Operation] = deque()
+        self._current: Operation | None = None
         for target in (self._send_all, self._receive_all):
             Thread(target=target, name="link", daemon=True).start()
 
@@ -109,7 +114,8 @@ class Link:
             if self._error is not None:
                 return
             self._error = reason
-            pending = [*self._sending]
+            # The sender itself ends the one it sends: the other end may have it all, and be gone already.
+            pending = [operation for operation in self._sending if operation is not self._current]
             for queues in (self._receives, self._sends):
                 pending += [operation for queue in queues.values() for operation in queue]
                 queues.clear()
@@ -150,13 +156,15 @@ class Link:
                     if self._error is not None:
                         break
                     announcement = self._announcements.popleft() if self._announcements else None
-                    operation = self._sending[0] if announcement is None else None
+                    self._current = self._sending[0] if announcement is None else None
                 if announcement is not None:
                     self._outgoing.sendall(announcement)
-                if operation is not None:
-                    self._send_part(operation)
+                if self._current is not None:
+                    self._send_part(self._current)
         except OSError as error:
             self.fail(_closed(error))
+        if self._current is not None:
+            self._current.end(self._error)
         self._outgoing.close()
 
     def _send_part(self, operation: Operation) -> None:
