@@ -89,10 +89,10 @@ def silence(port: int, rng: random.Random) -> None:
 def with_the_secret(port: int, rng: random.Random) -> None:
     security = security_of(SECRET, None)
     assert security is not None
-    for purpose in ("process 0, connection 0/1/sends", "nothing of the kind"):
+    for purpose in ("process 9, connection 0/1/sends", "nothing of the kind"):
         with security.client.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=1)) as connection:
             connection.sendall(bytes([len(purpose)]) + purpose.encode())
-            assert connection.recv(1) == b"", "the place is taken"
+            assert connection.recv(1) == b"", "nobody expects it"
     board = dial(f"127.0.0.1:{port}", "board", security)
     board.sendall(rng.choice([b"\xff\xff\xff\xff", b"\x04\x00\x00\x00rubb", rng.randbytes(400)]))
     with suppress(OSError):
