@@ -72,6 +72,17 @@ def test_lora(tmp_path: Path, text: list[str]):
     assert "fewer bytes than Data-Parallel" in output
 
 
+def test_encryption():
+    lines = run("encryption.py", "--gbit-s", 0, "--megabytes", 2, "--rounds", 2).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["gloo", "encrypted"]
+
+
+@needs_namespaces
+def test_encryption_on_a_link():
+    lines = run("encryption.py", "--gbit-s", 0.2, "--megabytes", 4, "--rounds", 2).splitlines()
+    assert all(float(line.split()[3].rstrip("%")) < 101 for line in lines[2:])
+
+
 def test_weak_scaling():
     lines = run("weak_scaling.py", "--overlap-steps", 1).splitlines()[2:]
     assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]

@@ -198,7 +198,7 @@ def _compare_runs(rounds: Rounds, state: Mapping[str, Any]) -> None:
     for p in range(len(rounds.settings.fragments)):
         vectors = {kind: rounds.parameters.flat_of(p, state[kind]) for kind in (OUTER, *rule.slots)}
         mine.append([merged.get(p), parameters_hash(vectors)])
-    everyones = share(transport, mine)
+    everyones = share(transport, mine, list[tuple[int | None, str]])
     for p in range(len(mine)):
         first: dict[int | None, tuple[int, str]] = {}
         for replica, (last_round, digest) in enumerate(fragments[p] for fragments in everyones):

@@ -1,13 +1,18 @@
 """The exchange between replicas that are jobs of their own: no framework sees them as one distributed job."""
 
+import ipaddress
+import logging
 import os
 import time
 from datetime import timedelta
+from functools import cache
 from typing import cast
 
 import torch.distributed as dist
 
 from diloco.errors import UserError
+from diloco.exchange.board import Store
+from diloco.exchange.encrypted import EncryptedGroup, Session
 from diloco.exchange.gloo import Group
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
@@ -15,7 +20,10 @@ from diloco.exchange.meeting import Meeting
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, check_timeout
 from diloco.exchange.site import this_site
+from diloco.exchange.tls import security_of
 from diloco.exchange.transport import Transport
+
+_LOG = logging.getLogger("diloco")
 
 
 def connect(
@@ -26,6 +34,8 @@ def connect(
     leader: bool = False,
     timeout_seconds: float = 600.0,
     num_connections: int = 1,
+    secret: str | None = None,
+    certificates: str | os.PathLike[str] | None = None,
 ) -> Transport:
     """Meet the other replicas, each a job of its own; every process of every replica must call it.
 
@@ -42,10 +52,17 @@ def connect(
             receives to its other processes: for DDP, where all hold the same parameters.
         timeout_seconds: how long to wait for the other replicas, now and for each payload.
         num_connections: TCP connections between two processes, as of `ProcessGroupExchange`.
+        secret: at least 16 random characters, the same for all; None is DILOCO_SECRET. With a secret, or with
+            certificates, all that this exchange sends is encrypted (TLS 1.3), and only who has them can take part.
+            Without, whoever reaches the address can read and join.
+        certificates: instead of a secret, a directory with tls.crt and tls.key, this process's certificate and
+            key, and ca.crt, the authority that signed the certificates of all, in PEM; None is
+            DILOCO_CERTIFICATES.
 
     Raises:
-        UserError: if the address can't be used, a replica has come already, or two replicas are one job.
-        ExchangeError: if a replica does not come in time.
+        UserError: if the address, the secret or the certificates can't be used, a replica has come already, or two
+            replicas are one job.
+        ExchangeError: if a replica does not come in time, or replica 0 has another secret.
     """
     address, replica, num_replicas = _settings(address, replica, num_replicas)
     check_timeout(timeout_seconds)
@@ -53,39 +70,84 @@ def connect(
         raise UserError(f"num_connections={num_connections} must be at least 1", "num_connections")
     if num_replicas == 1:
         return LoopbackExchange()
-    site = this_site()
-    meeting = Meeting(address, replica, num_replicas, site, time.monotonic() + timeout_seconds)
-    store, own_address = meeting.open(timeout_seconds)
+    security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
+    meeting = Meeting(address, replica, num_replicas, this_site(), deadline)
+    way = (
+        _Plain(*meeting.open(timeout_seconds), timeout_seconds)
+        if security is None
+        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), deadline)
+    )
+    processes = None if leader else meeting.site.size
     facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
-    meeting.compare(store, facts | {"processes a replica": None if leader else site.size})
+    meeting.compare(way.store, facts | {"processes a replica": processes})
+    return _exchange(way, meeting, leader, num_connections, timeout_seconds)
 
-    def exchange(name: str, rank: int, size: int) -> GroupExchange:
-        stores = [dist.PrefixStore(f"{name}, connection {i}", store) for i in range(num_connections)]
-        groups = [_group(prefixed, rank, size, own_address, timeout_seconds) for prefixed in stores]
+
+def _exchange(
+    way: "_Plain | _Encrypted", meeting: Meeting, leader: bool, num_connections: int, timeout_seconds: float
+) -> Transport:
+    """The exchange of this process, once all have met."""
+    replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
+    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes), on_close=way.close)
+
+    def outside(name: str) -> GroupExchange:
+        groups = [way.group(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]
         return GroupExchange(groups, notices, timeout_seconds=timeout_seconds)
 
-    num_processes = sum(meeting.sizes)
-    notices = Notices(dist.PrefixStore("notices", store), replica, num_replicas, num_processes)
     if not leader:
-        return exchange(f"process {site.rank}", replica, num_replicas)
-    outside = exchange("leaders", replica, num_replicas) if site.rank == 0 else None
+        return outside(f"process {site.rank}")
+    leaders = outside("leaders") if site.rank == 0 else None
     if site.size == 1:
-        assert outside is not None, "a process alone is the leader"
-        return outside
-    inside_store = dist.PrefixStore(f"replica {replica}", store)
-    inside = _group(inside_store, site.rank, site.size, own_address, timeout_seconds)
+        assert leaders is not None, "a process alone is the leader"
+        return leaders
+    inside = way.group(f"replica {replica}", site.rank, site.size)
     return LeaderExchange(
-        outside, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
+        leaders, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
     )
 
 
-def _group(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> Group:
-    """A gloo group that torch.distributed does not know of, on the network interface of an address."""
-    # torch has no public name for these options.
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return cast(Group, dist.ProcessGroupGloo(store, rank, size, options))
+class _Plain:
+    """Groups of gloo, which torch.distributed does not know of, on the network interface of an address."""
+
+    def __init__(self, store: dist.PrefixStore, address: str, timeout_seconds: float) -> None:
+        self.store, self._address, self._timeout_seconds = store, address, timeout_seconds
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            _warn_of_no_secret(address)
+
+    def below(self, name: str) -> Store:
+        """A part of the store."""
+        return dist.PrefixStore(name, self.store)
+
+    def group(self, name: str, rank: int, size: int) -> Group:
+        """A group of the processes that name it alike."""
+        # torch has no public name for these options.
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timedelta(seconds=self._timeout_seconds)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        return cast(Group, dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options))
+
+    def close(self) -> None:
+        """Nothing: gloo closes what nobody uses."""
+
+
+class _Encrypted:
+    """Groups of a session."""
+
+    def __init__(self, session: Session, deadline: float) -> None:
+        self._session, self._deadline, self.store = session, deadline, session.store
+        self.below, self.close = session.store.below, session.close
+
+    def group(self, name: str, rank: int, size: int) -> Group:
+        """A group of the processes that name it alike."""
+        return EncryptedGroup(self._session, name, rank, size, self._deadline)
+
+
+@cache
+def _warn_of_no_secret(address: str) -> None:
+    _LOG.warning(
+        "whoever reaches %s can read this run and join it: give diloco.connect a secret, or set DILOCO_SECRET",
+        address,
+    )
 
 
 def _settings(address: str | None, replica: int | None, num_replicas: int | None) -> tuple[str, int, int]:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
-from diloco.errors import DisagreementError
+from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange.transport import Channel, Tag, Transport
 
 
@@ -22,13 +23,14 @@ def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "r
         member: the word for a replica in messages, where the transport joins other processes.
 
     Raises:
+        ExchangeError: if a replica sends no facts.
         DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
     """
     mine = json.dumps(facts).encode()
     if len(set(_swap(transport, hashlib.sha256(mine).digest()))) == 1:
         return
     # The values are long: they travel only when they are needed.
-    everyones: list[dict[str, object]] = share(transport, facts)
+    everyones = share(transport, facts, dict[str, Any])
     for name in dict.fromkeys(name for facts in everyones for name in facts):
         values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
         for replica, theirs in enumerate(everyones):
@@ -39,12 +41,37 @@ def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "r
                 )
 
 
-def share(transport: Transport, value: Any) -> list[Any]:
-    """The JSON values of all replicas, in replica order; each replica must call it."""
+def share(transport: Transport, value: object, kind: Any = object) -> list[Any]:
+    """The JSON values of all replicas, in replica order; each replica must call it.
+
+    Args:
+        transport: the way to the others.
+        value: this replica's, of at most 64 MiB.
+        kind: the type of every value, such as `list[int]`.
+
+    Raises:
+        ExchangeError: if a replica sends a longer value, or one of another type.
+    """
     mine = json.dumps(value).encode()
-    lengths = _swap(transport, len(mine).to_bytes(8, "little"))
-    longest = max(int.from_bytes(length, "little") for length in lengths)
-    return [json.loads(text) for text in _swap(transport, mine.ljust(longest))]
+    assert len(mine) <= _MOST_BYTES, f"a value of {len(mine)} bytes is no message about the run"
+    lengths = [int.from_bytes(length, "little") for length in _swap(transport, len(mine).to_bytes(8, "little"))]
+    for replica, length in enumerate(lengths):
+        if length > _MOST_BYTES:
+            raise ExchangeError(f"replica {replica} announces a message of {length} bytes", (replica,))
+    texts = _swap(transport, mine.ljust(max(lengths)))
+    return [_value(replica, text, kind) for replica, text in enumerate(texts)]
+
+
+def _value(replica: int, text: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except (ValueError, RecursionError) as error:  # msgspec's and json's errors are ValueErrors
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise ExchangeError(
+            f"replica {replica} sent a message that this version can't read ({reason}): install the same version "
+            "of diloco everywhere",
+            (replica,),
+        ) from None
 
 
 @contextmanager
@@ -56,6 +83,8 @@ def failing_together(transport: Transport) -> Iterator[None]:
         transport.abort(str(error) or type(error).__name__)
         raise
 
+
+_MOST_BYTES = 1 << 26
 
 # The number of control messages on each transport: every replica sends them in the same order.
 _NUM_MESSAGES: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()

@@ -24,8 +24,16 @@ _FRAGMENT_BITS, _ROUND_BITS = 11, 17
 _CHUNK_BYTES = 1 << 16
 
 
+class Work(Protocol):
+    """A message on its way."""
+
+    def wait(self, timeout: timedelta, /) -> bool:
+        """Wait until it is over; closes its connection if the time is over first."""
+        ...
+
+
 class Group(Protocol):
-    """A group of torch.distributed, or a gloo backend of which it knows nothing."""
+    """A group of torch.distributed, a gloo backend of which it knows nothing, or an encrypted group."""
 
     def rank(self) -> int:
         """This process, from 0."""
@@ -35,11 +43,11 @@ class Group(Protocol):
         """The number of processes."""
         ...
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> dist.Work:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> Work:
         """Start to send one tensor."""
         ...
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int, /) -> dist.Work:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int, /) -> Work:
         """Start to receive one tensor."""
         ...
 
@@ -88,6 +96,6 @@ def _chunks(payload: Tensor, groups: list[Group]) -> Iterator[tuple[Group, Tenso
     return zip(groups, payload.tensor_split(num_chunks), strict=False)
 
 
-def wait_for(work: dist.Work, seconds: float) -> None:
-    """Wait until a message is over; closes all connections of its group if the time is over first."""
+def wait_for(work: Work, seconds: float) -> None:
+    """Wait until a message is over; closes its connection, on gloo all of its group, if the time is over first."""
     work.wait(timedelta(seconds=seconds))

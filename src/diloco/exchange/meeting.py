@@ -4,13 +4,20 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
+from diloco.exchange.board import Store
+from diloco.exchange.door import Door
+from diloco.exchange.encrypted import BOARD, Session
 from diloco.exchange.site import Site
+from diloco.exchange.tls import Security, dial
+
+S = TypeVar("S", bound=socket.socket)
 
 _LOG = logging.getLogger("diloco")
 
@@ -28,83 +35,127 @@ class Meeting:
 
     def __init__(self, address: str, replica: int, num_replicas: int, site: Site, deadline: float) -> None:
         self._address, self._deadline = address, deadline
-        self._replica, self._num_replicas, self._site = replica, num_replicas, site
+        self.replica, self.num_replicas, self.site = replica, num_replicas, site
         self._next_report = time.monotonic() + _SECONDS_BETWEEN_REPORTS
+        self._door: Door | None = None
         self.sizes: list[int] = []
         """The number of processes of each replica, once all have come."""
 
-    def open(self, timeout_seconds: float) -> tuple[dist.Store, str]:
+    def open(self, timeout_seconds: float) -> tuple[dist.PrefixStore, str]:
         """The store, and the address of the network interface of this machine that leads to it."""
-        host, _, port = self._address.rpartition(":")
-        host = host.strip("[]")
+        host, port = self._place
         timeout = timedelta(seconds=timeout_seconds)
-        hosts_store = self._replica == 0 and self._site.rank == 0
-        if hosts_store:
-            listener, own_address = _listen(host, int(port))
+        if self._is_host:
+            listener, own_address = _listen(host, port)
             fd = listener.detach()
             store = dist.TCPStore(
-                *(own_address, int(port)),
+                *(own_address, port),
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timeout,
                 master_listen_fd=fd,
             )
         else:
-            own_address = self._wait_until_it_listens(host, int(port))
-            store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
+            with self._reach(lambda: socket.create_connection(self._place, timeout=5)) as connection:
+                own_address = connection.getsockname()[0]
+            quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
+            try:
+                store = dist.TCPStore(host, port, wait_for_workers=False, timeout=quickly)
+            except RuntimeError:
+                raise ExchangeError(
+                    f"what listens at {self._address} is no replica 0 without a secret: give this replica the "
+                    "same secret (DILOCO_SECRET), or check the address",
+                    (0,),
+                ) from None
+            store.set_timeout(timeout)
         return dist.PrefixStore("diloco", store), own_address
 
-    def compare(self, store: dist.Store, facts: Mapping[str, object]) -> None:
+    def open_encrypted(self, security: Security, timeout_seconds: float) -> Session:
+        """The session whose board is replica 0's.
+
+        The first process of replica 0 listens at the address alone; process i of a replica at port + i of the
+        interface that leads there, or at a free port where that one is taken.
+
+        Raises:
+            ExchangeError: if replica 0 has another proof, or none.
+        """
+        host, port = self._place
+        board = None
+        if self._is_host:
+            listener, address = _listen(host, port)[0], self._address
+        else:
+            board = self._reach(lambda: dial(self._address, BOARD, security))
+            own_address = board.getsockname()[0]
+            try:
+                listener, _ = _listen(own_address, port + self.site.rank)
+            except UserError:
+                listener, _ = _listen(own_address, 0)
+            bracketed = f"[{own_address}]" if ":" in own_address else own_address
+            address = f"{bracketed}:{listener.getsockname()[1]}"
+        session = Session(security, listener, address, board, timeout_seconds=timeout_seconds)
+        self._door = session.door
+        return session
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        host, _, port = self._address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def _is_host(self) -> bool:
+        return self.replica == 0 and self.site.rank == 0
+
+    def compare(self, store: Store, facts: Mapping[str, object]) -> None:
         """Wait for every process of every replica, and compare what they believe."""
-        mine = f"{self._replica}/{self._site.rank}"
+        mine = f"{self.replica}/{self.site.rank}"
         if store.add(f"arrivals/{mine}", 1) > 1:
             raise UserError(
-                f"process {self._site.rank} of replica {self._replica} has come to {self._address} already: give "
+                f"process {self.site.rank} of replica {self.replica} has come to {self._address} already: give "
                 "each replica a number of its own, and start the others anew with replica 0",
                 "replica",
             )
-        store.set(f"facts/{mine}", json.dumps({**facts, "size": self._site.size, "job": self._site.job}))
-        for replica in range(self._num_replicas):
+        store.set(f"facts/{mine}", json.dumps({**facts, "size": self.site.size, "job": self.site.job}))
+        for replica in range(self.num_replicas):
             self._wait_for(store, replica, 0)
-            theirs = json.loads(store.get(f"facts/{replica}/0"))
+            theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
             self._check(replica, facts, theirs)
             self.sizes.append(theirs["size"])
         for replica, size in enumerate(self.sizes):
             for rank in range(size):
                 self._wait_for(store, replica, rank)
 
-    def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, object]) -> None:
+    def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, Any]) -> None:
         for name, value in mine.items():
             if theirs[name] != value:
                 raise UserError(
-                    f"replica {self._replica} was started with {name}={value}, and replica {replica} with "
+                    f"replica {self.replica} was started with {name}={value}, and replica {replica} with "
                     f"{name}={theirs[name]}: start all with the same",
                     name,
                 )
-        if replica != self._replica and self._site.job is not None and theirs["job"] == self._site.job:
+        if replica != self.replica and self.site.job is not None and theirs["job"] == self.site.job:
             raise UserError(
-                f"replicas {self._replica} and {replica} are processes of one job, {self._site.job}, which "
+                f"replicas {self.replica} and {replica} are processes of one job, {self.site.job}, which "
                 "averages their gradients: start one torchrun a replica; for replicas inside one job there is "
                 "ProcessGroupExchange",
                 "replica",
             )
 
-    def _wait_for(self, store: dist.Store, replica: int, rank: int) -> None:
+    def _wait_for(self, store: Store, replica: int, rank: int) -> None:
         while not store.check([f"facts/{replica}/{rank}"]):
             of_several = f"process {rank} of " if rank else ""
-            self._wait_a_moment(f"{of_several}replica {replica} of {self._num_replicas}")
+            self._wait_a_moment(f"{of_several}replica {replica} of {self.num_replicas}")
 
-    def _wait_until_it_listens(self, host: str, port: int) -> str:
+    def _reach(self, connect: Callable[[], S]) -> S:
+        """A connection to replica 0, once it listens."""
         while True:
             try:
-                with socket.create_connection((host, port), timeout=5) as connection:
-                    return connection.getsockname()[0]
+                return connect()
             except socket.gaierror as error:
                 raise UserError(
-                    f"address={self._address}: {host} can't be resolved ({error})", "address"
+                    f"address={self._address}: {self._place[0]} can't be resolved ({error})", "address"
                 ) from None
             except OSError:
-                self._wait_a_moment(f"replica 0 of {self._num_replicas}")
+                self._wait_a_moment(f"replica 0 of {self.num_replicas}")
 
     def _wait_a_moment(self, for_whom: str) -> None:
         """Wait, and say for whom from time to time.
@@ -114,9 +165,10 @@ class Meeting:
         """
         now = time.monotonic()
         if now > self._deadline:
+            refused = f" (refused: {self._door.refused})" if self._door is not None and self._door.refused else ""
             raise ExchangeError(
                 f"{for_whom} did not come to {self._address} in time: start all replicas within timeout_seconds, "
-                "and check that this machine reaches that address"
+                f"and check that this machine reaches that address{refused}"
             )
         if now >= self._next_report:
             _LOG.warning("waiting for %s at %s", for_whom, self._address)
@@ -125,6 +177,33 @@ class Meeting:
 
 
 _SECONDS_BETWEEN_REPORTS = 10.0
+_SECONDS_TO_ANSWER = 10.0
+_MOST_PROCESSES = 1 << 16
+
+
+def _arrival(text: bytes, replica: int, facts: Mapping[str, object]) -> dict[str, Any]:
+    """The facts of another process's arrival.
+
+    Raises:
+        ExchangeError: if the text is not that.
+    """
+    try:
+        arrival = json.loads(text)
+    except (ValueError, RecursionError):
+        arrival = None
+    if (
+        not isinstance(arrival, dict)
+        or arrival.keys() != {*facts, "size", "job"}
+        or any(not isinstance(arrival[name], int | None) for name in facts)
+        or not (type(arrival["size"]) is int and 1 <= arrival["size"] <= _MOST_PROCESSES)
+        or not isinstance(arrival["job"], str | None)
+    ):
+        raise ExchangeError(
+            f"replica {replica} came with facts that this version does not know: install the same version "
+            "of diloco everywhere, and keep others from the address with a secret",
+            (replica,),
+        )
+    return arrival
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:

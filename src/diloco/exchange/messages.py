@@ -84,7 +84,7 @@ class Messages:
                 start = time.monotonic()
                 with self.blaming(replica):
                     # After one timeout the others have a moment left, to learn who else is missing.
-                    wait(max(deadline - start, 0.01))
+                    wait(0.01 if self.interruption else max(deadline - start, 0.01))
                     now = time.monotonic()
                     lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
                     self._peers.heard_at = {**self._peers.heard_at, replica: now}
@@ -96,7 +96,7 @@ class Messages:
         return self.incoming
 
     def interrupt(self, reason: str) -> None:
-        """End the wait: gloo closes its connections when any wait on one of them runs out of time."""
+        """End the wait: a connection closes, on gloo all do, when a wait on it runs out of time."""
         self.interruption = self.interruption or reason
         for _, wait in self._waits[:1]:
             with suppress(RuntimeError, TimeoutError):

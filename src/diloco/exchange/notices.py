@@ -5,17 +5,25 @@ and wakes up whoever waits for what will never come.
 """
 
 import atexit
-import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Thread, current_thread
 from typing import Protocol
 
+import msgspec
 import torch.distributed as dist
 
+from diloco.exchange.board import Store
 from diloco.exchange.transport import Tag
+
+
+class _Finish(msgspec.Struct):
+    finish: int
+    """How many finishes the replica has completed."""
+    step: int
+    """The last step after which it sends something."""
 
 
 class Waiting(Protocol):
@@ -39,12 +47,22 @@ class Notices:
         replica: this process's.
         num_replicas: M.
         num_processes: of all replicas, that read these notices.
+        on_close: called at the end; it may close the store.
     """
 
-    def __init__(self, store: dist.Store, replica: int, num_replicas: int, num_processes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        replica: int,
+        num_replicas: int,
+        num_processes: int,
+        *,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         self.failure: str | None = None
         """Which other replica has failed, and why."""
-        self._store = store
+        self._store: Store = store
+        self._on_close = on_close
         self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
         self._waiting: list[Waiting] = []
         self._num_finishes = 0
@@ -57,11 +75,12 @@ class Notices:
         self._in_flight = False
         if self.failure is not None or self._num_processes == 1:
             return
-        mine = f"replica {self._replica} failed: {reason}"
+        mine = f"replica {self._replica} failed: {reason}"[:_LONGEST_FAILURE]
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
         try:
-            self.failure = self._store.compare_set("failure", "", mine).decode()
-            if self.failure != mine:  # another came first
+            first = self._store.compare_set("failure", "", mine)
+            self.failure = _readable(first)
+            if first != mine.encode():  # another came first
                 self._store.add("readers", 1)
                 return
             while self._store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
@@ -73,7 +92,7 @@ class Notices:
     def finishing(self, step: int) -> Iterator[None]:
         """Post that this replica sends nothing after a step until all have come so far."""
         # The count tells this finish from earlier ones, whose notices stay.
-        notice = json.dumps({"finish": self._num_finishes, "step": step})
+        notice = msgspec.json.encode(_Finish(self._num_finishes, step)).decode()
         if self._num_processes > 1:
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
                 self._store.set(f"finishing/{self._replica}", notice)
@@ -104,7 +123,7 @@ class Notices:
         """Read the notices, and interrupt every wait that is in vain."""
         try:
             if self.failure is None and self._store.check(["failure"]):
-                self.failure = self._store.get("failure").decode()
+                self.failure = _readable(self._store.get("failure"))
                 self._store.add("readers", 1)
             for waiting in list(self._waiting):
                 if (reason := self.failure or self._never_comes(waiting.tag)) is not None:
@@ -120,10 +139,13 @@ class Notices:
             key = f"finishing/{replica}"
             if replica == self._replica or not self._store.check([key]):
                 continue
-            notice = json.loads(self._store.get(key))
-            if notice["finish"] == self._num_finishes and notice["step"] < tag.step:
+            try:
+                notice = _FINISHES.decode(self._store.get(key))
+            except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+                return f"replica {replica} posted a notice that this version can't read"
+            if notice.finish == self._num_finishes and notice.step < tag.step:
                 return (
-                    f"replica {replica} called finish() after step {notice['step']}, and this replica waits for "
+                    f"replica {replica} called finish() after step {notice.step}, and this replica waits for "
                     f"what is sent after step {tag.step}: let all replicas take the same number of steps"
                 )
         return None
@@ -144,6 +166,9 @@ class Notices:
         if self._thread is not None and self._thread is not current_thread():
             self._thread.join(_SECONDS_TO_BE_READ)
         self._store, self._in_flight = dist.HashStore(), False
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
 
 class WithNotices:
@@ -165,8 +190,16 @@ class WithNotices:
         return self._notices.finishing(step)
 
 
+_FINISHES = msgspec.json.Decoder(_Finish)
+_LONGEST_FAILURE = 4000
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_BE_READ = 3.0
+
+
+def _readable(failure: bytes) -> str:
+    """A replica's words, without what a terminal would obey."""
+    text = failure[:_LONGEST_FAILURE].decode(errors="replace")
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def _look_again_and_again(notices: "weakref.ref[Notices]", ended: Event) -> None:

@@ -27,6 +27,6 @@ def common_checkpoint(exchange: Transport) -> ray.train.Checkpoint | None:
         if STEP not in reported.metrics:
             raise UserError("report {'num_steps': engine.num_steps} with each checkpoint, as its metrics", STEP)
         by_step[reported.metrics[STEP]] = reported.checkpoint
-    everyones = share(exchange, sorted(by_step))
+    everyones = share(exchange, sorted(by_step), list[int])
     common = set(by_step).intersection(*everyones)
     return by_step[max(common)] if common else None

@@ -39,7 +39,7 @@ def measure_link(
     while True:
         taken_seconds = statistics.median(exchange_seconds(num_bytes, 1) for _ in range(3))
         # All must decide alike, or some would wait for others that have finished.
-        if num_bytes >= 1 << 26 or max(share(together, taken_seconds)) >= seconds:
+        if num_bytes >= 1 << 26 or max(share(together, taken_seconds, float)) >= seconds:
             gbits_sent = 8e-9 * num_bytes * (exchange.num_replicas - 1)
             return gbits_sent / max(taken_seconds - latency_seconds, 1e-9), latency_seconds
         num_bytes *= 4

@@ -64,7 +64,7 @@ def measure_machines(config: TrainConfig) -> Machines:
     with join(config) as world:
         gbit_s, latency_seconds = measure_link(world.exchange, beside=world.everyone)
         gbit_s = world.over_ranks(gbit_s, dist.ReduceOp.SUM)
-        rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds])
+        rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds], list[float])
     return Machines(*map(tuple, zip(*rows, strict=True)))
 
 
@@ -74,7 +74,7 @@ def _step_seconds(config: TrainConfig, world: World) -> float:
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
     seconds: list[float] = []
     # All must stop alike: the next step may need every process.
-    while len(seconds) < 5 or (len(seconds) < 50 and max(share(world.everyone, sum(seconds))) < 5):
+    while len(seconds) < 5 or (len(seconds) < 50 and max(share(world.everyone, sum(seconds), float)) < 5):
         start = time.perf_counter()
         inner_step(state, batch, config, world, 0.0)
         if world.device.type == "cuda":

@@ -170,7 +170,7 @@ def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoin
     Raises:
         UserError: if a replica lacks checkpoints that it has saved.
     """
-    held = share(world.everyone, checkpoints.steps())
+    held = share(world.everyone, checkpoints.steps(), list[int])
     for replica in range(world.num_replicas):
         if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_ranks]):
             raise UserError(

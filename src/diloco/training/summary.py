@@ -51,7 +51,7 @@ def evaluate(
         batches = held_out_batches(held_out, padded, config)
         losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:
-        losses = [loss for share_of_one in share(world.everyone, losses) for loss in share_of_one]
+        losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
     return held_out_loss(
         losses,
         sequence_length=config.sequence_length,

@@ -1,0 +1,257 @@
+"""Exchanges with a secret or certificates: the same bits as over gloo, and only for those who have them."""
+
+import logging
+import os
+import random
+import socket
+import time
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from tests.exchange.test_connect import CASE, SHARES, connect_again, train_connected, train_with_ddp
+from tests.exchange.test_notices import fail
+from tests.processes import free_port, run_replicas
+
+import diloco
+from diloco.exchange.transport import Channel, Tag
+
+SECRET = "correct horse battery staple"
+SIZES = (0, 1, 7, 65_537, 3 << 20, (5 << 20) + 3)
+
+
+def secretly(function, *arguments):
+    os.environ["DILOCO_SECRET"] = SECRET
+    return function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_replicas", "num_connections"),
+    [(SHARES, 2, 2), pytest.param(CASE, 3, 1, marks=pytest.mark.slow)],
+)
+def test_replicas_with_a_secret_train_as_without(case, num_replicas, num_connections):
+    arguments = (train_connected, case, num_connections)
+    encrypted = run_replicas(secretly, num_replicas, *arguments, joined=False)
+    assert set(encrypted) == set(run_replicas(*arguments[:1], num_replicas, *arguments[1:], joined=False))
+
+
+@pytest.mark.slow
+def test_sites_with_a_leader_train_as_without_a_secret(tmp_path):
+    results = [
+        run_replicas(*wrapped, train_with_ddp, str(tmp_path / name), True, joined=False)
+        if name
+        else run_replicas(train_with_ddp, 4, str(tmp_path / "plain"), True, joined=False)
+        for name, wrapped in (("secret", (secretly, 4)), ("", ()))
+    ]
+    assert len({digest for result in results for digest, _, _ in result}) == 1
+
+
+def exchange_out_of_order() -> float:
+    """Messages of many sizes in flight together, started and waited for in another order by each replica."""
+    exchange = diloco.connect(timeout_seconds=30, num_connections=2)
+    keys = list(product(range(len(SIZES)), (1, 90_000), (0, 1)))
+    shuffle = random.Random(exchange.replica)
+    others = [replica for replica in range(exchange.num_replicas) if replica != exchange.replica]
+
+    def content(key: tuple[int, int, int], sender: int, receiver: int) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(hash((*key, sender, receiver)))
+        return torch.randint(0, 256, (SIZES[key[0]],), generator=seed, dtype=torch.uint8)
+
+    pending = {
+        key: exchange.start(
+            {other: content(key, exchange.replica, other) for other in others}, Tag(Channel.PAYLOAD, *key)
+        )
+        for key in shuffle.sample(keys, len(keys))
+    }
+    for key in shuffle.sample(keys, len(keys)):
+        for sender, payload in pending[key].wait().items():
+            assert torch.equal(payload, content(key, sender, exchange.replica)), (key, sender)
+    exchange.close()
+    return exchange.peers.heard_at.keys() == set(others)
+
+
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_messages_of_any_size_arrive_whole_in_whatever_order(num_replicas):
+    assert all(run_replicas(secretly, num_replicas, exchange_out_of_order, joined=False))
+
+
+@pytest.mark.slow
+def test_replicas_that_have_closed_connect_again():
+    for leader in (False, True):
+        one, other = run_replicas(secretly, 2, connect_again, leader, joined=False)
+        assert one == other and len(one) == 1
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_at_once():
+    *told, (message, _) = run_replicas(secretly, 3, fail, "not finite", "gather", joined=False)
+    for told_message, seconds in told:
+        assert message in told_message and "replica 2 failed" in told_message
+        assert seconds < 10
+
+
+def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...], float] | None:
+    exchange = diloco.connect(timeout_seconds=20)
+    payloads = {other: torch.ones(9, dtype=torch.uint8) for other in range(3) if other != exchange.replica}
+    exchange.start(payloads, Tag(Channel.PAYLOAD, 0, 1)).wait()
+    exchange._timeout_seconds = 1.0
+    if exchange.replica == absent:
+        if ending == "silent":
+            return None
+        time.sleep(0.5)
+        os._exit(1)
+    begin = time.monotonic()
+    with pytest.raises(diloco.ExchangeError) as caught:
+        exchange.start(payloads, Tag(Channel.PAYLOAD, 40, 9)).wait()
+    return str(caught.value), caught.value.missing, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("absent", "ending"), [(1, "dies"), (1, "silent"), (0, "dies")])
+def test_an_absent_replica_is_named_within_the_time_limit(absent, ending):
+    results = run_replicas(secretly, 3, wait_in_vain, absent, ending, mortal=(absent,), joined=False)
+    for replica in {0, 1, 2} - {absent}:
+        message, missing, seconds = results[replica]
+        assert "fragment 40, round 9" in message and f"replica {absent}" in message
+        assert missing == (absent,) and seconds < 4
+
+
+def prove_something_else(caplog_path: str, secrets: list[str | None]) -> str:
+    """The error of a replica that has another secret than replica 0."""
+    replica = int(os.environ["DILOCO_REPLICA"])
+    logging.basicConfig(filename=f"{caplog_path}/{replica}", force=True)
+    with pytest.raises(diloco.ExchangeError) as caught:
+        diloco.connect(secret=secrets[replica], timeout_seconds=3)
+    return str(caught.value)
+
+
+def test_another_secret_is_named_on_both_sides(tmp_path):
+    start = time.monotonic()
+    first, other = run_replicas(prove_something_else, 2, str(tmp_path), [SECRET, SECRET + "r"], joined=False)
+    assert "has another secret (DILOCO_SECRET): give all replicas the same" in other
+    assert "replica 1 of 2 did not come" in first and "has another secret (DILOCO_SECRET)" in first
+    assert "refused a connection: a process at 127.0.0.1 has another secret" in Path(tmp_path, "0").read_text()
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+def test_a_secret_on_one_side_alone_is_named(tmp_path):
+    _, without = run_replicas(prove_something_else, 2, str(tmp_path), [SECRET, None], joined=False)
+    assert "give this replica the same secret (DILOCO_SECRET)" in without
+    _, alone = run_replicas(prove_something_else, 2, str(tmp_path), [None, SECRET], joined=False)
+    assert "gave no answer" in alone and "secret (DILOCO_SECRET)" in alone
+
+
+def listen_in_vain() -> set[str]:
+    """The addresses on which this process listens while it exchanges."""
+    exchange = diloco.connect(timeout_seconds=20)
+    exchange.start({1 - exchange.replica: torch.ones(9, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 1)).wait()
+    mine = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]
+    ]
+    listening = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    exchange.start({1 - exchange.replica: torch.ones(9, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 2)).wait()
+    exchange.close()
+    return listening
+
+
+def test_each_process_listens_on_one_port_of_one_interface():
+    for listening in run_replicas(secretly, 2, listen_in_vain, joined=False):
+        (address,) = listening
+        assert address.startswith("0100007F:")
+
+
+def certify(folder: Path, names: list[str]) -> None:
+    """A directory of certificates for each name, of an authority of their own."""
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    authority_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"authority in {folder.name}")])
+
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, is_authority: bool) -> bytes:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(authority_name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(datetime(2000, 1, 1))
+            .not_valid_after(datetime(2200, 1, 1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .sign(authority_key, hashes.SHA256())
+            .public_bytes(Encoding.PEM)
+        )
+
+    for name in names:
+        key = ec.generate_private_key(ec.SECP256R1())
+        (folder / name).mkdir(parents=True)
+        own_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        (folder / name / "tls.crt").write_bytes(certificate(own_name, key, False))
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        (folder / name / "tls.key").write_bytes(private)
+        (folder / name / "ca.crt").write_bytes(certificate(authority_name, authority_key, True))
+
+
+def exchange_with_certificates(folders: list[str]) -> str:
+    folder = folders[int(os.environ["DILOCO_REPLICA"])]
+    try:
+        exchange = diloco.connect(certificates=folder, timeout_seconds=3)
+    except diloco.ExchangeError as error:
+        return str(error)
+    theirs = exchange.start(
+        {1 - exchange.replica: torch.full((3,), exchange.replica, dtype=torch.uint8)}, Tag(Channel.PAYLOAD, 0, 1)
+    ).wait()
+    return str({replica: payload.tolist() for replica, payload in theirs.items()})
+
+
+def test_certificates_of_one_authority_take_the_place_of_a_secret(tmp_path):
+    certify(tmp_path / "ours", ["a", "b"])
+    certify(tmp_path / "theirs", ["a"])
+    ours = [str(tmp_path / "ours" / name) for name in "ab"]
+    assert run_replicas(exchange_with_certificates, 2, ours, joined=False) == ["{1: [1, 1, 1]}", "{0: [0, 0, 0]}"]
+    mixed = [ours[0], str(tmp_path / "theirs" / "a")]
+    _, other = run_replicas(exchange_with_certificates, 2, mixed, joined=False)
+    assert "has another authority of certificates (DILOCO_CERTIFICATES)" in other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"secret": "hunter2"}, r"secret has 7 characters and must have at least 16.*secrets.token_hex\(16\)"),
+        ({"secret": SECRET, "certificates": "."}, "give secret or certificates, not both"),
+        (
+            {"certificates": "nowhere"},
+            "certificates=nowhere: tls.crt is missing; the directory holds tls.crt, tls.key",
+        ),
+    ],
+)
+def test_proofs_that_prove_nothing_are_refused(arguments, message):
+    with pytest.raises(diloco.UserError, match=message):
+        diloco.connect(f"127.0.0.1:{free_port()}", replica=0, num_replicas=2, **arguments)
+
+
+def test_files_that_are_no_certificates_are_refused(tmp_path):
+    certify(tmp_path, ["a"])
+    (tmp_path / "a" / "tls.key").write_text("rubbish")
+    with pytest.raises(diloco.UserError, match=r"tls.crt, tls.key, ca.crt can't be used"):
+        diloco.connect("127.0.0.1:1", replica=0, num_replicas=2, certificates=tmp_path / "a")
+
+
+def test_an_address_that_others_reach_without_a_secret_is_warned_of(caplog, monkeypatch):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        own_address = probe.getsockname()[0]
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING), pytest.raises(diloco.ExchangeError):
+            diloco.connect(f"{own_address}:{free_port()}", replica=0, num_replicas=2, timeout_seconds=0.1)
+    warnings = [message for message in caplog.messages if "can read this run and join it" in message]
+    assert len(warnings) == 1 and own_address in warnings[0]

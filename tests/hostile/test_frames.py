@@ -1,0 +1,224 @@
+"""Frames, requests and messages about the run, mutated: bounded, and refused by our own errors alone."""
+
+import json
+import socket
+import ssl
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.errors import DisagreementError, ExchangeError
+from diloco.exchange import meeting
+from diloco.exchange.board import Board, Request
+from diloco.exchange.control import agree, share
+from diloco.exchange.link import Link
+from diloco.exchange.notices import Notices
+from diloco.exchange.tls import Security, security_of
+from diloco.exchange.transport import Channel, Tag
+
+HOSTILE = settings(settings.get_profile("hostile"))
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(scope="module")
+def security() -> Security:
+    made = security_of(SECRET, None)
+    assert made is not None
+    return made
+
+
+def connected(security: Security) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    ends: list[ssl.SSLSocket] = []
+    thread = threading.Thread(target=lambda: ends.append(security.server.wrap_socket(far, server_side=True)))
+    thread.start()
+    client = security.client.wrap_socket(near)
+    thread.join()
+    return client, ends[0]
+
+
+FRAMES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 2, 2, 2, 3, 255]),
+        st.sampled_from([5, 5, 5, 6, 2**32 - 1]),
+        st.sampled_from([0, 0, 0, 1, 50, 100, 2**63]),
+        st.sampled_from([0, 1, 50, 99, 100, 100, 101, 2**20, 2**62]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@HOSTILE
+@given(FRAMES, st.binary(max_size=300))
+def test_a_link_takes_only_what_it_asked_for(frames, body):
+    security = SECURITY()
+    (ours, theirs), (ours_back, theirs_back) = connected(security), connected(security)
+    link = Link(ours, ours_back)
+    buffer = torch.full((100,), 7, dtype=torch.uint8)
+    operation = link.receive(buffer, 5)
+    text = b"".join(struct.pack("<BIQQ", *frame) + body[: frame[3]] for frame in frames)
+    with suppress(OSError):
+        theirs_back.sendall(text)
+    theirs_back.close()
+    with suppress(RuntimeError):
+        operation.wait(timedelta(seconds=5))
+    assert operation.over.is_set()
+    assert operation.error is not None or operation.position == 100
+    assert link._num_requests <= 6
+    link.fail("the end")
+    theirs.close()
+
+
+def SECURITY(made: list[Security] = []) -> Security:  # noqa: B006, N802 - made once
+    if not made:
+        made.append(security_of(SECRET, None))
+    return made[0]
+
+
+def test_a_peer_that_asks_for_everything_is_cut_off(security):
+    (ours, theirs), (ours_back, theirs_back) = connected(security), connected(security)
+    link = Link(ours, ours_back)
+    with theirs, theirs_back, suppress(OSError):
+        theirs_back.sendall(b"".join(struct.pack("<BIQQ", 1, tag, 0, 1 << 60) for tag in range(1 << 15)))
+    with pytest.raises(RuntimeError, match="it asks for too many messages at once"):
+        link.receive(torch.zeros(1, dtype=torch.uint8), 1).wait(timedelta(seconds=5))
+
+
+def test_two_ends_that_differ_in_the_length_say_so(security):
+    (a, b), (a_back, b_back) = connected(security), connected(security)
+    one, other = Link(a, a_back), Link(b_back, b)
+    receive = other.receive(torch.zeros(10, dtype=torch.uint8), 3)
+    with pytest.raises(RuntimeError, match="it expects 10 bytes where 11 are sent"):
+        one.send(torch.zeros(11, dtype=torch.uint8), 3).wait(timedelta(seconds=5))
+    with pytest.raises(RuntimeError, match="closed the connection"):
+        receive.wait(timedelta(seconds=5))
+
+
+@HOSTILE
+@given(
+    st.binary(max_size=200)
+    | st.builds(msgspec.msgpack.encode, st.lists(st.text() | st.integers(-(1 << 63), 1 << 63) | st.binary()))
+)
+def test_the_board_takes_only_requests(text):
+    board = Board()
+    board.apply(Request("set", "words", b"not a number"))
+    with suppress(ValueError):
+        board.apply(msgspec.msgpack.decode(text, type=Request))
+
+
+def test_the_board_is_bounded():
+    board = Board()
+    with pytest.raises(ValueError, match="the board is full"):
+        for i in range(1000):
+            board.apply(Request("set", str(i), bytes(1 << 20)))
+    assert board._num_bytes <= 1 << 26
+
+
+class Told:
+    """A transport on which replica 1 answers with fixed texts, cut or filled to the length that is expected."""
+
+    replica, num_replicas, ordered, device, failure = 0, 2, False, torch.device("cpu"), None
+
+    def __init__(self, *answers: bytes) -> None:
+        self.answers = list(answers)
+
+    def start(self, payloads, tag: Tag) -> "Told":
+        self.length = payloads[1].numel()
+        return self
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        answer = bytearray(self.answers.pop(0)[: self.length].ljust(self.length))
+        return {1: torch.frombuffer(answer, dtype=torch.uint8)}
+
+
+DEEP = b"[" * 100_000
+HOSTILE_TEXTS = [
+    DEEP,
+    b'{"a":' * 50_000,
+    b"\xff\xfe",
+    b"1" * 5000,
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b'{"wire": {}}',
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=range(len(HOSTILE_TEXTS)))
+def test_hostile_facts_end_in_our_own_errors(text):
+    with pytest.raises((ExchangeError, DisagreementError)):
+        agree(Told(bytes(32), len(text).to_bytes(8, "little"), text), {"wire": "e3m0"})
+
+
+@HOSTILE
+@given(
+    st.binary(min_size=1, max_size=100)
+    | st.builds(
+        lambda value: json.dumps(value).encode(),
+        st.recursive(
+            st.none() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=6,
+        ),
+    )
+)
+def test_shared_values_have_their_type(text):
+    with suppress(ExchangeError):
+        _, theirs = share(Told(len(text).to_bytes(8, "little"), text), [1, 2], list[int])
+        assert all(type(number) is int for number in theirs)
+
+
+def test_a_huge_announcement_takes_no_memory():
+    tracemalloc.start()
+    with pytest.raises(ExchangeError, match="replica 1 announces a message of 1152921504606846976 bytes"):
+        share(Told((1 << 60).to_bytes(8, "little")), [1])
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", [*HOSTILE_TEXTS, b'{"finish": "x", "step": 3}', b'{"finish": 0}'], ids=range(11))
+def test_hostile_notices_end_the_wait(text):
+    store = dist.HashStore()
+    notices = Notices(store, 0, 2, 2)
+    store.set("finishing/1", text)
+    reasons: list[str] = []
+
+    class Waiting:
+        tag = Tag(Channel.PAYLOAD, 0, 1, step=5)
+        interrupt: Callable[[str], None] = staticmethod(reasons.append)
+
+    with notices.watching(Waiting()):
+        notices.look()
+    assert "replica 1 posted a notice that this version can't read" in reasons[0]
+
+
+def test_a_hostile_failure_is_short_and_obeys_no_terminal():
+    store = dist.HashStore()
+    notices = Notices(store, 0, 2, 2)
+    store.set("failure", b"\x1b[2J\xff" + b"x" * 1_000_000)
+    notices.look()
+    assert notices.failure is not None and len(notices.failure) < 5000 and "\x1b" not in notices.failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*HOSTILE_TEXTS, b'{"leader": true, "size": 1e9, "job": null}', b'{"leader": [], "size": 1, "job": null}'],
+)
+def test_hostile_arrivals_are_refused(text):
+    with pytest.raises(ExchangeError, match="replica 1 came with facts that this version does not know"):
+        meeting._arrival(text, 1, {"leader": False})
