@@ -36,7 +36,9 @@ settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--hostile-examples", type=int, help="mutations of each input in tests/hostile, other ones each time")
+    parser.addoption(
+        "--hostile-examples", type=int, help="mutations of each input in tests/hostile, other ones each time"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

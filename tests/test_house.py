@@ -14,7 +14,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "diloco"
 ROOMS = [
-    *("version", "errors", "files", "schema", "presets", "schedule", "fragments", "kernels", "wire", "reduction", "outer"),
+    *(
+        "version",
+        "errors",
+        "files",
+        "schema",
+        "presets",
+        "schedule",
+        "fragments",
+        "kernels",
+        "wire",
+        "reduction",
+        "outer",
+    ),
     *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation", "training", "measure"),
     *("simulator", "scaling", "experiments", "report", "cli"),
 ]
