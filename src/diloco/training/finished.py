@@ -20,6 +20,7 @@ from diloco.models.language_model import LanguageModel
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
+from diloco.training.sizes import check_sizes
 from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
 
 Parameters = Literal["outer", "replica", "average"]
@@ -39,6 +40,7 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageMod
         CheckpointError: if no checkpoint holds these parameters, or it is damaged.
     """
     config = read_config(directory)
+    check_sizes(config)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE

@@ -17,6 +17,7 @@ from diloco.training.data_parallel import DataParallel, data_parallel, settle_bu
 from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.mean_loss import MeanLoss
 from diloco.training.sections import AdamWConfig
+from diloco.training.sizes import check_sizes
 from diloco.training.synchronizer import Synchronizer
 from diloco.training.world import World
 
@@ -99,9 +100,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, equal on all replicas.
 
     Raises:
-        UserError: for settings that the engine refuses.
+        UserError: for settings that the engine refuses, and sizes beyond this machine's memory.
         DisagreementError: if the replicas were started with different settings.
     """
+    check_sizes(config)
     model = config.model.build(seed=config.seed)
     if world.mesh is None:
         model.to(world.device)
