@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -83,6 +84,16 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, whole or not at all; errors as for `write_atomically`."""
     write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
+
+
+def copy(source: Path, directory: Path) -> None:
+    """Copy a file into a directory.
+
+    Raises:
+        FileWriteError: if it can't be written.
+    """
+    with writing(directory / source.name, source.stat().st_size):
+        shutil.copy(source, directory)
 
 
 def sync(path: Path) -> None:

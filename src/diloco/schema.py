@@ -16,7 +16,7 @@ from diloco.errors import FileError, UserError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things; it fits 64 bits."""
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration."""
 
 _T = TypeVar("_T")
