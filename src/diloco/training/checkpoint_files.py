@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,35 +127,43 @@ def read_tensors(path: Path, tensors: Mapping[str, Any], *, optional: str | None
     Raises:
         CheckpointError: if the files do not hold these tensors, whole, and of these shapes and types.
     """
+    files = [path / name for name in read_checksums(path) if name != FACTS_FILE]
+    read_files(files, tensors, source=f"checkpoint {path}", optional=optional)
+
+
+def read_files(
+    files: Sequence[Path], tensors: Mapping[str, Any], *, source: str, optional: str | None = None
+) -> None:
+    """Read tensors of safetensors files in place; all but `files` and `source`, their name, as for `read_tensors`."""
     with ExitStack() as stack:
-        saved = _saved(path, stack)
+        saved = _saved(files, stack, source)
         for name, tensor in flat(tensors).items():
             if name in saved:
-                _check_like(name, tensor, saved[name], path)
+                _check_like(name, tensor, saved[name], source)
                 _read_tensor(local(tensor), cut_of(tensor), saved[name])
             elif optional is None or not name.startswith(optional):
-                raise CheckpointError(f"checkpoint {path} lacks {name}: it is of another model, or of another run")
+                raise CheckpointError(f"{source} lacks {name}: it is of another model, or of another run")
 
 
 _Part = tuple[Any, Cut | None]
 """A slice of a safetensors file, and its place in the tensor; None where it is the whole."""
 
 
-def _saved(path: Path, stack: ExitStack) -> dict[str, list[_Part]]:
-    """The parts of each tensor in the files that the checksums list, in their order along the cut."""
+def _saved(files: Sequence[Path], stack: ExitStack, source: str) -> dict[str, list[_Part]]:
+    """The parts of each tensor in some files, in their order along the cut."""
     parts: dict[str, list[_Part]] = {}
-    for file in (path / name for name in read_checksums(path) if name != FACTS_FILE):
+    for file in files:
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))
             cuts = decoded((opened.metadata() or {}).get(_CUTS, "{}"), dict[str, Cut], source=str(file))
             for name in opened.keys():  # noqa: SIM118
                 parts.setdefault(name, []).append((opened.get_slice(name), cuts.get(name)))
         except (SafetensorError, OSError, FileError) as error:
-            raise CheckpointError(f"checkpoint {file} can't be read: {error}") from error
+            raise CheckpointError(f"{file} can't be read: {error}") from error
     for name, of_one in parts.items():
         of_one.sort(key=lambda part: part[1].start if part[1] else 0)
         if not _are_one_tensor(of_one):
-            raise CheckpointError(f"checkpoint {path} is damaged: its parts of {name} do not make up one tensor")
+            raise CheckpointError(f"{source} is damaged: its parts of {name} do not make up one tensor")
     return parts
 
 
@@ -170,13 +178,13 @@ def _are_one_tensor(parts: list[_Part]) -> bool:
     return len(cuts) == len(parts) and [*(cut.start for cut in cuts), *sizes] == ends and len(kinds) == 1
 
 
-def _check_like(name: str, tensor: Tensor, parts: list[_Part], path: Path) -> None:
+def _check_like(name: str, tensor: Tensor, parts: list[_Part], source: str) -> None:
     """Refuse a tensor of another shape or type than the one to be read into."""
     part, cut = parts[0]
     shape = tuple(part.get_shape() if cut is None else [cut.size, *part.get_shape()[1:]])
     if shape != tuple(tensor.shape) or _DTYPES.get(part.get_dtype()) != tensor.dtype:
         raise CheckpointError(
-            f"checkpoint {path} has {name} as {part.get_dtype()} of shape {shape}, and the run needs "
+            f"{source} has {name} as {part.get_dtype()} of shape {shape}, and the run needs "
             f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}: it is of another model"
         )
 

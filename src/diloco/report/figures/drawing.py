@@ -34,9 +34,8 @@ def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
     make_directory(directory)
     paths = [directory / f"{name}.svg", directory / f"{name}.png"]
     # Without these settings the ids and the date in the SVG would differ each time; its text stays text.
-    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}):
-        with writing(paths[0]):
-            figure.savefig(paths[0], metadata={"Date": None})
+    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}), writing(paths[0]):
+        figure.savefig(paths[0], metadata={"Date": None})
     with writing(paths[1]):
         figure.savefig(paths[1], dpi=150)
     return paths
