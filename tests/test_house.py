@@ -66,7 +66,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "experiments/papers/streaming.py": "experiments/papers/test_recipes.py",
     "experiments/runner/cluster.py": "experiments/runner/test_grid.py",
     "experiments/runner/result.py": "experiments/runner/test_grid.py",
-    "files.py": "data/test_prepare.py",
     "kernels/memory.py": "engine/test_streaming.py",
     "outer/digest.py": "engine/test_streaming.py",
     "outer/step.py": "engine/test_observe.py",

@@ -1,4 +1,4 @@
-"""Changes of files and of JSON that an attacker, or a bad disk, might make; and a pickle that tells if it is loaded."""
+"""Changes of files and JSON that an attacker, or a bad disk, might make; a pickle that shows if it is loaded."""
 
 import copy
 import pickle

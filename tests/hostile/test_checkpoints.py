@@ -1,4 +1,4 @@
-"""Checkpoints that were changed, with and without checksums that fit: refused by our own error, or read as sound."""
+"""Checkpoints that were changed, with or without checksums that fit: refused by our own error, or sound."""
 
 import json
 import os
@@ -166,11 +166,8 @@ def test_mutations_with_checksums_that_fit_are_refused_or_sound(path):
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for example in range(4 * NUM_EXAMPLES):
         name = rng.choice(FILES[1:])
-        if example % 2:
-            content = mutated_bytes(wholes[name], rng)
-        else:
-            content = with_header(wholes[name], rng)
-        (path / name).write_bytes(content)
+        mutated = mutated_bytes if example % 2 else with_header
+        (path / name).write_bytes(mutated(wholes[name], rng))
         check_mutation(path)
         (path / name).write_bytes(wholes[name])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10, "more than 64 MiB"

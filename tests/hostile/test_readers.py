@@ -1,4 +1,4 @@
-"""Files of a run and of a grid that were changed: each reader refuses them by our own error, or has a sound result."""
+"""Files of a run and of a grid that were changed: refused by our own error, or read with a sound result."""
 
 import json
 import random
@@ -150,7 +150,8 @@ def test_sizes_beyond_the_memory_are_refused_before_they_are_allocated(run):
 def test_no_pickle_in_a_run_is_loaded(run, tmp_path, name):
     pytest.importorskip("matplotlib")
     (run / name).write_bytes(hostile_pickle(tmp_path / "marker") + b"\n")
-    for use in (run_section, read_parameters, lambda run: export_run(run, "safetensors", tmp_path / "out")):
+    report = (run_section,) if name.endswith(("json", "jsonl")) and name != "data.json" else ()
+    for use in (*report, read_parameters, lambda run: export_run(run, "safetensors", tmp_path / "out")):
         try:
             use(run)
         except DilocoError:

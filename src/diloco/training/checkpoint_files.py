@@ -134,7 +134,7 @@ def read_tensors(path: Path, tensors: Mapping[str, Any], *, optional: str | None
 def read_files(
     files: Sequence[Path], tensors: Mapping[str, Any], *, source: str, optional: str | None = None
 ) -> None:
-    """Read tensors of safetensors files in place; all but `files` and `source`, their name, as for `read_tensors`."""
+    """Read tensors of safetensors files in place, as `read_tensors`; `source` names the files in errors."""
     with ExitStack() as stack:
         saved = _saved(files, stack, source)
         for name, tensor in flat(tensors).items():
