@@ -133,4 +133,4 @@ def _refusal(source: str, error: Exception) -> FileError:
     elif isinstance(error, msgspec.ValidationError) and cause is None:
         reason = reason.replace("`", "")
         reason = reason[:1].lower() + reason[1:]
-    return FileError(f"{source} can't be read: {place + ': ' if place else ''}{reason}", *names)
+    return FileError(f"{source} can't be read: {place + ': ' if place else ''}{reason:.400}", *names)
