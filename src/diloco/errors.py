@@ -93,7 +93,11 @@ class CheckpointError(FileError):
     """A checkpoint can't be read."""
 
 
-class CheckpointWriteError(DilocoError, OSError):
+class FileWriteError(DilocoError, OSError):
+    """A file can't be written: the disk is full, or the place is not writable."""
+
+
+class CheckpointWriteError(FileWriteError):
     """A checkpoint can't be written."""
 
 

@@ -1,25 +1,99 @@
 """Files that are whole or absent whenever the process is killed, their digests, and optional libraries."""
 
+import errno
 import hashlib
 import importlib
+import json
 import os
-from collections.abc import Iterable
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import UserError
+from safetensors import SafetensorError
+
+from diloco.errors import FileWriteError, UserError
+
+
+@contextmanager
+def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Name a file, and the bytes that it needs, in the operating system's refusal to write it.
+
+    Args:
+        path: of the file, or of a directory.
+        num_bytes: size of the file; None where it is unknown.
+
+    Raises:
+        FileWriteError: in place of any OSError.
+    """
+    try:
+        yield
+    except FileWriteError:
+        raise
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _os_error(str(error))
+        if number is None and not isinstance(error, OSError):
+            raise
+        reason = os.strerror(number) if number is not None else str(error)
+        needs = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and num_bytes is not None
+        size = f" (needs {num_bytes:,} bytes)" if needs else ""
+        raise FileWriteError(f"can't write {path}: {reason[:1].lower()}{reason[1:]}{size}") from error
+
+
+def _os_error(text: str) -> int | None:
+    """The number of the operating system's error in the words of a library that is written in Rust."""
+    match = re.search(r"\(os error ([0-9]+)\)", text)
+    return int(match[1]) if match else None
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those that it is in, unless it is there.
+
+    Raises:
+        FileWriteError: if it can't be made.
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `chunks`, one after another, to `path`: first under another name, which is renamed once on disk."""
+    """Write `chunks`, one after another, to `path`: first under another name, which is renamed once on disk.
+
+    Raises:
+        FileWriteError: if it can't be written; nothing is left of it.
+    """
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(chunks)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    # Otherwise a power failure could undo the rename, though not the writes before it.
-    sync(path.parent)
+    size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
+    with writing(path, size):
+        try:
+            with partial.open("wb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        # Otherwise a power failure could undo the rename, though not the writes before it.
+        sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, whole or not at all; errors as for `write_atomically`."""
+    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
+
+
+def copy(source: Path, directory: Path) -> None:
+    """Copy a file into a directory.
+
+    Raises:
+        FileWriteError: if it can't be written.
+    """
+    with writing(directory / source.name, source.stat().st_size):
+        shutil.copy(source, directory)
 
 
 def sync(path: Path) -> None:

@@ -16,7 +16,7 @@ from diloco.errors import FileError, UserError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things; it fits 64 bits."""
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A duration."""
 
 _T = TypeVar("_T")
@@ -133,4 +133,4 @@ def _refusal(source: str, error: Exception) -> FileError:
     elif isinstance(error, msgspec.ValidationError) and cause is None:
         reason = reason.replace("`", "")
         reason = reason[:1].lower() + reason[1:]
-    return FileError(f"{source} can't be read: {place + ': ' if place else ''}{reason}", *names)
+    return FileError(f"{source} can't be read: {place + ': ' if place else ''}{reason:.400}", *names)

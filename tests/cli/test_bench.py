@@ -17,7 +17,7 @@ def test_measurements_are_printed_as_a_table_or_as_json(command, capsys):
     main([*command, "e3m0", "int2:block=64", "--json"])
     first, second = json.loads(capsys.readouterr().out)
     assert first["wire"] == "e3m0:block=256,stochastic=false" and first["relative_error"] == 0
-    assert second["bits_per_value"] == pytest.approx(8 * (16 + 4 * 16 + 250) / 1000)
+    assert second["bits_per_value"] == pytest.approx(8 * (32 + 4 * 16 + 250) / 1000)
     main([*command, "bf16"])
     assert "bf16" in capsys.readouterr().out
 

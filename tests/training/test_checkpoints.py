@@ -94,7 +94,7 @@ def test_the_checksums_are_those_of_all_files(checkpoints, tmp_path):
         assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.json"])
+@pytest.mark.parametrize("name", ["shard-0.safetensors", "facts.json"])
 @pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b[:20] + bytes([b[20] ^ 1]) + b[21:], None])
 def test_a_damaged_checkpoint_is_refused_with_the_way_out(checkpoints, tmp_path, name, damage):
     save(checkpoints, 1, 2)
@@ -123,7 +123,7 @@ def test_files_that_another_process_wrote_elsewhere_are_missed(checkpoints, tmp_
     real = checkpoints_module._check_disk
 
     def elsewhere(path, metadata):
-        (path / "__0_0.distcp").unlink()
+        (path / "shard-0.safetensors").unlink()
         real(path, metadata)
 
     monkeypatch.setattr(checkpoints_module, "_check_disk", elsewhere)

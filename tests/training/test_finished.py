@@ -83,10 +83,10 @@ def test_a_run_without_checkpoints_is_refused(unfinished):
 
 @pytest.mark.parametrize("damage", [lambda b: b[:100], lambda b: b[:5000] + bytes([b[5000] ^ 1]) + b[5001:]])
 def test_a_damaged_checkpoint_is_refused(unfinished, damage):
-    for file in (unfinished / "checkpoints").rglob("*.distcp"):
+    for file in (unfinished / "checkpoints").rglob("shard-*.safetensors"):
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(
-        CheckpointError, match=r"distcp is damaged .*: to take an earlier one, if there is, delete"
+        CheckpointError, match=r"safetensors is damaged .*: to take an earlier one, if there is, delete"
     ):
         run_parameters(unfinished, "replica")
 

@@ -5,7 +5,16 @@ import pytest
 from tests.training.runs import lines
 
 from diloco.integrations.trackers import tracker
-from diloco.training.metrics import MetricsLog, StepMetrics
+from diloco.training.metrics import MetricsLog, OuterStepMetrics, StepMetrics
+
+OUTER = {
+    "fragment": 2,
+    "round": 1,
+    "sent_step": 1,
+    "blocked_seconds": 0.0,
+    "outer_gradient_norm": 0.5,
+    "cosine": None,
+}
 
 
 def metrics(step: int) -> StepMetrics:
@@ -29,8 +38,7 @@ def steps_in(path) -> list[int]:
 def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
     tensorboard = tracker("tensorboard", run="r", replica=1, hparams={}, directory=tmp_path)
     log = MetricsLog(tmp_path, 1, after_step=0, trackers=[tensorboard])
-    outer = {"fragment": 2, "round": 1, "outer_gradient_norm": 0.5, "cosine": None}
-    log.write(replace(metrics(1), outer_steps=(outer,)))
+    log.write(replace(metrics(1), outer_steps=(OuterStepMetrics(**OUTER),)))
     log.close()
     assert json.loads((tmp_path / "metrics-1.jsonl").read_text()) == {
         "step": 1,
@@ -42,7 +50,7 @@ def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
         "blocked_seconds": 0.0,
         "bytes_sent": 0,
         "bytes_received": 0,
-        "outer_steps": [outer],
+        "outer_steps": [OUTER],
     }
     assert list((tmp_path / "tensorboard" / "replica-1").iterdir())
 
@@ -74,7 +82,7 @@ class Recording:
 def test_trackers_get_the_curves_of_a_step(tmp_path):
     recording = Recording()
     log = MetricsLog(tmp_path, 0, after_step=0, trackers=[recording])
-    outer = {"fragment": 2, "round": 1, "outer_gradient_norm": 0.5, "cosine": None}
+    outer = OuterStepMetrics(**OUTER)
     log.write(replace(metrics(3), outer_steps=(outer,), mean_loss=2.5, engine={"codec_error": 0.25}))
     log.close()
     assert recording.closed

@@ -131,7 +131,7 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
     for content, sentence in (
         (b"{", "can't be read"),
         (b"\xff", "can't be read"),
-        (b"{}", "num_tokens is missing"),
+        (b"{}", "it has no object as model"),
     ):
         (run.directory / "config.json").write_bytes(content)
         with pytest.raises(UserError, match=rf"config.json.* {sentence}"):

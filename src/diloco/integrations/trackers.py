@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from diloco.errors import UserError
-from diloco.files import require, write_atomically
+from diloco.files import make_directory, require, write_atomically, writing
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Hyperparameters = Mapping[str, str | int | float | bool]
@@ -79,7 +79,9 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams as summaries_of
 
         where = directory / "tensorboard" / f"replica-{replica}"
-        self._curves = SummaryWriter(str(where), purge_step=after_step + 1)
+        self._where = where
+        with writing(where):
+            self._curves = SummaryWriter(str(where), purge_step=after_step + 1)
         if hparams and not after_step:
             # Not by add_hparams, which begins another directory.
             for summary in summaries_of(dict(hparams), {}):
@@ -87,12 +89,14 @@ class TensorBoard:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve."""
-        for name, value in values.items():
-            self._curves.add_scalar(name, value, step)
+        with writing(self._where):
+            for name, value in values.items():
+                self._curves.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out the curves."""
-        self._curves.close()
+        with writing(self._where):
+            self._curves.close()
 
 
 class WeightsAndBiases:
@@ -105,7 +109,7 @@ class WeightsAndBiases:
         import wandb
 
         id_file = directory / "trackers" / f"wandb-replica-{replica}"
-        id_file.parent.mkdir(parents=True, exist_ok=True)  # wandb writes elsewhere if the directory is missing
+        make_directory(id_file.parent)  # wandb writes elsewhere if the directory is missing
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "diloco"),
@@ -151,7 +155,7 @@ class MLflow:
         id_file = directory / "trackers" / f"mlflow-replica-{replica}"
         kept_id = _kept_id(id_file) if after_step else None
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
-        id_file.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(id_file.parent)
         with (id_file.parent / "mlflow.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two processes can't make the tables of one database
             try:

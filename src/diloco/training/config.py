@@ -14,6 +14,9 @@ from diloco.presets import Method
 from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig, out_of_range
 from diloco.training.traits import trait
 
+_MOST_PROCESSES = 1 << 16
+"""More than a run can mean of processes, or of connections; what is counted by them stays small."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -86,6 +89,9 @@ class TrainConfig:
         for name in ("shards_per_replica", "ddp_per_replica"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise out_of_range(name, "at least 1", getattr(self, name))
+        for name in ("num_replicas", "shards_per_replica", "ddp_per_replica", "num_connections"):
+            if (getattr(self, name) or 1) > _MOST_PROCESSES:
+                raise out_of_range(name, f"at most {_MOST_PROCESSES}", getattr(self, name))
         if self.num_shards > 1 and self.num_ddp > 1:
             raise UserError(
                 f"shards_per_replica={self.num_shards} with ddp_per_replica={self.num_ddp}: a replica's processes "

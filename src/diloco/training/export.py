@@ -1,12 +1,12 @@
 """Write a run's outer parameters, config and tokenizer to a new directory, for other programs."""
 
-import json
-import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import safetensors.torch
+from torch import Tensor
 
 from diloco.data.tokenizers import (
     ByteTokenizer,
@@ -17,6 +17,7 @@ from diloco.data.tokenizers import (
     tokenizer_file,
 )
 from diloco.errors import UserError
+from diloco.files import copy, make_directory, write_atomically, write_json, writing
 from diloco.models.language_model import LanguageModel
 from diloco.training.config import TrainConfig
 from diloco.training.finished import finished_config, run_parameters
@@ -37,6 +38,7 @@ def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | No
     Raises:
         UserError: if there is no run, no checkpoint or no data, if `output` is not empty, or if transformers has
             no class for the model.
+        FileWriteError: if a file can't be written, with its name and size.
     """
     config = finished_config(directory, prepared)
     if output.exists() and any(output.iterdir()):
@@ -44,37 +46,42 @@ def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | No
     model, step = run_parameters(directory, "outer")
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    output.mkdir(parents=True, exist_ok=True)
+    make_directory(output)
     write = _write_safetensors if to == "safetensors" else _write_hugging_face
     write(model, config, tokenizer, output)
     about = _ABOUT[to].format(run=config.name, step=step, num_steps=config.num_steps, family=config.model.family)
-    (output / "README.md").write_text(about)
+    write_atomically(output / "README.md", [about.encode()])
 
 
 def _write_safetensors(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
-    safetensors.torch.save_file(model.state_dict(), output / "model.safetensors")
+    _write_tensors(output / "model.safetensors", model.state_dict(), {})
     values = {**asdict(config.model), "sequence_length": config.sequence_length, "bos_id": tokenizer.bos_id}
-    (output / "config.json").write_text(json.dumps(values | {"tokenizer": tokenizer.name}, indent=2) + "\n")
+    write_json(output / "config.json", values | {"tokenizer": tokenizer.name})
     if not isinstance(tokenizer, ByteTokenizer):
         assert config.data.prepared is not None, "a run's config is resolved"
-        shutil.copy(tokenizer_file(config.data.prepared), output)
+        copy(tokenizer_file(config.data.prepared), output)
 
 
 def _write_hugging_face(model: LanguageModel, config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
     values, state = config.model.to_hugging_face(
         model.state_dict(), context=config.sequence_length, bos_id=tokenizer.bos_id
     )
-    safetensors.torch.save_file(state, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    _write_tensors(output / "model.safetensors", state, {"format": "pt"})
+    write_json(output / "config.json", values)
     assert config.data.prepared is not None, "a run's config is resolved"
     if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
-        shutil.copy(tokenizer_file(config.data.prepared), output)
+        copy(tokenizer_file(config.data.prepared), output)
         return
     text, bos = hugging_face_json(tokenizer)
-    (output / "tokenizer.json").write_text(text)
+    write_atomically(output / "tokenizer.json", [text.encode()])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos}
     settings |= {"model_max_length": config.sequence_length, "clean_up_tokenization_spaces": False}
-    (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(output / "tokenizer_config.json", settings)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    with writing(path, sum(tensor.nbytes for tensor in tensors.values())):
+        safetensors.torch.save_file(dict(tensors), path, metadata or None)
 
 
 _ABOUT = {

@@ -5,9 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from diloco.data.shards import open_split
@@ -17,9 +15,11 @@ from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
 from diloco.models.language_model import LanguageModel
+from diloco.training.checkpoint_files import read_files
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
+from diloco.training.sizes import check_sizes
 from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
 
 Parameters = Literal["outer", "replica", "average"]
@@ -39,13 +39,14 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageMod
         CheckpointError: if no checkpoint holds these parameters, or it is damaged.
     """
     config = read_config(directory)
+    check_sizes(config)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE
     if parameters == "outer" and exported.exists():
         try:
-            model.load_state_dict(safetensors.torch.load_file(exported))
-        except (SafetensorError, OSError, RuntimeError) as error:
+            read_files([exported], model.state_dict(), source=str(exported))
+        except CheckpointError as error:
             raise CheckpointError(
                 f"{exported} can't be read ({error}): copy it again, or delete it to take the newest checkpoint"
             ) from error

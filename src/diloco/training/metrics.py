@@ -5,20 +5,44 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from diloco.errors import UserError
+import msgspec
+
+from diloco.errors import FileError
+from diloco.files import write_atomically, writing
 from diloco.integrations.trackers import Tracker
 from diloco.outer.step import OuterStep
+from diloco.schema import Count, Seconds, decoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterStepMetrics:
+    """One outer step of one replica."""
+
+    fragment: Count
+    """The fragment that was merged."""
+    round: Count
+    """Its round, from 1."""
+    sent_step: Count
+    """The step after which the outer gradient was sent."""
+    blocked_seconds: Seconds
+    """Time in which training waited for it."""
+    outer_gradient_norm: float | None
+    """Norm of the mean outer gradient."""
+    cosine: float | None
+    """Mean cosine between the replicas' outer gradients; None if there is no pair."""
+    layer_cosine: Mapping[str, float | None] = field(default_factory=dict)
+    """The same for each block, if it is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One inner step of one replica."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
     """t, from 1."""
-    tokens: int
+    tokens: Count
     """Tokens that all replicas together have trained on so far."""
     loss: float
     """Cross-entropy of this replica's batch, nats a token."""
@@ -26,16 +50,16 @@ class StepMetrics:
     """Learning rate of the inner optimizer."""
     grad_norm: float
     """Gradient norm before clipping."""
-    step_seconds: float
+    step_seconds: Annotated[float, msgspec.Meta(ge=1e-9, le=1e12)]
     """Time of the whole step, sync included."""
-    blocked_seconds: float
+    blocked_seconds: Seconds
     """Time in which training waited for the network, a part of `step_seconds`."""
-    bytes_sent: int
+    bytes_sent: Count
     """Payload bytes sent in this step, each destination counted."""
-    bytes_received: int
+    bytes_received: Count
     """Payload bytes that were merged in this step."""
-    outer_steps: tuple[dict[str, Any], ...] = ()
-    """The outer steps taken, each as `describe` gives it."""
+    outer_steps: tuple[OuterStepMetrics, ...] = ()
+    """The outer steps taken."""
     mean_loss: float | None = None
     """Mean loss of all replicas between two syncs, nats a token, where the second of them was merged."""
     engine: Mapping[str, float] = field(default_factory=dict)
@@ -44,19 +68,35 @@ class StepMetrics:
     """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
 
 
-def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> dict[str, Any]:
+def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> OuterStepMetrics:
     """The fragment, round, norm and cosines of an outer step."""
-    described: dict[str, Any] = {
-        "fragment": outer_step.sync.fragment,
-        "round": outer_step.sync.round,
-        "sent_step": outer_step.sync.step,
-        "blocked_seconds": outer_step.blocked_seconds,
-        "outer_gradient_norm": outer_step.norm(),
-        "cosine": outer_step.mean_cosine(),
-    }
-    if log_layer_cosine:
-        described["layer_cosine"] = {block: outer_step.mean_cosine(block) for block in outer_step.spans}
-    return described
+    blocks = outer_step.spans if log_layer_cosine else ()
+    return OuterStepMetrics(
+        fragment=outer_step.sync.fragment,
+        round=outer_step.sync.round,
+        sent_step=outer_step.sync.step,
+        blocked_seconds=outer_step.blocked_seconds,
+        outer_gradient_norm=outer_step.norm(),
+        cosine=outer_step.mean_cosine(),
+        layer_cosine={block: outer_step.mean_cosine(block) for block in blocks},
+    )
+
+
+def read_metrics(run: Path, replica: int) -> list[StepMetrics]:
+    """The steps of a replica's metrics, but for a last line that is incomplete; none if there is no file.
+
+    Raises:
+        FileError: if a line is damaged.
+    """
+    path = metrics_file(run, replica)
+    return [
+        decoded(line, StepMetrics, source=f"{path}, line {number},") for number, line in enumerate(_lines(path), 1)
+    ]
+
+
+def metrics_file(run: Path, replica: int) -> Path:
+    """The file of a replica's metrics."""
+    return run / f"metrics-{replica}.jsonl"
 
 
 class MetricsLog:
@@ -69,39 +109,46 @@ class MetricsLog:
         trackers: where the curves go, too; closed with this log.
 
     Raises:
-        UserError: if the metrics of an earlier part of the run are damaged.
+        FileError: if the metrics of an earlier part of the run are damaged.
+        FileWriteError: if they can't be written.
     """
 
     def __init__(self, run: Path, replica: int, *, after_step: int, trackers: Sequence[Tracker] = ()) -> None:
-        path = run / f"metrics-{replica}.jsonl"
-        kept = [line for line in _lines(path) if _step(line, path) <= after_step]
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(kept))
-        unfinished.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._path = path = metrics_file(run, replica)
+        steps = zip(_lines(path), read_metrics(run, replica), strict=True)
+        write_atomically(path, [line.encode() for line, metrics in steps if metrics.step <= after_step])
+        with writing(path):
+            self._file = path.open("a", buffering=1)
         self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step."""
         values = asdict(metrics)
-        self._file.write(json.dumps({k: v for k, v in values.items() if v not in (None, (), {})}) + "\n")
+        written = {k: v for k, v in values.items() if v not in (None, (), {})}
+        for outer_step in values["outer_steps"]:
+            if not outer_step["layer_cosine"]:
+                del outer_step["layer_cosine"]
+        with writing(self._path):
+            self._file.write(json.dumps(written) + "\n")
         curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}
         curves["tokens_per_second"] = metrics.tokens / metrics.step / metrics.step_seconds
         curves |= {f"engine/{name}": value for name, value in metrics.engine.items()}
         for outer_step in metrics.outer_steps:
             for name in ("outer_gradient_norm", "cosine"):
-                if outer_step[name] is not None:
-                    curves[f"{name}/fragment_{outer_step['fragment']}"] = outer_step[name]
+                if (value := getattr(outer_step, name)) is not None:
+                    curves[f"{name}/fragment_{outer_step.fragment}"] = value
         for tracker in self._trackers:
             tracker.log(curves, metrics.step)
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Write out what is buffered, and close the files."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -110,11 +157,8 @@ def _lines(path: Path) -> list[str]:
     """The complete lines of a file whose last line may be incomplete."""
     if not path.exists():
         return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _step(line: str, path: Path) -> int:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or move it away to resume without it") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+    return [line + "\n" for line in text.split("\n")[:-1]]

@@ -7,6 +7,7 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.presets import PRESETS
 from diloco.training.config import TrainConfig
+from diloco.training.sizes import check_sizes
 from diloco.training.traits import differences_from_defaults, fields_with, to_json
 
 
@@ -29,7 +30,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
 
     Raises:
         UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
-            not end before the run, or there would be nothing to freeze.
+            not end before the run, if there would be nothing to freeze, or for sizes beyond the memory.
     """
     _check_vocabulary(config.model.vocab_size, vocab_size)
     config = with_method_values(config)
@@ -45,7 +46,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
             *("diloco.freeze", "diloco.fragments"),
         )
-    return replace(
+    resolved = replace(
         config,
         model=replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
         data=replace(config.data, prepared=prepared),
@@ -61,6 +62,8 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             warmup_steps=min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps,
         ),
     )
+    check_sizes(resolved)
+    return resolved
 
 
 def _check_vocabulary(asked: int, vocab_size: int) -> None:

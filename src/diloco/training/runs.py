@@ -1,16 +1,16 @@
 """The directory of a run: claimed by a new run, read by everything else, taken up again by a resume."""
 
-import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from diloco.data.index import INDEX_FILE
+from diloco.data.index import INDEX_FILE, Split
 from diloco.data.shards import TokenShards
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
 from diloco.exchange.control import share
-from diloco.files import write_atomically
+from diloco.files import make_directory, write_atomically, write_json
+from diloco.schema import Count, converted, read_json
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import shared_facts
@@ -19,6 +19,8 @@ from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
+_MOST_BYTES = 1 << 20
+"""More than a config takes."""
 
 
 def check_unclaimed(directory: Path) -> None:
@@ -39,10 +41,10 @@ def claim(config: TrainConfig) -> None:
     """
     directory = config.directory
     check_unclaimed(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     assert config.data.prepared is not None, "the config is resolved"
     write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
-    write_atomically(directory / CONFIG_FILE, [json.dumps(to_json(config), indent=2).encode() + b"\n"])
+    write_json(directory / CONFIG_FILE, to_json(config))
 
 
 def claim_together(config: TrainConfig, world: World) -> None:
@@ -65,19 +67,13 @@ def read_config(directory: Path) -> TrainConfig:
     """The resolved config of a run; its name and place are those of the directory now.
 
     Raises:
-        UserError: if the directory holds no run, or one of another version.
+        UserError: if the directory holds no run.
+        FileError: if its config can't be read, or is of another version.
     """
     path = directory / CONFIG_FILE
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except OSError:
-        raise UserError(f"{directory} holds no run: {path} is missing") from None
-    except ValueError as error:  # neither UTF-8 nor JSON
-        raise UserError(f"{path} can't be read: {error}") from None
-    try:
-        config = from_json(TrainConfig, values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    if not path.exists():
+        raise UserError(f"{directory} holds no run: {path} is missing")
+    config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
     return replace(config, name=directory.name, runs=directory.parent)
 
 
@@ -107,12 +103,11 @@ def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
     """
     path = config.directory / DATA_FILE
     try:
-        index = json.loads(path.read_text())
-        digest, num_tokens = index["digest"], sum(shard["num_tokens"] for shard in index["splits"]["train"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} can't be read ({error}): restore it from another machine, or start over"
-        ) from None
+        index = read_json(path, dict[str, Any])
+        text = converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
+    except FileError as error:
+        raise UserError(f"{error}: restore it from another machine, or start over") from None
+    digest, num_tokens = text.digest, sum(shard["num_tokens"] for shard in text.splits["train"])
     if (corpus.digest, corpus.num_tokens) != (digest, num_tokens):
         raise UserError(
             f"the run was started on data with digest {digest} and {num_tokens:,} tokens of training text, and "
@@ -120,6 +115,19 @@ def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
             "same text by data.prepared",
             "data.prepared",
         )
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The facts of a prepared directory's index that identify its text."""
+
+    digest: str
+    splits: dict[Split, list[dict[Literal["num_tokens", "num_documents", "num_bytes"], Count]]]
+
+    def __post_init__(self) -> None:
+        """Refuse an index without counts."""
+        if not all("num_tokens" in shard for shard in self.splits.get("train", [{}])):
+            raise UserError("it lacks the number of tokens")
 
 
 def resumable(directory: Path) -> TrainConfig:

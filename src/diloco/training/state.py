@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.models.language_model import LanguageModel
+from diloco.schema import Count, Seconds
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel, data_parallel, settle_buckets
 from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.mean_loss import MeanLoss
 from diloco.training.sections import AdamWConfig
+from diloco.training.sizes import check_sizes
 from diloco.training.synchronizer import Synchronizer
 from diloco.training.world import World
 
@@ -48,20 +50,20 @@ class TrainState:
     def save(self, checkpoints: Checkpoints) -> None:
         """Copy everything now, and write it in the background."""
         facts, sync = _parted(self.sync.state_dict())
-        facts = {name: getattr(self, name) for name in _COUNTERS} | {"sync": facts}
-        checkpoints.save(self.step, facts, self._tensors(sync))
+        facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts)
+        checkpoints.save(self.step, asdict(facts), self._tensors(sync))
 
     def load(self, checkpoints: Checkpoints, step: int) -> None:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
-        facts = checkpoints.facts(step)
+        facts = checkpoints.facts(step, _Facts)
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
         # An older checkpoint has what was in flight, and no zeros for the rest.
-        checkpoints.load(step, tensors, optional=("sync", "sent"))
-        self.step, self.seconds, self.blocked_seconds = (facts[name] for name in _COUNTERS)
+        checkpoints.load(step, tensors, optional="sync.sent.")
+        self.step, self.seconds, self.blocked_seconds = facts.step, facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
-        self.sync.load_state_dict(facts["sync"] | tensors["sync"])
+        self.sync.load_state_dict(facts.sync | tensors["sync"])
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""
@@ -84,16 +86,24 @@ def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {"step": torch.zeros(()), **zeros}
 
 
-_COUNTERS = ("step", "seconds", "blocked_seconds")
+@dataclass(frozen=True)
+class _Facts:
+    """The plain values of a checkpoint; see `TrainState`."""
+
+    step: Count
+    seconds: Seconds
+    blocked_seconds: Seconds
+    sync: dict[str, Any]
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, equal on all replicas.
 
     Raises:
-        UserError: for settings that the engine refuses.
+        UserError: for settings that the engine refuses, and sizes beyond this machine's memory.
         DisagreementError: if the replicas were started with different settings.
     """
+    check_sizes(config)
     model = config.model.build(seed=config.seed)
     if world.mesh is None:
         model.to(world.device)

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import safetensors.torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from diloco.engine.sharded import gathered
 from diloco.errors import UserError
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.control import share
-from diloco.files import write_atomically
+from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel, generate
 from diloco.outer.digest import parameters_hash
+from diloco.schema import Count, Seconds
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.state import TrainState
@@ -26,6 +28,52 @@ from diloco.training.world import World
 
 OUTER_FILE = "outer.safetensors"
 """The file of the final outer parameters in a run's directory."""
+
+
+SUMMARY_FILE = "summary.json"
+"""The file of a finished run's results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The content of `summary.json`; times are those of replica 0."""
+
+    num_params: Count
+    """Parameters of the model."""
+    num_tokens: Count
+    """Tokens that all replicas together have trained on."""
+    num_steps: Annotated[int, msgspec.Meta(ge=1)]
+    """T."""
+    eval_loss: float
+    """Held-out loss of the outer parameters, nats a token."""
+    eval_standard_error: float | None
+    """Its standard error over sequences; None for a single one."""
+    eval_bits_per_byte: float
+    """The loss in bits a byte of text."""
+    bytes_sent_per_replica: Count
+    """Payload bytes that replica 0 sent, each destination counted."""
+    data_parallel_bytes_per_replica: Count
+    """Bytes that Data-Parallel would have sent, as a ring all-reduce in FP32."""
+    outer_hash: str
+    """Hash of the final outer parameters."""
+    method: str = ""
+    """The run's method."""
+    num_replicas: Count = 1
+    """M."""
+    shards_per_replica: Count = 1
+    """S."""
+    ddp_per_replica: Count = 1
+    """Processes that share a replica's batch."""
+    eval_tokens: Count = 0
+    """Held-out tokens that were evaluated."""
+    wall_seconds: Seconds = 0.0
+    """Time of all steps."""
+    compute_utilization: float = 1.0
+    """The share of it in which training did not wait for other replicas."""
+    device: str = ""
+    """Where the replicas computed."""
+    precision: str = ""
+    """bf16 or fp32."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +146,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
     summary = _summary(state, config, world, loss) | {"outer_hash": parameters_hash(outer)}
-    write_atomically(config.directory / "summary.json", [json.dumps(summary, indent=2).encode() + b"\n"])
+    write_json(config.directory / SUMMARY_FILE, summary)
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
     model.load_state_dict(outer)

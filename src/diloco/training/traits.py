@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
 from diloco.models.spec import DEFAULT_FAMILY, ModelConfig, load_family
+from diloco.schema import converted
 
 _Config = TypeVar("_Config")
 
@@ -72,48 +72,29 @@ def _family(config: Any) -> dict[str, str]:
     return {"family": config.family} if is_other else {}
 
 
-def from_json(kind: type[_Config], values: Any, where: str = "") -> _Config:
+def from_json(kind: type[_Config], values: Any, *, source: str = "config") -> _Config:
     """The config that `to_json` wrote; a field that is absent takes its default.
 
+    Args:
+        kind: a config, with a model of any family in its field `model`.
+        values: as `json` reads them.
+        source: the file that they are from.
+
     Raises:
-        UserError: for a field that the config does not have, or lacks, and for a value of another type.
+        FileError: for a field that the config does not have, or lacks, and for a value of another type or range.
     """
-    if not isinstance(values, dict):
-        raise UserError(f"{where.removesuffix('.') or 'config'} must be an object with fields, not {values!r}")
-    if kind is ModelConfig:
-        family = load_family(values.get("family", DEFAULT_FAMILY))
-        return from_json(family, {k: v for k, v in values.items() if k != "family"}, where)  # pyright: ignore[reportReturnType]
-    hints = get_type_hints(kind)
-    if unknown := sorted(set(values) - set(hints)):
-        raise UserError(f"unknown field {where}{unknown[0]}: it was written by another version, or by hand")
-    required = (f.name for f in fields(kind) if _is_required(f))  # pyright: ignore[reportArgumentType]
-    if missing := [name for name in required if name not in values]:
-        raise UserError(f"the field {where}{missing[0]} is missing")
-    return kind(**{name: _value(hints[name], value, f"{where}{name}.") for name, value in values.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return from_json(hint, value, where)
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    for option in options:
-        if isinstance(value, list) and get_origin(option) is tuple:
-            return tuple(_value(get_args(option)[0], each, where) for each in value)
-        if get_origin(option) is Literal and value in get_args(option):
-            return value
-        if option is Path and isinstance(value, str):
-            return Path(value)
-        if type(value) is option or (option is float and type(value) is int):
-            return value
-    expected = " or ".join(text for option in options for text in _names(option))
-    raise UserError(f"{where.removesuffix('.')} must be {expected}, not {value!r}")
-
-
-def _names(option: Any) -> list[str]:
-    """The words that a user has for a type."""
-    if get_origin(option) is Literal:
-        return [repr(choice) for choice in get_args(option)]
-    return ["null" if option is NoneType else "a list" if get_origin(option) is tuple else option.__name__]
+    model = values.get("model") if isinstance(values, dict) else None
+    if not isinstance(model, dict):
+        raise FileError(f"{source} can't be read: it has no object as model")
+    try:
+        family = load_family(str(model.get("family", DEFAULT_FAMILY)))
+    except UserError as error:
+        raise FileError(f"{source} can't be read: {error}", *error.fields) from error
+    # The field's own type is the base of all families, which has no fields of theirs.
+    of_family = make_dataclass(kind.__name__, [("model", family)], bases=(kind,), frozen=True, kw_only=True)
+    sizes = {name: value for name, value in model.items() if name != "family"}
+    config: Any = converted(values | {"model": sizes}, of_family, source=source)
+    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})  # pyright: ignore[reportArgumentType]
 
 
 def flat_json(config: Any, where: str = "") -> dict[str, str | int | float | bool]:

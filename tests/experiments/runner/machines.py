@@ -49,12 +49,13 @@ class FakeMachine:
         outer_steps = [
             {"sent_step": step, "cosine": step / 10, "layer_cosine": {"blocks.1": 0.5}} for step in (1, 2, 5, 9)
         ]
+        common = {"fragment": 0, "round": 1, "blocked_seconds": 0.0, "outer_gradient_norm": 1.0}
         tasks = {task.stem: {"acc": 0.25} for task in job.tasks}
         evaluated = {name: {"eval_loss": 2.0, "tasks": tasks} for name in ("outer", *job.parameters)}
         return {
             "summary": summary(eval_loss=1.0, num_tokens=7, num_steps=9),
             "evaluated": evaluated,
-            "outer_steps": outer_steps,
+            "outer_steps": [common | outer_step for outer_step in outer_steps],
         }
 
     def close(self) -> None:
@@ -87,5 +88,6 @@ class Valley(FakeMachine):
 
 def summary(**values: Any) -> dict[str, Any]:
     """A run's summary, as far as rows need it."""
-    names = ("eval_standard_error", "eval_bits_per_byte", "num_params", "outer_hash")
-    return dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1) | values
+    names = ("eval_standard_error", "eval_bits_per_byte", "num_params")
+    numbers = dict.fromkeys((*names, "bytes_sent_per_replica", "data_parallel_bytes_per_replica"), 1)
+    return {**numbers, "outer_hash": "1"} | values

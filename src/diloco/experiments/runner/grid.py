@@ -4,7 +4,7 @@ Each run has a directory named by its identity, so that equal configs are one ru
 directory. The result of a finished or failed run is the file `result.json` there.
 """
 
-import json
+import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
@@ -17,12 +17,10 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.errors import UserError
 from diloco.experiments.runner.identity import run_name, with_absolute_paths
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
+from diloco.experiments.runner.result import RESULT_FILE, read_results, write_results
 from diloco.experiments.runner.rows import columns
-from diloco.files import write_atomically
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
-
-RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,7 @@ def make_job(
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
-    result, tasks = _read(job.directory), {task.stem for task in job.tasks}
+    result, tasks = read_results(job.directory), {task.stem for task in job.tasks}
     if "columns" in result:  # adopted from a table, and no parameters are left to evaluate
         return None if tasks or job.parameters else result
     digests = result.get("questions", {})
@@ -150,13 +148,18 @@ def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
     Args:
         rows: as `run_grid` yields them.
         directory: holds a directory for each run.
+
+    Raises:
+        UserError: if a row names no run.
     """
     for row in rows:
-        path = directory / row["run"] / RESULT_FILE
+        if not re.fullmatch(r"[\w-]+", name := str(row.get("run", ""))):
+            raise UserError(f"the table's column run has {name!r}, which is no run's name: restore the table")
+        path = directory / name / RESULT_FILE
         if "failed" not in row and not path.exists():
             names = list(row)
             measured = {name: row[name] for name in names[names.index("run") + 1 :]}
-            _write(path.parent, {"columns": measured})
+            write_results(path.parent, {"columns": measured})
 
 
 def _keep(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
@@ -168,13 +171,13 @@ def _keep(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:
         result = future.result()
     except Exception as error:  # any that a cluster raises
         return {"failed": f"lost: {error}"}
-    earlier = _read(job.directory)
+    earlier = read_results(job.directory)
     if "failed" in result:
         if not result.pop("is_final") or "summary" in earlier or "columns" in earlier:
             return result
     else:
         result |= _with_earlier_scores(result, earlier, job)
-    _write(job.directory, result)
+    write_results(job.directory, result)
     return result
 
 
@@ -199,21 +202,6 @@ def _without_tasks(evaluated: Mapping[str, Any], tasks: Collection[str]) -> dict
 def _question_digests(job: Job) -> dict[str, str]:
     """SHA-256 of each file of questions, by the name of its task; the job itself refuses a missing file."""
     return {task.stem: file_digest(task) if task.is_file() else "" for task in job.tasks}
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    path = directory / RESULT_FILE
-    if not path.exists():
-        return {}
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: delete it ({error})") from None
-
-
-def _write(directory: Path, result: Mapping[str, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / RESULT_FILE, [json.dumps(result, indent=1).encode()])
 
 
 class LocalMachine:

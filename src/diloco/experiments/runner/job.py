@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from diloco.errors import DilocoError, UserError, exit_code_of
+from diloco.files import make_directory
+from diloco.schema import read_json
 from diloco.training.ancestor import end_with_parent
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch
@@ -38,7 +40,7 @@ def run_job(job: Job) -> dict[str, Any]:
 
     The result of a failure is `{"failed": the reason, "is_final": whether it would fail again}`.
     """
-    job.directory.mkdir(parents=True, exist_ok=True)
+    make_directory(job.directory)
     message = {
         "config": to_json(job.config),
         "tasks": [str(task) for task in job.tasks],
@@ -134,6 +136,8 @@ def _train(config: TrainConfig, resume: bool) -> None:
 def _evaluate(config: TrainConfig, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
     from diloco.data.prepare import resolve
     from diloco.training.finished import Parameters, evaluate_run
+    from diloco.training.metrics import read_metrics
+    from diloco.training.summary import SUMMARY_FILE, Summary
 
     files = {Path(task).stem: Path(task) for task in tasks}
     evaluated: dict[str, Any] = {}
@@ -147,18 +151,14 @@ def _evaluate(config: TrainConfig, tasks: list[str], parameters: list[str]) -> d
                     held_out=name != "outer",
                     prepared=resolve(config.data),  # another place than the one that the run was trained from
                 )
+        summary = read_json(config.directory / SUMMARY_FILE, Summary, most_bytes=1 << 20)
+        metrics = read_metrics(config.directory, 0)
     except Exception as error:
         if exit_code_of(error) is None:
             raise
         return {"failed": str(error), "is_final": False}
-    summary = json.loads((config.directory / "summary.json").read_text())
-    return {"summary": summary, "evaluated": evaluated, "outer_steps": _outer_steps(config.directory)}
-
-
-def _outer_steps(directory: Path) -> list[dict[str, Any]]:
-    """The outer steps that replica 0 logged."""
-    lines = (directory / "metrics-0.jsonl").read_text().splitlines()
-    return [outer_step for line in lines for outer_step in json.loads(line).get("outer_steps", ())]
+    outer_steps = [asdict(outer_step) for step in metrics for outer_step in step.outer_steps]
+    return {"summary": asdict(summary), "evaluated": evaluated, "outer_steps": outer_steps}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job
-from diloco.files import write_atomically
+from diloco.files import make_directory, write_atomically
 
 _OF_THE_SUMMARY = (
     "eval_loss",
@@ -63,7 +63,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_atomically(path, [text.getvalue().encode()])
 
 

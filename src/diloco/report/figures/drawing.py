@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.files import require
+from diloco.files import make_directory, require, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,12 +31,13 @@ def save(figure: "Figure", directory: Path, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png, and return their paths."""
     import matplotlib as mpl
 
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     paths = [directory / f"{name}.svg", directory / f"{name}.png"]
     # Without these settings the ids and the date in the SVG would differ each time; its text stays text.
-    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}):
+    with mpl.rc_context({"svg.hashsalt": "diloco", "svg.fonttype": "none"}), writing(paths[0]):
         figure.savefig(paths[0], metadata={"Date": None})
-    figure.savefig(paths[1], dpi=150)
+    with writing(paths[1]):
+        figure.savefig(paths[1], dpi=150)
     return paths
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.files import write_atomically
+from diloco.files import make_directory, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def write_page(title: str, sections: Iterable[str], path: Path) -> None:
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_atomically(path, [text.encode()])
 
 

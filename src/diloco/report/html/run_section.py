@@ -1,9 +1,8 @@
 """The section of a run: its results, its curves, and what it sent and when, beside Data-Parallel."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,15 +10,18 @@ from diloco.errors import UserError
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, viridis
 from diloco.report.html.page import facts, figures, heading, paragraph
 from diloco.report.terminal.training import megabytes
+from diloco.schema import read_json
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.metrics import OuterStepMetrics, StepMetrics, read_metrics
 from diloco.training.runs import read_config
+from diloco.training.summary import SUMMARY_FILE, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_Metrics = list[dict[str, Any]]
+_Metrics = list[StepMetrics]
 
 
 def run_section(directory: Path) -> str:
@@ -27,14 +29,15 @@ def run_section(directory: Path) -> str:
 
     Raises:
         UserError: if the directory holds no run, or one that has taken no step.
+        FileError: if one of its files is damaged.
     """
     config = read_config(directory)
-    metrics = {replica: _read(directory / f"metrics-{replica}.jsonl") for replica in range(config.num_replicas)}
+    metrics = {replica: read_metrics(directory, replica) for replica in range(config.num_replicas)}
     metrics = {replica: steps for replica, steps in metrics.items() if steps}
     if not metrics:
         raise UserError(f"{directory} has no metrics of any step yet")
-    summary_file = directory / "summary.json"
-    summary = _parsed(summary_file, summary_file.read_text()) if summary_file.exists() else {}
+    summary_file = directory / SUMMARY_FILE
+    summary = read_json(summary_file, Summary, most_bytes=1 << 20) if summary_file.exists() else None
     parts = [
         heading(f"Run {config.name}"),
         facts(_facts(config, summary, metrics)),
@@ -48,28 +51,15 @@ def run_section(directory: Path) -> str:
     return "\n".join(parts)
 
 
-def _read(path: Path) -> _Metrics:
-    if not path.exists():
-        return []
-    return [_parsed(path, line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _parsed(path: Path, text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-
-
 def _last(metrics: dict[int, _Metrics]) -> int:
-    return max(steps[-1]["step"] for steps in metrics.values())
+    return max(steps[-1].step for steps in metrics.values())
 
 
-def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> dict[str, str]:
+def _facts(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Metrics]) -> dict[str, str]:
     first = next(iter(metrics.values()))
-    seconds = sum(step["step_seconds"] for step in first)
-    blocked = sum(step["blocked_seconds"] for step in first)
-    sent = sum(step["bytes_sent"] for step in first)
+    seconds = sum(step.step_seconds for step in first)
+    blocked = sum(step.blocked_seconds for step in first)
+    sent = sum(step.bytes_sent for step in first)
     facts_of_run = {
         "method": config.method,
         "replicas": str(config.num_replicas),
@@ -80,16 +70,16 @@ def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
         "sent per replica": megabytes(sent),
     }
     if summary:
-        data_parallel = summary["data_parallel_bytes_per_replica"]
+        data_parallel = summary.data_parallel_bytes_per_replica
         fewer = f", {data_parallel / sent:,.0f}× as much" if sent else ""
-        error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] else ""
+        error = f" ± {summary.eval_standard_error:.4f}" if summary.eval_standard_error else ""
         facts_of_run |= {
-            "parameters": f"{summary['num_params']:,}",
-            "tokens": f"{summary['num_tokens']:,}",
-            "held-out loss": f"{summary['eval_loss']:.4f}{error}",
-            "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
+            "parameters": f"{summary.num_params:,}",
+            "tokens": f"{summary.num_tokens:,}",
+            "held-out loss": f"{summary.eval_loss:.4f}{error}",
+            "bits per byte": f"{summary.eval_bits_per_byte:.4f}",
             "Data-Parallel would send": megabytes(data_parallel) + fewer,
-            "outer hash": summary["outer_hash"][:16],
+            "outer hash": summary.outer_hash[:16],
         }
     if config.method != "data_parallel":
         diloco = config.diloco
@@ -100,10 +90,10 @@ def _facts(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
 
 def _tail(steps: _Metrics) -> float:
     """The mean loss of the last 5 % of the steps."""
-    return float(np.mean([step["loss"] for step in steps[-max(1, len(steps) // 20) :]]))
+    return float(np.mean([step.loss for step in steps[-max(1, len(steps) // 20) :]]))
 
 
-def _figures(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "dict[str, Figure]":
+def _figures(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Metrics]) -> "dict[str, Figure]":
     drawn = {
         "Training loss of each replica, and their mean": _loss(metrics),
         "Compute utilization, and the share of time in which training waited": _utilization(metrics),
@@ -118,7 +108,7 @@ def _figures(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _M
     if outer_steps:
         drawn["What was sent, and merged, in the first rounds"] = _timeline(config, metrics)
         for name, label in (("outer_gradient_norm", "norm of the outer gradient"), ("cosine", "cosine")):
-            if any(outer_step[name] is not None for outer_step in outer_steps):
+            if any(getattr(merge.outer, name) is not None for merge in outer_steps):
                 caption = {"cosine": "Cosine between the replicas' outer gradients, by fragment"}
                 drawn[caption.get(name, "Norm of the mean outer gradient, by fragment")] = _by_fragment(
                     _merges(next(iter(metrics.values()))), name, label
@@ -131,13 +121,20 @@ def _held_out(metrics: dict[int, _Metrics]) -> dict[int, float]:
     shares: dict[int, list[float]] = {}
     for steps in metrics.values():
         for step in steps:
-            if "eval_loss" in step:
-                shares.setdefault(step["step"], []).append(step["eval_loss"])
+            if step.eval_loss is not None:
+                shares.setdefault(step.step, []).append(step.eval_loss)
     return {step: float(np.mean(losses)) for step, losses in sorted(shares.items())}
 
 
-def _merges(steps: _Metrics) -> list[dict[str, Any]]:
-    return [{**outer, "merged_step": step["step"]} for step in steps for outer in step.get("outer_steps", ())]
+class _Merge(NamedTuple):
+    """An outer step, and the inner step after which it was merged."""
+
+    outer: OuterStepMetrics
+    merged_step: int
+
+
+def _merges(steps: _Metrics) -> list[_Merge]:
+    return [_Merge(outer, step.step) for step in steps for outer in step.outer_steps]
 
 
 def _axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
@@ -159,7 +156,7 @@ def _binned(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.nd
 def _loss(metrics: dict[int, _Metrics]) -> "Figure":
     figure, axes = _axes("step", "training loss, nats a token")
     shortest = min(map(len, metrics.values()))
-    curves = {replica: _binned([step["loss"] for step in steps[:shortest]]) for replica, steps in metrics.items()}
+    curves = {replica: _binned([step.loss for step in steps[:shortest]]) for replica, steps in metrics.items()}
     for index, (replica, (x, y)) in enumerate(curves.items()):
         shade = viridis(0.6 * (index + 1) / (len(curves) + 1))
         axes.plot(x, y, color=shade, lw=0.8, ls=STYLES[index % len(STYLES)], label=f"replica {replica}")
@@ -182,18 +179,18 @@ def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
 
 def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
     """The mean over the replicas, for each step that all have taken."""
-    by_replica = ([float(step[name]) for step in steps] for steps in metrics.values())
+    by_replica = ([float(getattr(step, name)) for step in steps] for steps in metrics.values())
     return [sum(values) / len(values) for values in zip(*by_replica, strict=False)]
 
 
-def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Metrics]) -> "Figure":
+def _bytes(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Metrics]) -> "Figure":
 
     figure, axes = _axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
-    x = [step["step"] for step in steps]
-    num_params = summary.get("num_params", config.model.num_matrix_params)
+    x = [step.step for step in steps]
+    num_params = summary.num_params if summary else config.model.num_matrix_params
     each = ring_all_reduce_bytes(num_params, config.num_replicas)
-    sent = np.cumsum([step["bytes_sent"] for step in steps])
+    sent = np.cumsum([float(step.bytes_sent) for step in steps])
     axes.plot(x, sent, color=viridis(0.0), label=config.method)
     if config.method != "data_parallel" and each:
         axes.plot(x, [each * step for step in x], color=viridis(0.5), ls="--", label="Data-Parallel, FP32")
@@ -206,22 +203,22 @@ def _bytes(config: TrainConfig, summary: dict[str, Any], metrics: dict[int, _Met
 def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
     """A lane for each fragment; in it, for each replica, bars from the step of sending to that of merging."""
     merges = {replica: _merges(steps) for replica, steps in metrics.items()}
-    first = min(outer["sent_step"] for merged in merges.values() for outer in merged)
+    first = min(merge.outer.sent_step for merged in merges.values() for merge in merged)
     end = first + 2 * config.diloco.sync_every
-    fragments = sorted({outer["fragment"] for merged in merges.values() for outer in merged})
+    fragments = sorted({merge.outer.fragment for merged in merges.values() for merge in merged})
     figure, axes = _axes("step", "fragment")
     height = 0.8 / len(merges)
     for index, (replica, merged) in enumerate(merges.items()):
         shade = viridis(0.6 * index / max(1, len(merges) - 1))
-        shown = [outer for outer in merged if outer["sent_step"] <= end]
-        for outer in shown:
-            lane = fragments.index(outer["fragment"]) - 0.4 + (index + 0.5) * height
-            width = outer["merged_step"] - outer["sent_step"]
-            axes.barh(lane, max(width, 0.3), left=outer["sent_step"], height=0.9 * height, color=shade)
+        shown = [merge for merge in merged if merge.outer.sent_step <= end]
+        for outer, merged_step in shown:
+            lane = fragments.index(outer.fragment) - 0.4 + (index + 0.5) * height
+            width = merged_step - outer.sent_step
+            axes.barh(lane, max(width, 0.3), left=outer.sent_step, height=0.9 * height, color=shade)
         marker = MARKERS[index % len(MARKERS)]
-        lanes = [fragments.index(outer["fragment"]) - 0.4 + (index + 0.5) * height for outer in shown]
+        lanes = [fragments.index(merge.outer.fragment) - 0.4 + (index + 0.5) * height for merge in shown]
         axes.plot(
-            [outer["merged_step"] for outer in shown], lanes, marker, color=shade, ms=3, label=f"replica {replica}"
+            [merge.merged_step for merge in shown], lanes, marker, color=shade, ms=3, label=f"replica {replica}"
         )
     axes.set_yticks(range(len(fragments)), [str(fragment) for fragment in fragments])
     axes.invert_yaxis()
@@ -229,12 +226,14 @@ def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
     return figure
 
 
-def _by_fragment(outer_steps: list[dict[str, Any]], name: str, label: str) -> "Figure":
+def _by_fragment(merges: list[_Merge], name: str, label: str) -> "Figure":
     figure, axes = _axes("step", label)
-    fragments = sorted({outer["fragment"] for outer in outer_steps})
+    fragments = sorted({merge.outer.fragment for merge in merges})
     for index, fragment in enumerate(fragments):
         points = [
-            (o["sent_step"], o[name]) for o in outer_steps if o["fragment"] == fragment and o[name] is not None
+            (outer.sent_step, value)
+            for outer, _ in merges
+            if outer.fragment == fragment and (value := getattr(outer, name)) is not None
         ]
         shade = viridis(0.6 * index / max(1, len(fragments) - 1))
         x, y = zip(*points, strict=True) if points else ((), ())

@@ -1,0 +1,47 @@
+"""Refuse sizes that this machine's memory can't hold, before anything of them is allocated."""
+
+import os
+
+from diloco.errors import UserError
+from diloco.training.config import TrainConfig
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Compare the model's parameters, a batch and its logits with the memory of this machine.
+
+    These are lower bounds: optimizer, gradients and activations take several times as much.
+
+    Args:
+        config: with its vocabulary, as `resolve` fills it in.
+
+    Raises:
+        UserError: with the fields and the bytes that they ask for.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    model, length = config.model, config.sequence_length
+    micro_batch = config.micro_batch or config.process_batch
+    needs = {
+        ("model.width", "model.num_layers", "model.vocab_size"): (4 * model.num_matrix_params, "parameters"),
+        ("sequence_length", "global_batch"): (8 * config.process_batch * (length + 1), "tokens of one step"),
+        ("sequence_length", "micro_batch", "model.vocab_size"): (
+            4 * micro_batch * length * model.vocab_size,
+            "logits of one pass",
+        ),
+        ("evaluation.batch", "sequence_length", "model.vocab_size"): (
+            4 * config.evaluation.batch * length * model.vocab_size,
+            "logits of one batch of the evaluation",
+        ),
+    }
+    values = {
+        **{f"model.{name}": getattr(model, name) for name in ("width", "num_layers", "vocab_size")},
+        **{"sequence_length": length, "global_batch": config.global_batch, "micro_batch": micro_batch},
+        **{"evaluation.batch": config.evaluation.batch},
+    }
+    for fields, (num_bytes, what) in needs.items():
+        if num_bytes > memory:
+            asked = ", ".join(f"{name}={values[name]}" for name in fields)
+            raise UserError(
+                f"{asked}: the {what} alone take {num_bytes:,} bytes, and this machine has {memory:,} bytes of "
+                "memory: choose smaller sizes",
+                *sorted(fields, key=lambda name: -values[name]),
+            )

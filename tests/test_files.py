@@ -1,0 +1,84 @@
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from diloco.errors import FileWriteError, exit_code_of
+from diloco.files import copy, make_directory, write_atomically, write_json, writing
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 64 KiB, of which half is left."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a file system can't be mounted here")
+    (place / "other").write_bytes(bytes(32 << 10))
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_file_is_whole_or_absent(tmp_path):
+    write_atomically(tmp_path / "a", [b"12", memoryview(b"3")])
+    assert (tmp_path / "a").read_bytes() == b"123"
+    write_json(tmp_path / "b", {"x": 1})
+    assert (tmp_path / "b").read_text() == '{\n  "x": 1\n}\n'
+
+    def fail():
+        yield b"1"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(tmp_path / "a", fail())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert (tmp_path / "a").read_bytes() == b"123"
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_bytes(full_disk, tmp_path):
+    path = full_disk / "model.safetensors"
+    expected = rf"^can't write {path}: no space left on device \(needs 100,000 bytes\)$"
+    with pytest.raises(FileWriteError, match=expected) as refusal:
+        write_atomically(path, [bytes(40_000), bytes(60_000)])
+    assert exit_code_of(refusal.value) == 1
+    assert [file.name for file in full_disk.iterdir()] == ["other"], "nothing is left of it"
+    with pytest.raises(FileWriteError, match=expected), writing(path, 100_000):
+        safetensors.torch.save_file({"x": torch.zeros(25_000)}, path)
+    (tmp_path / "tokenizer.json").write_bytes(bytes(100_000))
+    with pytest.raises(FileWriteError, match=r"tokenizer.json: no space left on device \(needs 100,000 bytes\)$"):
+        copy(tmp_path / "tokenizer.json", full_disk)
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for write in (
+        lambda: make_directory(tmp_path / "file" / "deeper"),
+        lambda: write_atomically(tmp_path / "file" / "x", [b""]),
+        lambda: write_atomically(tmp_path / "absent" / "x", [b""]),
+    ):
+        with pytest.raises(FileWriteError, match=rf"can't write {tmp_path}.*: (not a|no such file or) directory$"):
+            write()
+
+
+def test_an_error_that_names_its_file_is_left_as_it_is():
+    with pytest.raises(FileWriteError, match=r"^inner: no"), writing(Path("outer")):
+        raise FileWriteError("inner: no")
+    with pytest.raises(FileWriteError, match=r"^can't write outer: disk quota exceeded$"), writing(Path("outer")):
+        raise OSError(errno.EDQUOT, "")
+
+
+@pytest.mark.slow
+def test_an_export_to_a_full_disk_ends_in_one_sentence(finished_run, full_disk):
+    command = [sys.executable, "-m", "diloco", "export", str(finished_run), "--to", "hf"]
+    process = subprocess.run(
+        [*command, "--output", str(full_disk / "out")], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 1, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "model.safetensors: no space left on device (needs " in process.stderr
