@@ -62,7 +62,7 @@ def test_the_books_of_bytes_agree(streaming):
     for name, parameter in model.named_parameters():
         block = name.split(".")[1] if name.startswith("blocks") else None
         by_fragment[2 if block is None else int(block) % 2] += parameter.numel()
-    payload = {p: 16 + -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
+    payload = {p: 32 + -(-size // 256) + -(-size // 2) for p, size in by_fragment.items()}
     sends = {p: len([t for t in range(10, 121) if (t - p * 10 // 3) % 10 == 0]) for p in payload}
     expected = sum(payload[p] * sends[p] for p in payload)
     assert total["bytes_sent_per_replica"] == expected
