@@ -68,7 +68,7 @@ def mutations(content: bytes, seed: int):
     [
         ("a.jsonl", ROWS),
         ("a.txt", ROWS),
-        ("a.jsonl.gz", gzip.compress(ROWS)),
+        ("a.jsonl.gz", gzip.compress(ROWS, mtime=0)),
         ("a.jsonl.zst", zstandard.compress(ROWS)),
     ],
 )
