@@ -2,7 +2,8 @@
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
+# The files in their order: by number of tests, the few that take minutes would come last.
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 

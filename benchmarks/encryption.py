@@ -3,6 +3,9 @@
     sudo python benchmarks/encryption.py              # two network namespaces, joined at 1 Gbit/s
     python benchmarks/encryption.py --gbit-s 0        # loopback, without a limit; needs no root
 
+On a link a VPN is measured, too, where wireguard-go and wg are installed (Debian has both): gloo over WireGuard in
+user space, whose processor time counts.
+
 Two replicas send each other payloads at once, one after the other. Seconds are the median of all rounds; processor
 seconds are those of one process, which sends and receives, for each GB that it sends.
 """
@@ -10,12 +13,14 @@ seconds are those of one process, which sends and receives, for each GB that it 
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,14 +48,18 @@ def main() -> None:
         return
     print(f"{arguments.megabytes:g} MB each way, {arguments.connections} connections")
     print("           seconds  Gbit/s each way  of the link  processor s a GB")
-    for name, secret in (("gloo", ""), ("encrypted", "a secret of many letters")):
-        seconds, processor_seconds = measure(arguments, {"DILOCO_SECRET": secret} if secret else {})
+    encrypted = {"DILOCO_SECRET": "a secret of many letters"}
+    ways: list[tuple[str, dict[str, str], bool]] = [("gloo", {}, False), ("encrypted", encrypted, False)]
+    if arguments.gbit_s and shutil.which("wireguard-go") and shutil.which("wg"):
+        ways.append(("WireGuard", {}, True))
+    for name, environment, vpn in ways:
+        seconds, processor_seconds = measure(arguments, environment, vpn=vpn)
         gbit_s = 8e-3 * arguments.megabytes / seconds
         share_of_link = f"{gbit_s / arguments.gbit_s:11.1%}" if arguments.gbit_s else f"{'':11}"
         print(f"{name:9}  {seconds:7.3f}  {gbit_s:15.2f}  {share_of_link}  {processor_seconds:16.2f}", flush=True)
 
 
-def measure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[float, float]:
+def measure(arguments: argparse.Namespace, environment: dict[str, str], *, vpn: bool) -> tuple[float, float]:
     """Seconds of a round, and processor seconds of a replica for each GB that it sends."""
     if not arguments.gbit_s:
         with socket.socket() as probe:
@@ -63,7 +72,51 @@ def measure(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple
         def start(replica: int, command: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
             return laboratory.start(replica, command, environment=environment, stdout=subprocess.PIPE, text=True)
 
-        return _run(arguments, f"{laboratory.address(0)}:29500", environment, start)
+        if not vpn:
+            return _run(arguments, f"{laboratory.address(0)}:29500", environment, start)
+        with wireguard(laboratory) as processes:
+            seconds, processor_seconds = _run(arguments, f"{_inside(0)}:29500", environment, start)
+            of_vpn = statistics.mean(map(_processor_seconds, processes))
+        return seconds, processor_seconds + of_vpn / (1e-3 * arguments.megabytes * (arguments.rounds + 1))
+
+
+@contextmanager
+def wireguard(laboratory: Laboratory) -> Iterator[list[int]]:
+    """Join the two namespaces by WireGuard; yields its processes."""
+    secrets = [_output(["wg", "genkey"]) for _ in range(2)]
+    public = [_output(["wg", "pubkey"], secret) for secret in secrets]
+    # The names differ, since the sockets by which wg controls them lie in one directory.
+    names = [f"diloco-wg{replica}" for replica in range(2)]
+    processes = [laboratory.start(r, ["wireguard-go", "-f", name]) for r, name in enumerate(names)]
+    for replica, name in enumerate(names):
+        inside = ["ip", "netns", "exec", laboratory.namespace(replica)]
+        deadline = time.monotonic() + 10
+        while not Path(f"/var/run/wireguard/{name}.sock").exists():
+            assert time.monotonic() < deadline and processes[replica].poll() is None, "wireguard-go did not start"
+            time.sleep(0.05)
+        other = 1 - replica
+        peer = ["peer", public[other], "allowed-ips", f"{_inside(other)}/32"]
+        endpoint = ["endpoint", f"{laboratory.address(other)}:51820"]
+        own = ["wg", "set", name, "listen-port", "51820", "private-key", "/dev/stdin"]
+        _output([*inside, *own, *peer, *endpoint], secrets[replica])
+        _output([*inside, "ip", "address", "add", f"{_inside(replica)}/24", "dev", name])
+        _output([*inside, "ip", "link", "set", name, "mtu", "1420", "up"])
+    yield [process.pid for process in processes]
+
+
+def _inside(replica: int) -> str:
+    """A replica's address in the VPN."""
+    return f"10.78.0.{replica + 1}"
+
+
+def _processor_seconds(process: int) -> float:
+    """The processor time of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _output(command: list[str], text: str = "") -> str:
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _start_here(replica: int, command: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":

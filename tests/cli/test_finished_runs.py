@@ -13,7 +13,7 @@ def test_a_damaged_summary_is_named(finished_run, tmp_path, capsys):
     (path / "summary.json").write_text("")
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(path)])
-    assert "summary.json is damaged: Expecting value" in capsys.readouterr().err
+    assert "summary.json can't be read: Input data was truncated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class SlowLinks:
 @pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (5, 0.2), (2, 400.0)])
 def test_bandwidth_counts_the_bits_that_a_replica_sends(num_replicas, gbit_s, monkeypatch):
     links = SlowLinks(num_replicas, gbit_s, 0.01)
-    monkeypatch.setattr(link, "share", lambda exchange, value: [value] * exchange.num_replicas)
+    monkeypatch.setattr(link, "share", lambda exchange, value, kind=None: [value] * exchange.num_replicas)
     monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: links.now))
     measured_gbit_s, latency_seconds = measure_link(cast("Transport", links))
     assert latency_seconds == pytest.approx(0.01, rel=1e-3)

@@ -157,7 +157,7 @@ def test_replicas_resume_at_the_newest_step_that_all_hold(run, monkeypatch, held
         folder.mkdir(parents=True)
         for step in held[replica] or [40]:
             (folder / f"step-{step:08d}.sha256").touch()
-    monkeypatch.setattr(runs, "share", lambda exchange, mine: held)
+    monkeypatch.setattr(runs, "share", lambda exchange, mine, kind: held)
     world = SimpleNamespace(everyone=None, num_replicas=2, num_ranks=1)
     checkpoints = SimpleNamespace(steps=lambda: held[0])
     if isinstance(expected, int):

@@ -98,6 +98,7 @@ def _plan_measured(arguments: list[str]) -> None:
     """Measure a recipe's replicas, all on this machine or each under torchrun, and plan for them."""
     from diloco.cli._recipe import parsed_recipe
     from diloco.training.config import TrainConfig
+    from diloco.training.launcher import prepared
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
@@ -109,7 +110,8 @@ def _plan_measured(arguments: list[str]) -> None:
 
     with spelled(Command):
         command = parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco plan --measure")
-        _measure(command.config, target=command.target, json=command.json)
+        with prepared():
+            _measure(command.config, target=command.target, json=command.json)
 
 
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:

@@ -39,7 +39,7 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageMod
         CheckpointError: if no checkpoint holds these parameters, or it is damaged.
     """
     config = read_config(directory)
-    check_sizes(config)
+    check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_replicas)
     exported = directory / OUTER_FILE

@@ -62,7 +62,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             warmup_steps=min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps,
         ),
     )
-    check_sizes(resolved)
+    check_sizes(resolved, here=False)
     return resolved
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from diloco.data.index import INDEX_FILE, Split
 from diloco.data.shards import TokenShards
@@ -107,7 +107,7 @@ def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
         text = converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
     except FileError as error:
         raise UserError(f"{error}: restore it from another machine, or start over") from None
-    digest, num_tokens = text.digest, sum(shard["num_tokens"] for shard in text.splits["train"])
+    digest, num_tokens = text.digest, sum(shard.num_tokens for shard in text.splits["train"])
     if (corpus.digest, corpus.num_tokens) != (digest, num_tokens):
         raise UserError(
             f"the run was started on data with digest {digest} and {num_tokens:,} tokens of training text, and "
@@ -118,16 +118,26 @@ def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
 
 
 @dataclass(frozen=True)
+class _Shard:
+    """The facts of a shard; an earlier index has no digests."""
+
+    num_tokens: Count
+    num_documents: Count = 0
+    num_bytes: Count = 0
+    tokens_digest: str = ""
+
+
+@dataclass(frozen=True)
 class _Text:
     """The facts of a prepared directory's index that identify its text."""
 
     digest: str
-    splits: dict[Split, list[dict[Literal["num_tokens", "num_documents", "num_bytes"], Count]]]
+    splits: dict[Split, list[_Shard]]
 
     def __post_init__(self) -> None:
-        """Refuse an index without counts."""
-        if not all("num_tokens" in shard for shard in self.splits.get("train", [{}])):
-            raise UserError("it lacks the number of tokens")
+        """Refuse an index without text to train on."""
+        if "train" not in self.splits:
+            raise UserError("it lacks the split train")
 
 
 def resumable(directory: Path) -> TrainConfig:

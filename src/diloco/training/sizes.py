@@ -1,4 +1,4 @@
-"""Refuse sizes that this machine's memory can't hold, before anything of them is allocated."""
+"""Refuse sizes that no memory, or not this machine's, can hold, before anything of them is allocated."""
 
 import os
 
@@ -6,18 +6,21 @@ from diloco.errors import UserError
 from diloco.training.config import TrainConfig
 
 
-def check_sizes(config: TrainConfig) -> None:
-    """Compare the model's parameters, a batch and its logits with the memory of this machine.
+def check_sizes(config: TrainConfig, *, here: bool) -> None:
+    """Compare the model's parameters, a batch and its logits with a machine's memory.
 
     These are lower bounds: optimizer, gradients and activations take several times as much.
 
     Args:
         config: with its vocabulary, as `resolve` fills it in.
+        here: True compares with the memory of this machine, on which the run takes place; False with the largest
+            that a machine may have.
 
     Raises:
         UserError: with the fields and the bytes that they ask for.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if here else _LARGEST_MEMORY_BYTES
+    whose = "this machine has" if here else "no machine has more than"
     model, length = config.model, config.sequence_length
     micro_batch = config.micro_batch or config.process_batch
     needs = {
@@ -41,7 +44,10 @@ def check_sizes(config: TrainConfig) -> None:
         if num_bytes > memory:
             asked = ", ".join(f"{name}={values[name]}" for name in fields)
             raise UserError(
-                f"{asked}: the {what} alone take {num_bytes:,} bytes, and this machine has {memory:,} bytes of "
+                f"{asked}: the {what} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of "
                 "memory: choose smaller sizes",
                 *sorted(fields, key=lambda name: -values[name]),
             )
+
+
+_LARGEST_MEMORY_BYTES = 1 << 46

@@ -103,7 +103,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         UserError: for settings that the engine refuses, and sizes beyond this machine's memory.
         DisagreementError: if the replicas were started with different settings.
     """
-    check_sizes(config)
+    check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     if world.mesh is None:
         model.to(world.device)

@@ -14,7 +14,7 @@ from diloco.files import make_directory
 from diloco.schema import read_json
 from diloco.training.ancestor import end_with_parent
 from diloco.training.config import TrainConfig
-from diloco.training.launcher import launch
+from diloco.training.launcher import launch, prepared
 from diloco.training.traits import from_json, to_json
 
 
@@ -85,7 +85,8 @@ def _main(directory: Path) -> None:
         raise SystemExit(1)
     answer = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the run prints goes into the log
-    with (directory / "lock").open("w") as lock:
+    # The process from which replicas are forked prints into the log, too, and holds no lock.
+    with prepared(), (directory / "lock").open("w") as lock:
         # Another grid may be at the same run; the operating system drops the lock of a process that is killed.
         fcntl.flock(lock, fcntl.LOCK_EX)
         config = from_json(TrainConfig, message["config"])
@@ -104,14 +105,14 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     if (config.directory / "summary.json").exists():
         return None
     try:
-        prepared = resolve(config.data)
+        text = resolve(config.data)
     except (DilocoError, OSError) as error:  # a text or a library that may be here later
         return {"failed": str(error), "is_final": False}
     try:
         is_resumed = (config.directory / CONFIG_FILE).exists()
         if is_resumed:  # the same text may have another name by now
             resolved = read_config(config.directory)
-            resolved = replace(resolved, data=replace(resolved.data, prepared=prepared))
+            resolved = replace(resolved, data=replace(resolved.data, prepared=text))
         else:
             resolved = prepare_run(config, resume=None)
         launch(_train, resolved.num_replicas, resolved.processes_per_replica, resolved, is_resumed)
