@@ -76,7 +76,11 @@ def test_sharded_replicas_go_on_unsharded(tmp_path):
 
     def run(num_processes: int, *flags: str) -> str:
         arguments = (str(tmp_path), free_port(), num_processes, "sharded_replicas.py", *flags)
-        options = {"joined": False, "timeout_seconds": 150, "imports": ["transformers"]}
+        options = {
+            "joined": False,
+            "timeout_seconds": 150,
+            "imports": ["transformers.models.llama.modeling_llama"],
+        }
         return "".join(run_replicas(run_example, num_processes, *arguments, **options))
 
     output, resumed = run(4), run(2, "--num-shards", "1", "--resume")
@@ -125,7 +129,14 @@ def test_the_snippets_of_frameworks_train_two_replicas(tmp_path):
     snippets = ["accelerate_loop.py", "transformers_trainer.py", "trl_sft.py"]
     ports = [free_port() for _ in snippets]
     hashes, others = run_replicas(
-        run_snippets, 2, snippets, ports, str(tmp_path), joined=False, timeout_seconds=150, imports=["trl.trainer"]
+        run_snippets,
+        2,
+        snippets,
+        ports,
+        str(tmp_path),
+        joined=False,
+        timeout_seconds=150,
+        imports=["trl.trainer.sft_trainer", "peft", "transformers.models.llama.modeling_llama"],
     )
     assert hashes == others and len(set(hashes)) == len(snippets)
     assert (tmp_path / "trained/replica-0/model.safetensors").exists()

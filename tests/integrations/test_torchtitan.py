@@ -22,6 +22,7 @@ from diloco.outer.digest import parameters_hash
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+OPTIONS = {"joined": False, "timeout_seconds": 150, "imports": ["tests.integrations.imported_torchtitan"]}
 STEPS, SAVED_EVERY, KILLED_AT = 14, 3, 11
 """The last checkpoint is then that of step 9, in which fragments are in flight."""
 
@@ -176,7 +177,7 @@ def _unwrapped(name: str) -> str:
 
 def test_two_replicas_are_killed_and_resume(tmp_path):
     ports = [free_port() for _ in range(4)]
-    results = run_replicas(train_replica, 2, str(tmp_path), ports, joined=False, timeout_seconds=150)
+    results = run_replicas(train_replica, 2, str(tmp_path), ports, **OPTIONS)
     for result in results:
         assert result["num_steps"] == STEPS, "micro-steps do not count"
         assert result["hash"] == result["undisturbed"], "neither kill -9 nor validation change a bit"
@@ -218,7 +219,7 @@ def train_one_of_two(folder: str, ports: list[int]) -> dict[str, Any]:
 
 def test_two_replicas_of_two_processes_with_fsdp_resume(tmp_path):
     ports = [free_port() for _ in range(3)]
-    results = run_replicas(train_one_of_two, 4, str(tmp_path), ports, joined=False, timeout_seconds=150)
+    results = run_replicas(train_one_of_two, 4, str(tmp_path), ports, **OPTIONS)
     assert all(result == results[0] for result in results)
     assert results[0]["in_place"] and len(results[0]["losses"]) == 2
     first, resumed = results[0]["hashes"]

@@ -189,7 +189,11 @@ def test_two_replicas_are_killed_and_resume(tmp_path, make, load, metric):
         pytest.importorskip("trl")
         pytest.importorskip("peft")
     ports = [free_port() for _ in range(4)]
-    results = run_replicas(train_replica, 2, make, load, str(tmp_path), ports, joined=False, timeout_seconds=120)
+    modules = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+    if make is sft_trainer_of:
+        modules += ["trl.trainer.sft_trainer", "peft"]
+    run = (train_replica, 2, make, load, str(tmp_path), ports)
+    results = run_replicas(*run, joined=False, timeout_seconds=120, imports=modules)
     for result in results:
         assert result["num_steps"] == STEPS, "micro-steps do not count"
         assert result["bytes"] > 0

@@ -21,13 +21,15 @@ def with_model(**sizes: int) -> TrainConfig:
     [
         (with_model(width=HUGE), ("model.width", "model.vocab_size", "model.num_layers")),
         (with_model(num_layers=HUGE), ("model.num_layers", "model.vocab_size", "model.width")),
-        (replace(tiny(), sequence_length=HUGE, num_tokens=8 * HUGE), ("sequence_length", "global_batch")),
+        (replace(tiny(), sequence_length=HUGE, num_tokens=8 * HUGE), ("sequence_length", "model.vocab_size")),
         (replace(tiny(), global_batch=HUGE, num_tokens=64 * HUGE), ("global_batch", "sequence_length")),
         (replace(tiny(), evaluation=EvaluationConfig(batch=HUGE)), ("evaluation.batch", "model.vocab_size")),
     ],
 )
 def test_sizes_beyond_the_memory_are_refused_with_fields_and_bytes(config, fields):
-    with pytest.raises(UserError, match=r"alone take [\d,]+ bytes, and this machine has [\d,]+ bytes") as refusal:
+    with pytest.raises(
+        UserError, match=r"alone take [\d,]+ bytes, and no machine has more than [\d,]+"
+    ) as refusal:
         resolve(config, vocab_size=257, prepared=Path())
     assert refusal.value.fields[: len(fields)] == fields
 
