@@ -87,7 +87,10 @@ def wireguard(laboratory: Laboratory) -> Iterator[list[int]]:
     public = [_output(["wg", "pubkey"], secret) for secret in secrets]
     # The names differ, since the sockets by which wg controls them lie in one directory.
     names = [f"diloco-wg{replica}" for replica in range(2)]
-    processes = [laboratory.start(r, ["wireguard-go", "-f", name]) for r, name in enumerate(names)]
+    processes = [
+        laboratory.start(r, ["wireguard-go", "-f", name], stderr=subprocess.DEVNULL)
+        for r, name in enumerate(names)
+    ]
     for replica, name in enumerate(names):
         inside = ["ip", "netns", "exec", laboratory.namespace(replica)]
         deadline = time.monotonic() + 10

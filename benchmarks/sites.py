@@ -63,7 +63,7 @@ def train(arguments: argparse.Namespace, flags: list[str]) -> tuple[int, int, st
         ]
         outputs = [site.communicate(timeout=600)[0] for site in sites]
         wire_bytes = laboratory.bytes_sent(0)
-    hashes = re.findall(r"outer hash (\w+)", "".join(outputs))
+    hashes = re.findall(r"outer hash ([0-9a-f]{16})", "".join(outputs))
     if len(hashes) != 2 * arguments.processes or len(set(hashes)) > 1:
         raise SystemExit(f"the processes disagree: {hashes}")
     (sent,) = re.findall(r"([\d,]+) payload bytes", outputs[0])
