@@ -1,0 +1,230 @@
+"""The entries of the log: what they say, their bytes, and the chain that they form.
+
+An entry is two lines: compact JSON, and the Ed25519 signature of that line in hexadecimal, empty without keys. The
+SHA-256 of both lines stands in the next entry as `previous`: none can be changed, taken out or put between.
+"""
+
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
+
+from diloco.errors import FileError
+from diloco.schema import Count, converted, decoded
+
+FORMAT = 1
+"""Version of the log's format."""
+MOST_BYTES = 1 << 26
+"""Length of the longest entry that is read: entry 0 names all parameters."""
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+"""SHA-256 in hexadecimal."""
+Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+"""XXH3-64 of Θ_p in hexadecimal."""
+Key = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+"""An Ed25519 public key in hexadecimal; empty in a run without keys."""
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A replica's name: letters, digits, dots, dashes, at most 64."""
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Norm = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+
+
+class LogError(FileError):
+    """An entry of the log is damaged, forged, or not valid after those before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How the run decides; fixed by entry 0."""
+
+    num_fragments: Positive
+    """P."""
+    quorum: Literal["majority", "all"] = "majority"
+    """Whose payloads a decision needs: all active replicas' always suffice, at t + τ the majority's, at
+    t + τ + patience the decider's own; with `all` nothing less than all."""
+    num_replicas: Positive = 1
+    """Replicas that must have joined before the first inner step."""
+    weights: Literal["tokens", "tokens_squared_per_step"] = "tokens"
+    """A contribution's weight in the average."""
+    max_stale: Count = 3
+    """Largest number of rounds between a payload's base and the Θ that its entry updates."""
+    norm_bound: Annotated[float, msgspec.Meta(gt=1)] = 20.0
+    """An outer gradient is left out if its norm is more than this many times the running median."""
+    num_slots: Positive = 64
+    """Parts into which the training text is cut; at most so many replicas are active at once."""
+    snapshot_rounds: Positive = 8
+    """S: rounds of a fragment between two snapshots of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Create:
+    """Entry 0: everything that the replicas must agree on."""
+
+    format: Count
+    rules: Rules
+    facts: dict[str, Any]
+    """The settings that all replicas share, by name, digest of the initial parameters included."""
+    creator: Key
+    """The key that signed this entry, and signs changes of the allow-list."""
+    allowed: tuple[Key, ...] = ()
+    """The keys of replicas that may join; empty in a run without keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A replica takes the next number, from 0, and the lowest free slot of the text."""
+
+    name: Name
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """One payload in an outer step."""
+
+    replica: Count
+    seq: Count
+    """The number of the payload among its replica's, from 0."""
+    sha256: Digest
+    """Of its header and body."""
+    base_round: Count
+    """The round after which Θ_p was what the outer gradient was taken against."""
+    tokens: Positive
+    """Tokens read since the replica's last send of the fragment that was counted."""
+    steps: Positive
+    """Inner steps since then."""
+    position: Count
+    """Where the replica stood in its slot of the text, in tokens."""
+    norm: Norm
+    """‖Δ‖₂ as decoded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """One outer step of one fragment."""
+
+    fragment: Count
+    round: Positive
+    """Outer steps of the fragment, this one included."""
+    before: Checksum
+    """Of Θ_p before it."""
+    contributions: tuple[Contribution, ...]
+    """By replica, ascending, at most one each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Θ_p and the outer rule's slots after a round lie in the store."""
+
+    fragment: Count
+    round: Count
+    sha256: tuple[Digest, ...]
+    """Of each shard's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """A replica leaves; what it has uploaded may still be counted."""
+
+    finished: bool
+    """True if the run's token budget is spent: the run is over then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """A change of the allow-list, by the run's creator."""
+
+    allowed: tuple[Key, ...] = ()
+    revoked: tuple[Key, ...] = ()
+
+
+Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Keys
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in get_args(Body)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry of the log."""
+
+    author: int
+    """The replica that wrote it; −1 for the run's creator (create, keys)."""
+    previous: str
+    """SHA-256 of the entry before it; empty in entry 0."""
+    nonce: str
+    """Random, so that whoever lost the answer to a request knows its own entry again."""
+    body: Body
+
+    @property
+    def kind(self) -> str:
+        """create, join, outer, snapshot, leave or keys."""
+        return type(self.body).__name__.lower()
+
+    def line(self) -> bytes:
+        """The JSON line, which is what is signed."""
+        fields = {
+            "kind": self.kind,
+            "author": self.author,
+            "previous": self.previous,
+            "nonce": self.nonce,
+            "body": asdict(self.body),
+        }
+        return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """An entry as it lies in the store."""
+
+    kind: str
+    author: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+    previous: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+    nonce: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    body: dict[str, Any]
+
+
+def name_of(number: int) -> str:
+    """The name of entry k in the store."""
+    return f"log/{number:010d}"
+
+
+def new_entry(body: Body, *, author: int, previous: str) -> Entry:
+    """An entry with a nonce of its own."""
+    return Entry(author=author, previous=previous, nonce=secrets.token_hex(16), body=body)
+
+
+def sealed(entry: Entry, signature: str) -> bytes:
+    """The bytes of an entry, from the signature of its line."""
+    return entry.line() + signature.encode() + b"\n"
+
+
+def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
+    """An entry and its signature, from bytes that nobody has checked.
+
+    Raises:
+        LogError: naming the entry, if they are not what `sealed` writes, to the last byte.
+    """
+    source = f"entry {number} of the log"
+    line, _, rest = data.partition(b"\n")
+    try:
+        form = decoded(line, _Form, source=source)
+        if form.kind not in _KINDS:
+            raise LogError(f"{source} is of an unknown kind, {form.kind!r:.50}: install the newest diloco")
+        body = converted(form.body, _KINDS[form.kind], source=source)
+        entry = Entry(author=form.author, previous=form.previous, nonce=form.nonce, body=body)
+        signature = rest.removesuffix(b"\n").decode("ascii")
+        if sealed(entry, signature) != data:
+            raise LogError(f"{source} can't be read: its bytes are not in the form in which diloco writes them")
+    except LogError:
+        raise
+    except (FileError, ValueError, RecursionError) as error:
+        raise LogError(
+            str(error) if isinstance(error, FileError) else f"{source} can't be read: {error}"
+        ) from None
+    return entry, signature
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
