@@ -33,6 +33,8 @@ class Form:
 class Offer:
     """An outer gradient that a replica has encoded."""
 
+    seq: int
+    """Offers of this replica before it."""
     fragment: int
     payload: Tensor
     """Flat uint8, not to be changed any more."""
@@ -72,8 +74,8 @@ class Decision:
     """The round that each member's outer gradient was taken against."""
     is_own: bool
     """Whether this replica's outstanding payload is in it."""
-    is_author: bool
-    """Whether this replica wrote the entry."""
+    with_snapshot: bool
+    """Whether this replica uploads a snapshot of the fragment after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,19 @@ class Rendezvous(Protocol):
     @property
     def waits(self) -> bool:
         """Whether a decision is waited for at t + τ: true if the quorum is all."""
+        ...
+
+    @property
+    def max_stale(self) -> int:
+        """Rounds after which a payload that was not counted never will be."""
+        ...
+
+    def last_counted(self, replica: int, fragment: int) -> int:
+        """The newest payload of a replica, by its number in `Offer.seq`, that a fragment's rounds have counted."""
+        ...
+
+    def drain(self) -> None:
+        """Decide without waiting for steps that are not taken any more, until the next `at_step`."""
         ...
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
