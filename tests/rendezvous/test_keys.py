@@ -17,7 +17,7 @@ def test_a_signature_holds_for_its_message_and_key_alone(path, tmp_path):
     signer = KeyFile(path)
     other = write_key(tmp_path / "other.key")
     signature = signer.sign(b"a message")
-    check(signer.public, signature, b"a message", what="it")
+    check(signer.public, signature, b"a message", what="entry 7")
     swapped = signature[64:] + signature[:64]
     for public, mark, message in [
         (signer.public, signature, b"another message"),
@@ -72,7 +72,7 @@ def test_a_key_that_others_have_rights_to_is_refused(path, mode):
 
 def test_a_key_is_never_overwritten(path):
     before = path.read_bytes()
-    with pytest.raises(UserError, match="diloco.key exists already: name a new file"):
+    with pytest.raises(UserError, match=r"diloco\.key exists already: name a new file"):
         write_key(path)
     assert path.read_bytes() == before
 
