@@ -1,0 +1,37 @@
+"""When a replica may write a fragment's next outer entry, and whose payloads it counts."""
+
+from collections.abc import Mapping
+
+from diloco.rendezvous.entries import Contribution
+from diloco.rendezvous.machine import RunState
+
+
+def may_decide(
+    state: RunState,
+    fragment: int,
+    here: Mapping[int, Contribution],
+    own: int,
+    *,
+    overlap_over: bool,
+    patience_over: bool,
+) -> tuple[Contribution, ...] | None:
+    """The contributions of the fragment's next outer entry, if this replica may write it now; None if not yet.
+
+    Args:
+        state: after all entries.
+        fragment: p.
+        here: for each replica its newest payload of the fragment that was verified here.
+        own: this replica.
+        overlap_over: whether τ own inner steps have passed since its own send.
+        patience_over: whether τ + patience have.
+    """
+    usable = [here[replica] for replica in sorted(here) if state.refusal(fragment, here[replica]) is None]
+    replicas = {contribution.replica for contribution in usable}
+    if own not in replicas or len(state.members) < state.rules.num_replicas:
+        return None
+    active = state.active
+    is_whole = replicas.issuperset(active)
+    is_majority = 2 * len(replicas.intersection(active)) > len(active)
+    if is_whole or (state.rules.quorum == "majority" and (patience_over or (overlap_over and is_majority))):
+        return tuple(usable)
+    return None

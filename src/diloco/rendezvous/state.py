@@ -1,0 +1,170 @@
+"""What all replicas know after the same entries: the records, and the questions that one can ask of them.
+
+A replica is *active* if it has joined, or contributed to an outer step, within the last 2P outer entries, and has
+neither left nor been fenced by a later join of its name.
+"""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from diloco.reduction.cohort import Cohort
+from diloco.rendezvous.entries import (
+    Checksum,
+    Contribution,
+    Digest,
+    Entry,
+    Join,
+    Key,
+    LogError,
+    Name,
+    Norm,
+    Outer,
+    Rules,
+)
+from diloco.schema import Count
+
+MOST_REPLICAS = (1 << 16) - 2
+"""Numbers of replicas that codecs can tell apart."""
+_FEWEST_NORMS = 8
+"""With fewer, no norm is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A replica that has joined."""
+
+    name: Name
+    key: Key
+    slot: Count
+    """Its part of the text."""
+    start: Count
+    """Where in the slot it began, in tokens."""
+    joined: Count
+    """Outer entries before its join."""
+    last_outer: Count
+    """Outer entries up to its last contribution, or its join."""
+    tokens: Count = 0
+    """Counted, over all fragments: P times those of whole rounds."""
+    steps: Count = 0
+    left: bool = False
+    fenced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotRef:
+    """A snapshot in the store."""
+
+    round: Count
+    number: Count
+    """Of its entry."""
+    sha256: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterRef:
+    """An outer entry that may still have to be replayed."""
+
+    number: Count
+    body: Outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentLog:
+    """What the log says of one fragment."""
+
+    round: Count = 0
+    """Outer steps."""
+    before: tuple[Checksum, ...] = ()
+    """Checksums of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
+    norms: tuple[Norm, ...] = ()
+    last_seq: dict[Count, Count] = field(default_factory=dict)
+    """The newest payload of each replica that was counted."""
+    snapshots: tuple[SnapshotRef, ...] = ()
+    """The last two."""
+    since: tuple[OuterRef, ...] = ()
+    """The outer entries since the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What the entries 0 … k−1 say; JSON by msgspec, so that an index can be kept of it."""
+
+    number: Count
+    """k, the number of the next entry."""
+    previous: Digest
+    """SHA-256 of entry k−1."""
+    run: Digest
+    """SHA-256 of entry 0, which names the run."""
+    rules: Rules
+    creator: Key
+    allowed: tuple[Key, ...]
+    """Keys that may join, revoked ones taken out."""
+    kept: tuple[Count, ...] = ()
+    """Entries that changed the allow-list; like entry 0, they are never retired."""
+    members: tuple[Member, ...] = ()
+    """By number."""
+    positions: dict[Count, Count] = field(default_factory=dict)
+    """Where each slot of the text stands, in tokens."""
+    fragments: tuple[FragmentLog, ...]
+    num_outer: Count = 0
+    """Outer entries."""
+    tokens: Count = 0
+    """Tokens of all contributions."""
+    finished: bool = False
+    """Whether a replica has left because the token budget was spent."""
+
+    def is_active(self, replica: int) -> bool:
+        """Whether decisions wait for a replica."""
+        member = self.members[replica]
+        if member.left or member.fenced:
+            return False
+        return self.rules.quorum == "all" or self.num_outer - member.last_outer < 2 * self.rules.num_fragments
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The active replicas."""
+        return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
+
+    def free_slot(self, name: str) -> int | None:
+        """The slot that a joiner gets: that of its name's last process, or the lowest that nobody active holds."""
+        held = {self.members[replica].slot: self.members[replica].name for replica in self.active}
+        own = [member.slot for member in self.members if member.name == name]
+        free = (slot for slot in (*own[-1:], *range(self.rules.num_slots)) if held.get(slot, name) == name)
+        return next(free, None)
+
+    def refusal(self, fragment: int, contribution: Contribution) -> str | None:
+        """Why a payload can't enter the fragment's next outer step; None if it can."""
+        log, replica = self.fragments[fragment], contribution.replica
+        if replica >= len(self.members) or self.members[replica].fenced:
+            return f"replica {replica} has not joined, or was replaced"
+        if contribution.seq <= log.last_seq.get(replica, -1):
+            return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
+        if contribution.base_round > log.round:
+            return f"round {contribution.base_round} is still to come"
+        if contribution.base_round < log.round - self.rules.max_stale:
+            return f"it was made against round {contribution.base_round}, and this is round {log.round}"
+        if len(log.norms) >= _FEWEST_NORMS:
+            most = self.rules.norm_bound * statistics.median(log.norms)
+            if contribution.norm > most:
+                return f"its norm is {contribution.norm:.4g}, more than {most:.4g}"
+        return None
+
+    def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
+        """The replicas of an outer step, with their weights."""
+        squared = self.rules.weights == "tokens_squared_per_step"
+        return Cohort.weighted({c.replica: c.tokens**2 / c.steps if squared else c.tokens for c in contributions})
+
+    def refusal_of_joiner(self, body: Join) -> str | None:
+        """Why a replica can't join; None if it can."""
+        if self.finished:
+            return "joins a run that has ended"
+        if self.creator and body.key not in self.allowed:
+            return f"joins {body.name} with a key that is not on the run's allow-list"
+        if not self.creator and body.key:
+            return f"joins {body.name} with a key, in a run without keys"
+        if any(member.name == body.name and member.key != body.key for member in self.members):
+            return f"joins {body.name} with another key than that of the replica which had the name before"
+        if self.free_slot(body.name) is None:
+            return f"joins {body.name}, and all {self.rules.num_slots} slots of the text are taken"
+        return f"joins after {MOST_REPLICAS} others" if len(self.members) >= MOST_REPLICAS else None
