@@ -19,13 +19,13 @@ FORMAT = 1
 """Version of the log's format."""
 MOST_BYTES = 1 << 26
 """Length of the longest entry that is read: entry 0 names all parameters."""
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
-Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """XXH3-64 of Θ_p in hexadecimal."""
-Key = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Norm = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
@@ -179,8 +179,8 @@ class _Form:
 
     kind: str
     author: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
-    previous: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
-    nonce: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    previous: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     body: dict[str, Any]
 
 
@@ -225,6 +225,6 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
     return entry, signature
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
