@@ -1,0 +1,160 @@
+"""The contract between an engine and a place where replicas come and go.
+
+The training thread offers outer gradients and takes decisions; everything else happens behind this contract.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from diloco.reduction.cohort import Cohort
+from diloco.wire.payload import Codec, Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form of the run's payloads."""
+
+    codec: Codec
+    """Of the outer gradients."""
+    sizes: tuple[int, ...]
+    """N of each fragment."""
+    seed: int
+    """Of codecs that draw random numbers."""
+
+    def key(self, fragment: int, base_round: int, replica: int) -> Key:
+        """The key of a payload: its round is the one after its base, as in a fixed group."""
+        return Key(self.seed, fragment, base_round + 1, replica)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """An outer gradient that a replica has encoded."""
+
+    fragment: int
+    payload: Tensor
+    """Flat uint8, not to be changed any more."""
+    base_round: int
+    """The fragment's round of the Θ_p that it was taken against."""
+    base: int
+    """The checksum of that Θ_p."""
+    norm: float
+    """‖Δ‖₂ as decoded."""
+    tokens: int
+    """Read since the last send of the fragment that was counted."""
+    steps: int
+    """Inner steps since then."""
+    position: int
+    """Tokens that this process has read, in all."""
+    step: int
+    """The inner step after which it is offered."""
+    overlap_steps: int
+    """τ of this replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """An outer step of one fragment, as the log has it, with its payloads."""
+
+    number: int
+    """Of the log's entry."""
+    fragment: int
+    round: int
+    """Outer steps of the fragment, this one included."""
+    before: int
+    """Checksum of Θ_p before it."""
+    cohort: Cohort
+    payloads: Mapping[int, Tensor]
+    """By member."""
+    base_rounds: Mapping[int, int]
+    """The round that each member's outer gradient was taken against."""
+    is_own: bool
+    """Whether this replica's outstanding payload is in it."""
+    is_author: bool
+    """Whether this replica wrote the entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The run as a replica finds it."""
+
+    replica: int
+    """This replica's number."""
+    snapshots: Mapping[int, tuple[int, Mapping[str, Tensor]]]
+    """For each fragment that has one: its round, and Θ_p (`outer`) and the slots by name, flat FP32."""
+    num_decisions: int
+    """Decisions to take before this replica's Θ is the run's."""
+
+
+@runtime_checkable
+class Rendezvous(Protocol):
+    """A place where replicas come and go."""
+
+    @property
+    def replica(self) -> int:
+        """This replica's number, unique in the run; after `join`."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why this replica can't go on; None as far as is known."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `decided` has something to give."""
+        ...
+
+    def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
+        """Join the run, or create it.
+
+        Raises:
+            DisagreementError: if the run has other facts, naming the first and both values.
+        """
+        ...
+
+    def offer(self, offer: Offer) -> None:
+        """Start to upload an outer gradient, and return at once."""
+        ...
+
+    def at_step(self, step: int) -> None:
+        """Tell how many inner steps this replica has taken."""
+        ...
+
+    def applied(self, fragment: int, round: int, checksum: int) -> None:
+        """Tell the checksum of Θ_p after a round."""
+        ...
+
+    def wanted(self) -> Sequence[int]:
+        """The fragments whose open round has another replica's payload."""
+        ...
+
+    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
+        """The decisions since the last call, in the log's order.
+
+        Args:
+            wait_for: a fragment: wait until there is a decision of it, bounded in time.
+
+        Raises:
+            ExchangeError: if it did not come in time.
+        """
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether a decision is waited for at t + τ: true if the quorum is all."""
+        ...
+
+    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
+        ...
+
+    def leave(self, *, finished: bool) -> None:
+        """Wait for own uploads, bounded in time, and leave."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Stop at once, after an error."""
+        ...
