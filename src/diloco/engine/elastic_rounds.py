@@ -20,11 +20,14 @@ from diloco.engine import observe
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
 from diloco.errors import DisagreementError, ExchangeError
+from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
+from diloco.rendezvous import snapshots
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous
+from diloco.rendezvous.verify import norm_of
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
 
@@ -76,11 +79,14 @@ class ElasticRounds(ReplicaRounds):
 
     def catch_up(self, joined: Joined) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
-        for p, (last_round, vectors) in joined.snapshots.items():
-            for kind in (OUTER, *self.settings.outer.slots):
-                self.state.use(kind, p).copy_(vectors[kind])
+        kinds = (OUTER, *self.settings.outer.slots)
+        for p, stored in joined.snapshots.items():
+            vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
+            snapshots.read_into(stored.data, vectors, name=stored.name)
+            for kind, vector_N in vectors.items():
+                self.state.use(kind, p).copy_(vector_N)
                 self.state.keep(kind, p)
-            self._applied(p, last_round)
+            self._applied(p, stored.round)
         num_taken = 0
         while num_taken < joined.num_decisions:
             for decision in self.rendezvous.decided(wait_for=-1):
@@ -113,7 +119,7 @@ class ElasticRounds(ReplicaRounds):
             payload=payload,
             base_round=self.rounds[p],
             base=self.bases[p],
-            norm=torch.linalg.vector_norm(decoded_N).item(),
+            norm=norm_of(decoded_N.cpu()),
             tokens=tokens or steps,
             steps=steps,
             position=self.tokens or self.num_steps,

@@ -5,12 +5,15 @@ The training thread offers outer gradients and takes decisions; everything else 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from diloco.reduction.cohort import Cohort
 from diloco.wire.payload import Codec, Key
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +82,23 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredSnapshot:
+    """A fragment's snapshot, as it lies in the store; nobody has checked it."""
+
+    round: int
+    name: str
+    """In the store; it holds the SHA-256."""
+    data: "Buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Joined:
     """The run as a replica finds it."""
 
     replica: int
     """This replica's number."""
-    snapshots: Mapping[int, tuple[int, Mapping[str, Tensor]]]
-    """For each fragment that has one: its round, and Θ_p (`outer`) and the slots by name, flat FP32."""
+    snapshots: Mapping[int, StoredSnapshot]
+    """For each fragment that has one."""
     num_decisions: int
     """Decisions to take before this replica's Θ is the run's."""
 
