@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from diloco.cli.main import main
-from diloco.scaling import judgement
 from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
 from diloco.scaling.laws import Laws
-from diloco.scaling.parametric import FORMS, fit_parametric
 from diloco.scaling.power_laws import PowerLaw
 from diloco.scaling.prediction import predict
-from diloco.scaling.published import EXTRAPOLATED, JOINT
+from diloco.scaling.published import JOINT
 from diloco.scaling.table import Point, best_points, read_table
 
 SIZES = (1e5, 2e5, 4e5)
@@ -386,33 +384,3 @@ def test_a_table_is_judged(tmp_path, capsys):
     assert "needs 3 sizes below the largest" in output["forms_refused"]["sum"]
     assert {(edge["quantity"], edge["value"]) for edge in output["on_edge"]} == {("outer_learning_rate", 0.8)}
     assert output["extrapolation"] == []
-
-
-@pytest.mark.slow
-def test_the_published_table_is_judged(capsys, monkeypatch):
-    """The forms of docs/results/scaling.md; N counts parameters."""
-    fits = {}
-
-    def fit(form, *columns):
-        fits[form.name] = fit_parametric(form, *columns)
-        return fits[form.name]
-
-    monkeypatch.setattr(judgement, "fit_parametric", fit)
-    main(["scaling", "fit"])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("independent", "joint", *(form.formula for form in FORMS.values())))
-    assert "loss = A·N^α" in printed and printed.count(" has less loss than Data-Parallel ") == 4
-    assert (
-        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.070 (-0.8 %)" in printed
-    )
-    assert fits["product_constant"].coefficients == pytest.approx(
-        {"log A": 3.657, "α": -0.160, "β": 0.0182, "C": 1.106}, rel=0.02
-    )
-    c = fits["exponent"].coefficients
-    assert 0.0001 < c["β"] < 0.0005
-    by_hand = math.exp(c["log A"]) * 1e9 ** (c["α"] + 4 * c["β"]) + c["C"]
-    assert fits["exponent"](1e9, 4) == pytest.approx(by_hand)
-    extrapolates_best = min(fits.values(), key=lambda fit: fit.residual)
-    for (_, replicas), (_, at_10b) in EXTRAPOLATED.items():
-        if replicas:
-            assert extrapolates_best(10e9, replicas) == pytest.approx(at_10b, rel=0.025)
