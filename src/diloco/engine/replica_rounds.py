@@ -68,7 +68,7 @@ class ReplicaRounds:
 
     @property
     def untold_tokens(self) -> float:
-        """Tokens that this replica has read and the run has not counted yet; 0 in a fixed group, which counts none."""
+        """Tokens that this replica has read and the run has not counted yet; 0 in a fixed group."""
         return 0.0
 
     @property
