@@ -3,9 +3,9 @@
 An index is two lines like an entry: compact JSON, and its author's signature of it. `kind` keeps the two apart.
 """
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -19,9 +19,6 @@ from diloco.schema import decoded
 
 MOST_BYTES = 1 << 25
 """Length of the longest index that is read."""
-_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:/.*)?")
-_SNAPSHOT = re.compile(r"snapshots/(\d{1,10})/(\d{1,20})-([0-9a-f]{64})")
-_INDEX = re.compile(r"index/(\d{10})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,8 @@ class Index:
 
     def line(self) -> bytes:
         """The JSON line, which is what is signed."""
-        return msgspec.json.encode(self, order="deterministic") + b"\n"
+        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True, allow_nan=False)
+        return text.encode() + b"\n"
 
 
 def name_of(number: int) -> str:
@@ -77,48 +75,6 @@ def opened(data: bytes, *, number: int) -> tuple[Index, str]:
     if reason := next(_contradictions(index, number), None):
         raise LogError(f"{source} can't be true: {reason}")
     return index, signature
-
-
-def retirable(state: RunState, names: Iterable[str]) -> list[str]:
-    """The objects which nobody needs any more.
-
-    A joiner reads the newest index, the last two snapshots of each fragment, the payloads of the outer entries since
-    the first of them, and the entries after the index. A replica that was away for longer does the same. Entries are
-    never retired: a replica that wakes up after days would find its next entry absent, write it, and go on alone.
-
-    Args:
-        state: that of the newest index in the store.
-        names: of objects in the store.
-    """
-    counted = {(c.replica, c.seq) for log in state.fragments for ref in log.since for c in ref.body.contributions}
-    snapshots = {
-        (fragment, ref.round, sha256)
-        for fragment, log in enumerate(state.fragments)
-        for ref in log.snapshots
-        for sha256 in ref.sha256
-    }
-
-    def is_retirable(name: str) -> bool:
-        if match := _PAYLOAD.fullmatch(name):
-            replica, seq = int(match[1]), int(match[2])
-            return (replica, seq) not in counted and not _may_count(state, replica, seq)
-        if match := _SNAPSHOT.fullmatch(name):
-            fragment, round = int(match[1]), int(match[2])
-            if fragment >= len(state.fragments) or not (refs := state.fragments[fragment].snapshots):
-                return False
-            return round <= refs[-1].round and (fragment, round, match[3]) not in snapshots
-        match = _INDEX.fullmatch(name)
-        return match is not None and int(match[1]) < state.number
-
-    return [name for name in names if is_retirable(name)]
-
-
-def _may_count(state: RunState, replica: int, seq: int) -> bool:
-    """Whether a payload may still enter an entry."""
-    if replica >= len(state.members):
-        return True  # of a replica that joined after the index
-    last = state.fragments[seq % state.rules.num_fragments].last_seq.get(replica, -1)
-    return not state.members[replica].fenced and seq > last
 
 
 def _contradictions(index: Index, number: int) -> Iterator[str]:
