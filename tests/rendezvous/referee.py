@@ -1,6 +1,7 @@
 """A store in memory, and a referee who keeps books of his own on every entry that lands in its log."""
 
 import enum
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from diloco.rendezvous.machine import RunState
 
 Vector = NDArray[np.float32]
 NUM_ELEMENTS = 3
+
+
+opened = functools.lru_cache(1 << 12)(entries.opened)
 
 
 class Fault(enum.Enum):
@@ -111,7 +115,7 @@ class Referee:
 
     def land(self, number: int, data: bytes) -> None:
         assert number == len(self.states), "the log has no holes and no second end"
-        entry, signature = entries.opened(data, number=number)
+        entry, signature = opened(data, number=number)
         if number == 0:
             self.states.append(RunState.begin(entry, digest(data)))
             self.outer = OuterParameters.initial(self.state.rules.num_fragments)
@@ -130,6 +134,8 @@ class Referee:
             self.names.append(body.name)
             self.latest[body.name] = entry.author
             assert entry.author == len(self.names) - 1
+            others = [r for r in self.states[-2].active if self.names[r] != body.name]
+            assert not any(self.state.members[r].fenced for r in others), "a join fences an active replica"
         elif isinstance(body, Leave):
             self.gone.add(entry.author)
         elif isinstance(body, Keys):

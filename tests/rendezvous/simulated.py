@@ -14,6 +14,7 @@ from tests.rendezvous.referee import (
     Payload,
     Referee,
     Vector,
+    opened,
     payload_digest,
     public_key,
     signed,
@@ -60,7 +61,7 @@ class Replica:
         self.number = -1
         self.living, self.behaves = True, True
         first = store.objects[entries.name_of(0)]
-        self.state = RunState.begin(entries.opened(first, number=0)[0], digest(first))
+        self.state = RunState.begin(opened(first, number=0)[0], digest(first))
         self.num_fragments = self.state.rules.num_fragments
         self.outer = OuterParameters.initial(self.num_fragments)
         self.theta = [value.copy() for value in self.outer.theta]
@@ -180,7 +181,7 @@ class Replica:
                     self.append(join, fault)
             return False
         number = self.state.number
-        entry, signature = entries.opened(data, number=number)
+        entry, signature = opened(data, number=number)
         assert signature == signed(self.state.signer(entry), entry.line())
         before, self.state = self.state, self.state.after(entry, digest(data))
         is_own = self.proposal is not None and entry.nonce == self.proposal[1]
@@ -340,6 +341,8 @@ class Run:
         while self.store.late:
             self.store.deliver(0)
         self._catch_up()
+        for replica in self.living:
+            replica.proposal = None  # a lost request to leave is not repeated
         members = self.referee.state.members
         missing = {members[replica].name for replica in self.referee.state.active} - {r.name for r in self.living}
         if self.rules.quorum == "all" or not self.living:

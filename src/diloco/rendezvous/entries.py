@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -176,7 +176,7 @@ class Entry:
             "author": self.author,
             "previous": self.previous,
             "nonce": self.nonce,
-            "body": asdict(self.body),
+            "body": msgspec.to_builtins(self.body),
         }
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 

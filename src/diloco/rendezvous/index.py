@@ -5,7 +5,7 @@ An index is two lines like an entry: compact JSON, and its author's signature of
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -31,7 +31,7 @@ class Index:
 
     def line(self) -> bytes:
         """The JSON line, which is what is signed."""
-        text = json.dumps(asdict(self), separators=(",", ":"), sort_keys=True, allow_nan=False)
+        text = json.dumps(msgspec.to_builtins(self), separators=(",", ":"), sort_keys=True, allow_nan=False)
         return text.encode() + b"\n"
 
 
