@@ -104,7 +104,12 @@ def test_a_trained_bpe_round_trips(bpe_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(256, "take bpe:257 at least"), (50_000, "bpe:50000 is more than the")]
+    ("size", "message"),
+    [
+        (256, "take bpe:257 at least"),
+        (50_000, "bpe:50000 is more than the"),
+        (999_999_999, r"more than the \d+ tokens that a vocabulary may have"),
+    ],
 )
 def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
     with pytest.raises(UserError, match=message):

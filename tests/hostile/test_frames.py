@@ -23,18 +23,10 @@ from diloco.exchange.board import Board, Request
 from diloco.exchange.control import agree, share
 from diloco.exchange.link import Link
 from diloco.exchange.notices import Notices
-from diloco.exchange.tls import Security, security_of
+from diloco.exchange.tls import Security
 from diloco.exchange.transport import Channel, Tag
 
 HOSTILE = settings(settings.get_profile("hostile"))
-SECRET = "correct horse battery staple"
-
-
-@pytest.fixture(scope="module")
-def security() -> Security:
-    made = security_of(SECRET, None)
-    assert made is not None
-    return made
 
 
 def connected(security: Security) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
@@ -63,9 +55,8 @@ FRAMES = st.lists(
 
 
 @HOSTILE
-@given(FRAMES, st.binary(max_size=300))
-def test_a_link_takes_only_what_it_asked_for(frames, body):
-    security = SECURITY()
+@given(frames=FRAMES, body=st.binary(max_size=300))
+def test_a_link_takes_only_what_it_asked_for(security, frames, body):
     (ours, theirs), (ours_back, theirs_back) = connected(security), connected(security)
     link = Link(ours, ours_back)
     buffer = torch.full((100,), 7, dtype=torch.uint8)
@@ -81,12 +72,6 @@ def test_a_link_takes_only_what_it_asked_for(frames, body):
     assert link._num_requests <= 6
     link.fail("the end")
     theirs.close()
-
-
-def SECURITY(made: list[Security] = []) -> Security:  # noqa: B006, N802 - made once
-    if not made:
-        made.append(security_of(SECRET, None))
-    return made[0]
 
 
 def test_a_peer_that_asks_for_everything_is_cut_off(security):
@@ -126,6 +111,10 @@ def test_the_board_is_bounded():
         for i in range(1000):
             board.apply(Request("set", str(i), bytes(1 << 20)))
     assert board._num_bytes <= 1 << 26
+    with pytest.raises(ValueError, match="the board is full"):
+        for i in range(1 << 17):
+            board.apply(Request("add", f"n{i}", number=0) if i % 2 else Request("set", f"k{i}"))
+    assert len(board._values) <= 1 << 16
 
 
 class Told:

@@ -281,6 +281,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
             f"data.tokenizer=bpe:{vocab_size} can't hold 256 bytes and BOS: take bpe:257 at least",
             "data.tokenizer",
         )
+    if vocab_size > MOST_TOKENS:  # the library sets memory aside for all of them at once
+        raise UserError(
+            f"data.tokenizer=bpe:{vocab_size} is more than the {MOST_TOKENS} tokens that a vocabulary may have",
+            "data.tokenizer",
+        )
     backend = Backend(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
