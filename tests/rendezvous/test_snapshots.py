@@ -33,7 +33,7 @@ def test_a_snapshot_is_a_safetensors_file_that_reads_back(num_elements):
     assert len(content) <= most_bytes(num_elements)
     by_library = safetensors.torch.load(content)
     ours = {key: torch.full((num_elements,), 5.0) for key in vectors}
-    read_into(obstore.Bytes(content), ours, name=name)
+    read_into(ours, obstore.Bytes(content), name=name)
     for key, vector in vectors.items():
         assert torch.equal(by_library[key], vector) and torch.equal(ours[key], vector)
 
@@ -91,7 +91,7 @@ def test_a_changed_header_is_refused_though_its_digest_is_right(old, new, reason
     vectors = vectors_of(10, seed=1)
     before = {key: vector.clone() for key, vector in vectors.items()}
     with pytest.raises(SnapshotError, match=reason) as refusal:
-        read_into(content, vectors, name=name)
+        read_into(vectors, content, name=name)
     assert name in str(refusal.value)
     assert all(torch.equal(vectors[key], before[key]) for key in vectors)
 
@@ -103,7 +103,7 @@ def test_values_that_are_not_finite_are_refused_before_any_vector_changes(value)
     content, name = snapshot(vectors)
     ours = {key: torch.zeros(10) for key in vectors}
     with pytest.raises(SnapshotError, match="its vector velocity holds NaN or an infinity"):
-        read_into(content, ours, name=name)
+        read_into(ours, content, name=name)
     assert not ours["outer"].any()
 
 

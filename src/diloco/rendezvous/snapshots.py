@@ -94,12 +94,12 @@ def opened(data: "Buffer", *, name: str, num_elements: int) -> dict[str, Tensor]
     return vectors
 
 
-def read_into(data: "Buffer", vectors: Mapping[str, Tensor], *, name: str) -> None:
+def read_into(vectors: Mapping[str, Tensor], data: "Buffer", *, name: str) -> None:
     """Copy a snapshot into vectors on any device; they change only if all of it is sound.
 
     Args:
-        data: the object.
         vectors: as for `sealed`.
+        data: the object.
         name: the object's, which ends with its SHA-256.
 
     Raises:
