@@ -77,6 +77,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "reduction/gather.py": "reduction/test_reduction.py",
     "reduction/reduce_scatter.py": "reduction/test_reduction.py",
     "rendezvous/verify.py": "rendezvous/test_payloads.py",
+    "rendezvous/store_errors.py": "rendezvous/test_store.py",
+    "rendezvous/store_url.py": "rendezvous/test_store.py",
     "report/figures/drawing.py": "report/figures/test_experiments.py",
     "report/figures/simulator.py": "cli/test_simulate.py",
     "report/html/experiment_section.py": "report/html/test_page.py",

@@ -77,12 +77,17 @@ class ElasticRounds(ReplicaRounds):
         """This replica's number in the run."""
         return self.rendezvous.replica
 
+    @property
+    def untold_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
+        return self.tokens - sum(tokens for tokens, _ in self.told) / len(self.told)
+
     def catch_up(self, joined: Joined) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
         kinds = (OUTER, *self.settings.outer.slots)
         for p, stored in joined.snapshots.items():
             vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
-            snapshots.read_into(stored.data, vectors, name=stored.name)
+            snapshots.read_into(vectors, stored.data, name=stored.name)
             for kind, vector_N in vectors.items():
                 self.state.use(kind, p).copy_(vector_N)
                 self.state.keep(kind, p)

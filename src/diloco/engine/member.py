@@ -11,7 +11,7 @@ from diloco.engine.membership import Membership
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
 from diloco.exchange.transport import Transport
-from diloco.rendezvous.contract import Rendezvous
+from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 
 
 def member(
@@ -28,7 +28,7 @@ def member(
         UserError: if the settings contradict each other, the model or the exchange.
         DisagreementError: if the replicas were given different settings or initial parameters.
     """
-    if isinstance(exchange, Rendezvous):
+    if is_rendezvous(exchange):
         settings.check(model, num_replicas=None)
         settings.check_rendezvous()
         parameters = FragmentParameters(model, settings.fragments, masters)

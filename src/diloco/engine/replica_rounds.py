@@ -67,6 +67,11 @@ class ReplicaRounds:
         raise NotImplementedError
 
     @property
+    def untold_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet; 0 in a fixed group."""
+        return 0.0
+
+    @property
     def peers(self) -> Peers | None:
         """When the other replicas answered; None where that is not known."""
         return None

@@ -34,6 +34,11 @@ class EngineView:
         self._rounds.tokens = tokens
 
     @property
+    def untold_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
+        return self._rounds.untold_tokens
+
+    @property
     def bytes_sent(self) -> int:
         """Payload bytes of all shards, each destination counted."""
         return self._rounds.bytes_sent

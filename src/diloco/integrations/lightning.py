@@ -13,7 +13,7 @@ from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
 from diloco.exchange.process_group import ProcessGroupExchange
-from diloco.rendezvous.contract import Rendezvous
+from diloco.rendezvous.contract import is_rendezvous
 
 _STATE = "diloco"
 """The key of a checkpoint under which the callback keeps what it resumes from."""
@@ -86,7 +86,7 @@ class DiLoCoCallback(Callback):
         """Compare the replicas' numbers of steps."""
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")
-        if not isinstance(self.engine.exchange, Rendezvous):
+        if not is_rendezvous(self.engine.exchange):
             agree(self.engine.exchange, {name: getattr(trainer, name) for name in names})
 
     def on_train_batch_end(

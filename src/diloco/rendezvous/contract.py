@@ -5,7 +5,7 @@ The training thread offers outer gradients and takes decisions; everything else 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from diloco.reduction.cohort import Cohort
 from diloco.wire.payload import Codec, Key
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, TypeIs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,6 @@ class Joined:
     """Decisions to take before this replica's Θ is the run's."""
 
 
-@runtime_checkable
 class Rendezvous(Protocol):
     """A place where replicas come and go."""
 
@@ -186,3 +185,9 @@ class Rendezvous(Protocol):
     def abort(self, reason: str) -> None:
         """Stop at once, after an error."""
         ...
+
+
+def is_rendezvous(exchange: object) -> "TypeIs[Rendezvous]":
+    """True for an object that offers what `Rendezvous` asks for."""
+    names = (name for name in vars(Rendezvous) if not name.startswith("_"))
+    return all(hasattr(type(exchange), name) for name in names)

@@ -1,6 +1,6 @@
 """What a replica does beside its training thread: follow the log, upload payloads, decide, hand decisions over.
 
-All of it runs in one asyncio loop. The training thread changes plain values here, and takes decisions from a queue.
+All of it runs in one asyncio loop. The training thread sets plain values here, and takes decisions from a queue.
 """
 
 import asyncio
@@ -47,8 +47,9 @@ class Follower:
     """
 
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
-        self.step, self.draining_since = 0, None
-        """Inner steps that the training thread has taken; when it took the last, if no more come for now."""
+        self.step = 0
+        self.draining_since: float | None = None
+        """When the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: dict[int, tuple[int, int]] = {}
         """For each fragment the round that the training thread has applied, and the checksum of Θ_p after it."""
         self.wanted: Sequence[int] = ()
@@ -66,6 +67,7 @@ class Follower:
         self.inbox = Inbox(store, form, run, poll_seconds=poll, on_arrival=self._on_arrival)
         self._offers: dict[int, Offer] = {}  # uploaded, and not counted yet
         self._uploads = 0
+        self._to_upload: asyncio.Queue[Offer] = asyncio.Queue()
         self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
         self._to_append: deque[Body] = deque()
         self._watched: set[int] = set()
@@ -89,14 +91,15 @@ class Follower:
                     self._to_deliver.put_nowait(outer)
                 self._tasks.create_task(self._deliver())
                 self._tasks.create_task(self._drive())
+                while True:
+                    self._tasks.create_task(self._upload(await self._to_upload.get()))
         except BaseExceptionGroup as group:
             self._fail(group.exceptions[0])
 
     def offer(self, offer: Offer) -> None:
         """Upload an outer gradient; called in the loop."""
-        assert self._tasks is not None, "the follower runs"
         self._uploads += 1
-        self._tasks.create_task(self._upload(offer))
+        self._to_upload.put_nowait(offer)
 
     def append(self, body: Body) -> None:
         """Write an entry when it is its turn; called in the loop."""
@@ -157,7 +160,7 @@ class Follower:
         self._changed.set()
 
     async def _upload(self, offer: Offer) -> None:
-        body = memoryview(offer.payload.numpy())
+        body = offer.payload.numpy().data
         header = payloads.Header(
             run=self.state.run,
             replica=self._own,

@@ -109,8 +109,8 @@ def _compare(data: bytes, wish: Wish) -> None:
     for name in dict.fromkeys((*mine, *body.facts)):
         if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
             raise DisagreementError(
-                f"this replica differs from the run in {name}: the run has {_short(body.facts.get(name))}, and this "
-                f"replica {_short(mine.get(name))}; start it with the run's settings, or in another place"
+                f"this replica differs from the run in {name}: the run has {_short(body.facts.get(name))}, and "
+                f"this replica {_short(mine.get(name))}; start it with the run's settings, or in another place"
             )
     for field in fields(Rules):
         theirs, ours = getattr(body.rules, field.name), getattr(wish.rules, field.name)
@@ -139,8 +139,8 @@ async def _wait_for_others(log: Log, wish: Wish) -> None:
     while (count := len(log.state.members)) < log.state.rules.num_replicas:
         if time.monotonic() > deadline:
             raise ExchangeError(
-                f"{count} of {log.state.rules.num_replicas} replicas have joined within {wish.timeout_seconds:g} s: "
-                "start the others"
+                f"{count} of {log.state.rules.num_replicas} replicas have joined within "
+                f"{wish.timeout_seconds:g} s: start the others"
             )
         await asyncio.sleep(0.05)
         await log.read(patience_seconds=wish.timeout_seconds)

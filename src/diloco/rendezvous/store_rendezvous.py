@@ -36,8 +36,8 @@ class StoreRendezvous:
     Args:
         url: a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, with the
             ordinary environment variables for credentials and endpoint.
-        name: this replica's; a later process of the same name takes the place of an earlier one. None is the host's
-            name and random letters.
+        name: this replica's; a later process of the same name takes the place of an earlier one. None is the
+            host's name and random letters.
         quorum: "majority": a decision waits for all active replicas until t + τ, then for the majority until
             t + τ + patience; "all": each waits for all, as in a fixed group. None is the run's, or "majority".
         num_replicas: replicas that must have joined before the first inner step; None is the run's, or 1.
@@ -104,6 +104,16 @@ class StoreRendezvous:
         return self._following.state
 
     @property
+    def slot(self) -> int:
+        """This replica's part of the text, of `state.rules.num_slots`."""
+        return self.state.members[self.replica].slot
+
+    @property
+    def start(self) -> int:
+        """Where in the slot this replica began, in tokens."""
+        return self.state.members[self.replica].start
+
+    @property
     def store(self) -> Store:
         """The store, with its counts of requests and bytes."""
         return self._store
@@ -138,7 +148,7 @@ class StoreRendezvous:
         """
         if self._entrance is not None:
             raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
-        rules = Rules(num_fragments=len(form.sizes), **self._asked)  # pyright: ignore[reportArgumentType]
+        rules = Rules(num_fragments=len(form.sizes), **self._asked)
         wish = Wish(
             name=self.name,
             rules=rules,
