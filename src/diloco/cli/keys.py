@@ -86,7 +86,7 @@ def _checked(keys: tuple[str, ...]) -> tuple[str, ...]:
     for key in keys:
         if not re.fullmatch("[0-9a-f]{64}", key):
             raise UserError(
-                f"{key!r:.100} is no public key, which is 64 hexadecimal digits: take diloco keys show"
+                f"{key!r:.100} is no public key of 64 hexadecimal digits, as diloco keys show prints it"
             )
     return tuple(dict.fromkeys(keys))
 
