@@ -1,8 +1,8 @@
 """When a replica may write a fragment's next outer entry, and whose payloads it counts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from diloco.rendezvous.entries import Contribution
+from diloco.rendezvous.entries import Contribution, digest
 from diloco.rendezvous.machine import RunState
 
 
@@ -27,7 +27,7 @@ def may_decide(
     """
     usable = [here[replica] for replica in sorted(here) if state.refusal(fragment, here[replica]) is None]
     replicas = {contribution.replica for contribution in usable}
-    if own not in replicas or len(state.members) < state.rules.num_replicas:
+    if own not in replicas or state.members[own].left or not state.is_complete:
         return None
     active = state.active
     is_whole = replicas.issuperset(active)
@@ -35,3 +35,19 @@ def may_decide(
     if is_whole or (state.rules.quorum == "majority" and (patience_over or (overlap_over and is_majority))):
         return tuple(usable)
     return None
+
+
+def turns(previous: str, replicas: Iterable[int]) -> tuple[int, ...]:
+    """The replicas which may write the next entry, in the order in which they should try; the same on all.
+
+    The order is that of SHA-256(previous, replica): nobody is first twice in a row but by chance. Who comes later
+    waits for the earlier ones for a moment and no longer: they may be dead.
+
+    Args:
+        previous: SHA-256 of the newest entry, `RunState.previous`.
+        replicas: those whose payloads are here.
+
+    >>> turns("00" * 32, [0, 1, 2]), turns("01" * 32, [0, 1, 2])
+    ((1, 0, 2), (0, 1, 2))
+    """
+    return tuple(sorted(replicas, key=lambda replica: (digest(f"{previous} {replica}".encode()), replica)))

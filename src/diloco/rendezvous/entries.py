@@ -6,8 +6,9 @@ SHA-256 of both lines stands in the next entry as `previous`: none can be change
 
 import hashlib
 import json
+import re
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -17,7 +18,9 @@ from diloco.schema import Count, converted, decoded
 
 FORMAT = 1
 """Version of the log's format."""
-MOST_BYTES = 1 << 26
+MOST_REPLICAS = (1 << 16) - 2
+"""Numbers of replicas that codecs can tell apart."""
+MOST_BYTES = 1 << 23
 """Length of the longest entry that is read: entry 0 names all parameters."""
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
@@ -29,6 +32,9 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Norm = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+_PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+SIGNATURE = re.compile(r"([0-9a-f]{128})?")
+"""An Ed25519 signature in hexadecimal; empty in a run without keys."""
 
 
 class LogError(FileError):
@@ -39,20 +45,20 @@ class LogError(FileError):
 class Rules:
     """How the run decides; fixed by entry 0."""
 
-    num_fragments: Positive
+    num_fragments: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
     """P."""
     quorum: Literal["majority", "all"] = "majority"
     """Whose payloads a decision needs: all active replicas' always suffice, at t + τ the majority's, at
     t + τ + patience the decider's own; with `all` nothing less than all."""
-    num_replicas: Positive = 1
+    num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 1
     """Replicas that must have joined before the first inner step."""
     weights: Literal["tokens", "tokens_squared_per_step"] = "tokens"
     """A contribution's weight in the average."""
-    max_stale: Count = 3
+    max_stale: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3
     """Largest number of rounds between a payload's base and the Θ that its entry updates."""
-    norm_bound: Annotated[float, msgspec.Meta(gt=1)] = 20.0
+    norm_bound: Annotated[float, msgspec.Meta(gt=1, le=1e30)] = 20.0
     """An outer gradient is left out if its norm is more than this many times the running median."""
-    num_slots: Positive = 64
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
     """Parts into which the training text is cut; at most so many replicas are active at once."""
     snapshot_rounds: Positive = 8
     """S: rounds of a fragment between two snapshots of it."""
@@ -68,7 +74,7 @@ class Create:
     """The settings that all replicas share, by name, digest of the initial parameters included."""
     creator: Key
     """The key that signed this entry, and signs changes of the allow-list."""
-    allowed: tuple[Key, ...] = ()
+    allowed: tuple[_PublicKey, ...] = ()
     """The keys of replicas that may join; empty in a run without keys."""
 
 
@@ -86,7 +92,7 @@ class Contribution:
 
     replica: Count
     seq: Count
-    """The number of the payload among its replica's, from 0."""
+    """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
     sha256: Digest
     """Of its header and body."""
     base_round: Count
@@ -120,7 +126,7 @@ class Snapshot:
 
     fragment: Count
     round: Count
-    sha256: tuple[Digest, ...]
+    sha256: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=1 << 12)]
     """Of each shard's file."""
 
 
@@ -136,8 +142,9 @@ class Leave:
 class Keys:
     """A change of the allow-list, by the run's creator."""
 
-    allowed: tuple[Key, ...] = ()
-    revoked: tuple[Key, ...] = ()
+    allowed: tuple[_PublicKey, ...] = ()
+    revoked: tuple[_PublicKey, ...] = ()
+    """Keys whose replicas are shut out at once, with what they have uploaded."""
 
 
 Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Keys
@@ -168,7 +175,7 @@ class Entry:
             "author": self.author,
             "previous": self.previous,
             "nonce": self.nonce,
-            "body": asdict(self.body),
+            "body": msgspec.to_builtins(self.body),
         }
         return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
@@ -208,13 +215,15 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
     source = f"entry {number} of the log"
     line, _, rest = data.partition(b"\n")
     try:
+        if len(data) > MOST_BYTES:
+            raise LogError(f"{source} can't be read: it has more than {MOST_BYTES:,} bytes")
         form = decoded(line, _Form, source=source)
         if form.kind not in _KINDS:
             raise LogError(f"{source} is of an unknown kind, {form.kind!r:.50}: install the newest diloco")
         body = converted(form.body, _KINDS[form.kind], source=source)
         entry = Entry(author=form.author, previous=form.previous, nonce=form.nonce, body=body)
         signature = rest.removesuffix(b"\n").decode("ascii")
-        if sealed(entry, signature) != data:
+        if sealed(entry, signature) != data or not SIGNATURE.fullmatch(signature):
             raise LogError(f"{source} can't be read: its bytes are not in the form in which diloco writes them")
     except LogError:
         raise

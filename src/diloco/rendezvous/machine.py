@@ -20,14 +20,11 @@ from diloco.rendezvous.entries import (
     Outer,
     Snapshot,
 )
-from diloco.rendezvous.state import FragmentLog, Member, OuterRef, RunRecord, SnapshotRef
-
-_NORMS = 64
-"""Norms of which the running median is taken."""
+from diloco.rendezvous.state import MOST_NORMS, FragmentLog, Member, OuterRef, RunRecord, SnapshotRef
 
 
 class FencedError(UserError):
-    """Another process has joined under this replica's name."""
+    """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +46,8 @@ class RunState(RunRecord):
                 f"the log is of format {body.format}, and this diloco reads format {FORMAT}: install the same "
                 "version of diloco on all replicas"
             )
+        if body.allowed and not body.creator:
+            raise LogError("entry 0 of the log lists keys that may join, and is not signed")
         return cls(
             number=1,
             previous=digest,
@@ -109,18 +108,30 @@ class RunState(RunRecord):
             self._refuse(reason)
         slot = self.free_slot(body.name)
         assert slot is not None, "refusal_of_joiner has looked"
-        fenced = (replace(m, fenced=True) if m.name == body.name else m for m in self.members)
+        state = self._fencing(m.name == body.name or m.slot == slot for m in self.members)
         start = self.positions.get(slot, 0)
         joined = self.num_outer
         member = Member(name=body.name, key=body.key, slot=slot, start=start, joined=joined, last_outer=joined)
-        return replace(self, members=(*fenced, member))
+        return replace(state, members=(*state.members, member))
+
+    def _fencing(self, are_fenced: Iterable[bool]) -> "RunState":
+        """The state with more replicas fenced, from a bool for each."""
+        members = tuple(
+            replace(m, fenced=True) if is_fenced else m
+            for m, is_fenced in zip(self.members, are_fenced, strict=True)
+        )
+        fragments = (
+            replace(log, last_seq={r: seq for r, seq in log.last_seq.items() if not members[r].fenced})
+            for log in self.fragments
+        )
+        return replace(self, members=members, fragments=tuple(fragments))
 
     def _rekeyed(self, entry: Entry, body: Keys) -> "RunState":
         if entry.author != -1 or not self.creator:
             self._refuse("changes the allow-list, which the creator of a run with keys alone may do")
         allowed = [key for key in dict.fromkeys((*self.allowed, *body.allowed)) if key not in body.revoked]
-        members = (replace(m, left=True) if m.key in body.revoked else m for m in self.members)
-        return replace(self, allowed=tuple(allowed), members=tuple(members), kept=(*self.kept, self.number))
+        state = self._fencing(m.key in body.revoked for m in self.members)
+        return replace(state, allowed=tuple(allowed), kept=(*self.kept, self.number))
 
     def _left(self, author: int, body: Leave) -> "RunState":
         members = (replace(m, left=True) if i == author else m for i, m in enumerate(self.members))
@@ -138,14 +149,16 @@ class RunState(RunRecord):
             if reason := self.refusal(body.fragment, contribution):
                 self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
         missing = [replica for replica in self.active if replica not in replicas]
-        if self.rules.quorum == "all" and (missing or len(self.members) < self.rules.num_replicas):
+        if not self.is_complete:
+            self._refuse(f"steps before {self.rules.num_replicas} replicas have joined")
+        if self.rules.quorum == "all" and missing:
             self._refuse(f"leaves out replicas {missing}, and the quorum is all")
         since = OuterRef(number=self.number, body=body)
         log = replace(
             log,
             round=body.round,
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
-            norms=(*log.norms, *(c.norm for c in body.contributions))[-_NORMS:],
+            norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
             since=(*log.since, since),
         )

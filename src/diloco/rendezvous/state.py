@@ -1,7 +1,7 @@
 """What all replicas know after the same entries: the records, and the questions that one can ask of them.
 
 A replica is *active* if it has joined, or contributed to an outer step, within the last 2P outer entries, and has
-neither left nor been fenced by a later join of its name.
+neither left nor been fenced.
 """
 
 import statistics
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from diloco.reduction.cohort import Cohort
 from diloco.rendezvous.entries import (
+    MOST_REPLICAS,
     Checksum,
     Contribution,
     Digest,
@@ -22,8 +23,10 @@ from diloco.rendezvous.entries import (
 )
 from diloco.schema import Count
 
-MOST_REPLICAS = (1 << 16) - 2
-"""Numbers of replicas that codecs can tell apart."""
+_MOST_TOKENS = 1 << 40
+"""Largest number of tokens, or steps, of one contribution."""
+MOST_NORMS = 64
+"""Norms of which the running median is taken."""
 _FEWEST_NORMS = 8
 """With fewer, no norm is refused."""
 
@@ -46,7 +49,9 @@ class Member:
     """Counted, over all fragments: P times those of whole rounds."""
     steps: Count = 0
     left: bool = False
+    """Whether it has left: nobody waits for it, and what it has uploaded still counts."""
     fenced: bool = False
+    """Whether a later join took its name or its slot, or its key was revoked: its payloads count no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ class FragmentLog:
     """Checksums of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
     norms: tuple[Norm, ...] = ()
     last_seq: dict[Count, Count] = field(default_factory=dict)
-    """The newest payload of each replica that was counted."""
+    """The newest payload that was counted, of each replica that is not fenced."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two."""
     since: tuple[OuterRef, ...] = ()
@@ -99,7 +104,7 @@ class RunRecord:
     allowed: tuple[Key, ...]
     """Keys that may join, revoked ones taken out."""
     kept: tuple[Count, ...] = ()
-    """Entries that changed the allow-list; like entry 0, they are never retired."""
+    """Entries that changed the allow-list: who starts from an index reads them, since the creator alone may."""
     members: tuple[Member, ...] = ()
     """By number."""
     positions: dict[Count, Count] = field(default_factory=dict)
@@ -124,29 +129,64 @@ class RunRecord:
         """The active replicas."""
         return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether so many replicas have joined that the first inner step may be taken; a name counts once."""
+        return len({member.name for member in self.members}) >= self.rules.num_replicas
+
     def free_slot(self, name: str) -> int | None:
-        """The slot that a joiner gets: that of its name's last process, or the lowest that nobody active holds."""
-        held = {self.members[replica].slot: self.members[replica].name for replica in self.active}
+        """The slot that a joiner gets; None if active replicas hold all.
+
+        Its name's last slot; or the lowest that nobody holds; or the lowest whose holder has left; or whose holder
+        is not active. Who held it is fenced by the join, so that what it still uploads can't be counted beside
+        the text that the joiner reads again.
+        """
+        holders = {member.slot: replica for replica, member in enumerate(self.members) if not member.fenced}
+
+        def rank(slot: int) -> int:
+            holder = holders.get(slot)
+            if holder is None or self.members[holder].name == name:
+                return 0
+            return 1 if self.members[holder].left else 3 if self.is_active(holder) else 2
+
         own = [member.slot for member in self.members if member.name == name]
-        free = (slot for slot in (*own[-1:], *range(self.rules.num_slots)) if held.get(slot, name) == name)
-        return next(free, None)
+        if own and rank(own[-1]) == 0:
+            return own[-1]
+        slot = min(range(self.rules.num_slots), key=rank)
+        return slot if rank(slot) < 3 else None
 
     def refusal(self, fragment: int, contribution: Contribution) -> str | None:
         """Why a payload can't enter the fragment's next outer step; None if it can."""
         log, replica = self.fragments[fragment], contribution.replica
         if replica >= len(self.members) or self.members[replica].fenced:
             return f"replica {replica} has not joined, or was replaced"
-        if contribution.seq <= log.last_seq.get(replica, -1):
+        is_counted = any(contribution.seq == other.last_seq.get(replica) for other in self.fragments)
+        if is_counted or contribution.seq <= log.last_seq.get(replica, -1):
             return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
         if contribution.base_round > log.round:
             return f"round {contribution.base_round} is still to come"
         if contribution.base_round < log.round - self.rules.max_stale:
             return f"it was made against round {contribution.base_round}, and this is round {log.round}"
-        if len(log.norms) >= _FEWEST_NORMS:
-            most = self.rules.norm_bound * statistics.median(log.norms)
-            if contribution.norm > most:
-                return f"its norm is {contribution.norm:.4g}, more than {most:.4g}"
+        return self._refusal_of_amounts(contribution) or self._refusal_of_norm(log.norms, contribution.norm)
+
+    def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
+        """Why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
+        member = self.members[contribution.replica]
+        most = max(self.positions.get(member.slot, 0), member.start) + _MOST_TOKENS
+        if not member.start <= contribution.position <= most:
+            return f"position {contribution.position} is not in the text from {member.start} to {most}"
+        if max(contribution.tokens, contribution.steps) > _MOST_TOKENS:
+            return f"no replica reads {contribution.tokens} tokens in {contribution.steps} steps between two sends"
+        if max(self.tokens, member.steps) > _MOST_TOKENS << 20:
+            return "the run has counted more tokens or steps than can be written down"
         return None
+
+    def _refusal_of_norm(self, norms: tuple[float, ...], norm: float) -> str | None:
+        """Why a norm is out of bounds; with quorum "all" none is, since nobody can be left out."""
+        if self.rules.quorum == "all" or len(norms) < _FEWEST_NORMS:
+            return None
+        most = self.rules.norm_bound * statistics.median(norms)
+        return f"its norm is {norm:.4g}, more than {most:.4g}" if 0 < most < norm else None
 
     def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
         """The replicas of an outer step, with their weights."""
@@ -161,7 +201,8 @@ class RunRecord:
             return f"joins {body.name} with a key that is not on the run's allow-list"
         if not self.creator and body.key:
             return f"joins {body.name} with a key, in a run without keys"
-        if any(member.name == body.name and member.key != body.key for member in self.members):
+        others = (m.key for m in self.members if m.name == body.name and m.key != body.key)
+        if any(key in self.allowed for key in others):
             return f"joins {body.name} with another key than that of the replica which had the name before"
         if self.free_slot(body.name) is None:
             return f"joins {body.name}, and all {self.rules.num_slots} slots of the text are taken"

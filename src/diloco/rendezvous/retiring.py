@@ -1,0 +1,55 @@
+"""Which objects of the store nobody needs any more."""
+
+import re
+from collections.abc import Iterable
+
+from diloco.rendezvous.machine import RunState
+
+_PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:/.*)?")
+_SNAPSHOT = re.compile(r"snapshots/(\d{1,10})/(\d{1,20})-([0-9a-f]{64})")
+_INDEX = re.compile(r"index/(\d{10})")
+
+
+def retirable(state: RunState, names: Iterable[str]) -> list[str]:
+    """The objects which nobody needs any more.
+
+    A joiner reads the newest index, the last two snapshots of each fragment, the payloads of the outer entries
+    since the first of them, and the entries after the index. A replica that was away for longer does the same.
+    Entries are never retired: a replica that wakes up after days would find its next entry absent, write it, and
+    go on alone.
+
+    Args:
+        state: that of the newest index in the store.
+        names: of objects in the store.
+    """
+    counted = {(c.replica, c.seq) for log in state.fragments for ref in log.since for c in ref.body.contributions}
+    snapshots = {
+        (fragment, ref.round, sha256)
+        for fragment, log in enumerate(state.fragments)
+        for ref in log.snapshots
+        for sha256 in ref.sha256
+    }
+
+    def is_retirable(name: str) -> bool:
+        if match := _PAYLOAD.fullmatch(name):
+            replica, seq = int(match[1]), int(match[2])
+            return (replica, seq) not in counted and not _may_count(state, replica, seq)
+        if match := _SNAPSHOT.fullmatch(name):
+            fragment, rounds = int(match[1]), int(match[2])
+            if fragment >= len(state.fragments) or not (refs := state.fragments[fragment].snapshots):
+                return False
+            return rounds <= refs[-1].round and (fragment, rounds, match[3]) not in snapshots
+        match = _INDEX.fullmatch(name)
+        return match is not None and int(match[1]) < state.number
+
+    return [name for name in names if is_retirable(name)]
+
+
+def _may_count(state: RunState, replica: int, seq: int) -> bool:
+    """Whether a payload may still enter an entry."""
+    if replica >= len(state.members):
+        return True  # of a replica that joined after the index
+    # A replica has one payload of each fragment on the way, which is given up after `max_stale` rounds.
+    most_on_the_way = (state.rules.max_stale + 2) * state.rules.num_fragments
+    newest = max(log.last_seq.get(replica, -1) for log in state.fragments)
+    return not state.members[replica].fenced and seq > newest - most_on_the_way

@@ -1,0 +1,179 @@
+"""Entries of the log and indexes that were changed: refused by our own error, or valid and harmless."""
+
+import json
+import random
+import resource
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.hostile.mutations import mutated_bytes, mutated_json
+from tests.rendezvous.referee import public_key, signed
+from tests.rendezvous.simulated import Run, simulate
+
+from diloco.rendezvous import entries, index
+from diloco.rendezvous.entries import LogError, digest
+from diloco.rendezvous.machine import RunState
+
+NUM_EXAMPLES = settings.get_profile("hostile").max_examples
+KINDS = {"create", "join", "outer", "snapshot", "leave", "keys"}
+
+
+@cache
+def real_run() -> Run:
+    """A run with keys whose log has entries of all kinds."""
+    rng = random.Random(0)
+    while True:
+        run = simulate(bytes([1, 1, 1, 3, 3, 0]) + rng.randbytes(600))
+        kinds = {entries.opened(data, number=0)[0].kind for data in log_of(run)}
+        if kinds == KINDS:
+            return run
+
+
+def log_of(run: Run) -> list[bytes]:
+    return [run.store.objects[entries.name_of(number)] for number in range(len(run.referee.states))]
+
+
+def accept(number: int, data: bytes) -> RunState:
+    """The state after an entry that takes the place of a real one."""
+    entry, signature = entries.opened(data, number=number)
+    if number == 0:
+        if signature != signed(getattr(entry.body, "creator", ""), entry.line()):
+            raise LogError("forged")
+        return RunState.begin(entry, digest(data))
+    state = real_run().referee.states[number - 1]
+    if signature != signed(state.signer(entry), entry.line()):
+        raise LogError("forged")
+    return state.after(entry, digest(data))
+
+
+def accept_index(number: int, data: bytes) -> index.Index:
+    made, signature = index.opened(data, number=number)
+    if signature != signed(made.state.members[made.author].key, made.line()):
+        raise LogError("forged")
+    return made
+
+
+def real_index(number: int) -> bytes:
+    state = real_run().referee.states[number - 1]
+    author = next(replica for replica, member in enumerate(state.members) if not member.fenced)
+    made = index.Index(author=author, state=state)
+    return index.sealed(made, signed(state.members[author].key, made.line()))
+
+
+def index_numbers() -> list[int]:
+    states = real_run().referee.states
+    return [state.number for state in states if any(not member.fenced for member in state.members)]
+
+
+def generator() -> random.Random:
+    return random.Random(None if NUM_EXAMPLES > 1000 else 0)
+
+
+def resealed(value: dict, key: str) -> bytes:
+    """A JSON value in our own form, signed by somebody who has the key."""
+    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return line + signed(key, line).encode() + b"\n"
+
+
+def peak_mebibytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_no_changed_entry_is_accepted():
+    log, rng = log_of(real_run()), generator()
+    peak = peak_mebibytes()
+    for _ in range(NUM_EXAMPLES):
+        number = rng.randrange(len(log))
+        if (data := mutated_bytes(log[number], rng)) != log[number]:
+            with pytest.raises(LogError):
+                accept(number, data)
+    assert peak_mebibytes() < peak + 200
+
+
+def test_a_member_can_write_no_entry_that_breaks_the_state():
+    """Entries that are changed and signed again are refused, or an index can hold the state after them."""
+    log, rng, num_accepted = log_of(real_run()), generator(), 0
+    keys = [public_key(name) for name in ("creator", *real_run().names)]
+    peak = peak_mebibytes()
+    for _ in range(NUM_EXAMPLES):
+        number = rng.randrange(len(log))
+        value = mutated_json(json.loads(log[number].partition(b"\n")[0]), rng)
+        try:
+            state = accept(number, resealed(value, rng.choice(keys)))
+        except LogError:
+            continue
+        num_accepted += 1
+        author = next((replica for replica, member in enumerate(state.members) if not member.fenced), None)
+        if author is not None:
+            made = index.Index(author=author, state=state)
+            assert index.opened(index.sealed(made, ""), number=state.number)[0] == made
+    assert num_accepted < NUM_EXAMPLES / 4 + 20
+    assert peak_mebibytes() < peak + 200
+
+
+def test_no_changed_index_is_accepted():
+    rng, numbers = generator(), index_numbers()
+    real = {number: real_index(number) for number in (*numbers[:3], *numbers[:: len(numbers) // 8 + 1])}
+    peak = peak_mebibytes()
+    for _ in range(NUM_EXAMPLES):
+        number = rng.choice(list(real))
+        if (data := mutated_bytes(real[number], rng)) != real[number]:
+            with pytest.raises(LogError):
+                accept_index(number, data)
+    assert peak_mebibytes() < peak + 200
+
+
+def test_an_index_that_is_changed_and_signed_again_is_refused_or_a_possible_state():
+    rng, numbers = generator(), index_numbers()
+    real = {number: real_index(number) for number in (*numbers[:3], *numbers[:: len(numbers) // 8 + 1])}
+    keys = [public_key(name) for name in real_run().names]
+    for _ in range(NUM_EXAMPLES):
+        number = rng.choice(list(real))
+        value = mutated_json(json.loads(real[number].partition(b"\n")[0]), rng)
+        try:
+            state = accept_index(number, resealed(value, rng.choice(keys))).state
+        except LogError:
+            continue
+        assert state.num_outer == sum(log.round for log in state.fragments)
+        assert all(state.is_active(replica) in (True, False) for replica in range(len(state.members)))
+        state.free_slot("somebody")
+
+
+@settings(settings.get_profile("hostile"))
+@given(st.one_of(st.binary(max_size=400), st.text(max_size=200).map(str.encode)))
+def test_random_bytes_are_no_entry_and_no_index(data):
+    for reader in (entries.opened, index.opened):
+        with pytest.raises(LogError):
+            reader(data, number=1)
+
+
+def create(**changes) -> bytes:
+    value = json.loads(log_of(real_run())[0].partition(b"\n")[0])
+    value["body"]["rules"] |= changes
+    return resealed(value, public_key("creator"))
+
+
+BOMBS = {
+    "deep": lambda: b'{"kind":' + b"[" * 1_000_000,
+    "deep facts": lambda: b'{"kind":"create","author":-1,"body":{"facts":' + b'{"a":' * 100_000,
+    "lists": lambda: b'{"kind":"create","author":-1,"body":{"facts":[' + b"[]," * (entries.MOST_BYTES // 3),
+    "digits": lambda: b'{"kind":"create","author":' + b"9" * 100_000 + b"}",
+    "fragments": lambda: create(num_fragments=2**62),
+    "stale": lambda: create(max_stale=2**62),
+    "slots": lambda: create(num_slots=2**62),
+    "long": lambda: b"x" * (index.MOST_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_in_bounded_memory(bomb):
+    real_run()
+    peak = peak_mebibytes()
+    data = BOMBS[bomb]()
+    with pytest.raises(LogError):
+        accept(0, data)
+    with pytest.raises(LogError):
+        index.opened(data, number=0)
+    assert peak_mebibytes() < peak + 300
