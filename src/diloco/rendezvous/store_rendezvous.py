@@ -85,8 +85,7 @@ class StoreRendezvous:
             }.items()
             if value is not None
         }
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="diloco rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="diloco rendezvous", daemon=True)
         self._entrance: Entrance | None = None
         self._follower: Follower | None = None
         self._running: Future[None] | None = None
@@ -156,6 +155,7 @@ class StoreRendezvous:
             facts=facts,
             timeout_seconds=self._timeout_seconds,
         )
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
         try:
             self._entrance = entrance = self._wait(enter(self._store, self._signer, wish))
@@ -262,6 +262,15 @@ class StoreRendezvous:
         except FutureTimeoutError:
             future.cancel()
             raise ExchangeError(f"{self._url} gave no answer within {2 * self._timeout_seconds:g} s") from None
+
+    def _serve(self) -> None:
+        """Run the loop until `_stop`, and close it."""
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()
 
     def _stop(self) -> None:
         """End the thread."""
