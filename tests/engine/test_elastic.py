@@ -115,7 +115,7 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
     until(lambda: min(counted(ours)) >= 0, ours)
     if when == "counted_and_not_merged":
         before = counted(ours)
-        while ours.engine._rounds.in_flight.keys() < {0}:
+        while 0 not in ours.engine._rounds.in_flight:
             ours.step()
         deadline = time.monotonic() + 10
         while counted(ours)[0] == before[0]:  # alone, it decides at once; it merges at t + τ
