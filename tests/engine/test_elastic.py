@@ -1,0 +1,160 @@
+"""Replicas that come and go, in one process and step by step: conservation, errors, leaving, and resuming."""
+
+import copy
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.rendezvous.replay import replayed
+from tests.rendezvous.replicas import P, Replica, theta0
+
+from diloco.errors import ExchangeError
+
+ALPHA = 0.5
+
+
+def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> None:
+    """Let the replicas step until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        for replica in replicas:
+            replica.step()
+        time.sleep(0.003)
+
+
+def counted(replica: Replica) -> list[int]:
+    """The newest payload of a replica that the log has counted, by fragment; −1 for none."""
+    return [replica.exchange.last_counted(replica.exchange.replica, p) for p in range(P)]
+
+
+def untold(replica: Replica) -> list[np.ndarray]:
+    """Θ − θ, by fragment."""
+    return [outer_p - theta_p for outer_p, theta_p in zip(replica.outer(), replica.theta(), strict=True)]
+
+
+def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) -> None:
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
+    sums = [np.zeros(len(theta_p)) for theta_p in theta0()]  # (Θ − θ) + own progress
+    num_translated = num_counted = 0
+    while num_translated < 12 or num_counted < 3:
+        for _ in range(4):
+            fast.step(pause_seconds=0.004)
+        told, before = list(slow.engine._rounds.told), slow.theta()
+        moved = [np.copy(progress) for progress in slow.progress]
+        steps = [outer_step.sync.fragment for outer_step in slow.step()]
+        for p, (untold_p, progress) in enumerate(zip(untold(slow), slow.progress, strict=True)):
+            if slow.engine._rounds.told[p] == told[p]:
+                np.testing.assert_allclose(untold_p + progress, sums[p], atol=2e-5)
+                num_translated += steps.count(p)
+                continue
+            if steps.count(p) == 1:  # counted, and nothing else: the paper's merge
+                theta_p = before[p] + (progress - moved[p])
+                np.testing.assert_allclose(untold_p, ALPHA * (slow.outer()[p] - theta_p), atol=2e-5)
+            num_counted += 1
+            sums[p] = untold_p + progress
+    assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
+    slow.finish()
+    fast.finish()
+
+
+def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", error_feedback=0.5, wire="e3m0", num_replicas=1)
+    silent = Replica(str(tmp_path), name="silent", error_feedback=0.5, wire="e3m0")  # a majority needs it
+    errors = [np.zeros_like(theta_p) for theta_p in theta0()]
+    changes = []
+    for _ in range(60):
+        told = list(ours.engine._rounds.told)
+        ours.step(pause_seconds=0.004)
+        for p in range(P):
+            error = ours.engine._rounds.state.use("error", p).numpy()
+            is_counted = ours.engine._rounds.told[p] != told[p]
+            assert np.array_equal(error, errors[p]) != is_counted
+            errors[p] = error.copy()
+            changes.append(is_counted)
+    assert 3 <= sum(changes) < len(changes) / 4
+    ours.finish()
+    silent.vanish()
+
+
+def test_a_replica_leaves_and_comes_back_with_the_text_where_it_stood(tmp_path) -> None:
+    first = Replica(str(tmp_path), name="home")
+    until(lambda: min(counted(first)) >= 0, first)
+    first.finish()
+    position = first.exchange.state.positions[0]
+    second = Replica(str(tmp_path), name="home")
+    assert (second.exchange.replica, second.exchange.slot) == (1, first.exchange.slot)
+    assert second.exchange.start == position > 0
+    assert all(map(np.array_equal, second.outer(), first.outer()))
+    assert all(map(np.array_equal, second.theta(), first.outer()))
+    until(lambda: min(counted(second)) >= 0, second)
+    second.finish()
+    run = replayed(tmp_path, theta0())
+    assert all(np.array_equal(outer_p, run.outer[p][-1]) for p, outer_p in enumerate(second.outer()))
+
+
+def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path) -> None:
+    killed = [Replica(str(tmp_path), name=name, snapshot_rounds=2) for name in "ab"]
+    until(lambda: min(min(counted(replica)) for replica in killed) >= 2 * P, *killed)
+    for replica in killed:
+        replica.vanish()
+    again = [Replica(str(tmp_path), name=name) for name in "ab"]
+    until(lambda: min(min(counted(replica)) for replica in again) >= 0, *again)
+    for replica in again:
+        replica.finish()
+    run = replayed(tmp_path, theta0())
+    for replica in again:
+        for p, outer_p in enumerate(replica.outer()):
+            np.testing.assert_array_equal(outer_p, run.outer[p][replica.rounds[p]])
+
+
+@pytest.mark.parametrize("when", ["nothing_counted_since", "counted_since", "counted_and_not_merged"])
+def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", overlap_steps=4)
+    until(lambda: min(counted(ours)) >= 0, ours)
+    if when == "counted_and_not_merged":
+        before = counted(ours)
+        while 0 not in ours.engine._rounds.in_flight:
+            ours.step()
+        deadline = time.monotonic() + 10
+        while counted(ours)[0] == before[0]:  # alone, it decides at once; it merges at t + τ
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    outer_then, untold_then = ours.outer(), untold(ours)
+    if when == "counted_since":
+        before = counted(ours)
+        until(lambda: min(map(int.__sub__, counted(ours), before)) > 0, ours)
+    ours.vanish()
+    time.sleep(0.1)
+    resumed = Replica(str(tmp_path), name="ours", overlap_steps=4)
+    resumed.model.load_state_dict(theta)
+    resumed.engine.load_state_dict(state)
+    resumed.engine.step()  # an inner step of no progress
+    del outer_then
+    for p, untold_p in enumerate(untold(resumed)):
+        is_kept = when == "nothing_counted_since" or (when == "counted_and_not_merged" and p != 0)
+        np.testing.assert_allclose(untold_p, untold_then[p] if is_kept else 0 * untold_p, atol=1e-6)
+    resumed.finish()
+
+
+def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:
+    first = Replica(str(tmp_path), name="home")
+    until(lambda: min(counted(first)) >= 0, first)
+    second = Replica(str(tmp_path), name="home")
+    with pytest.raises(
+        ExchangeError, match="another process has joined the run as home, and goes on in the place"
+    ):
+        until(lambda: False, first)
+    until(lambda: min(counted(second)) >= 0, second)
+    second.finish()
+
+
+def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", quorum="all", timeout_seconds=1.0)
+    missing = Replica(str(tmp_path), name="missing")
+    missing.vanish()
+    with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
+        for _ in range(20):
+            ours.step()
