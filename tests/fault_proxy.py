@@ -34,7 +34,7 @@ _CODES = {
 
 @dataclass(kw_only=True)
 class Faults:
-    """What goes wrong; the defaults pass everything on."""
+    """The faults of the network; the defaults pass everything on."""
 
     latency_seconds: float = 0.0
     """Round trip that is added to each request, half of it before and half after it is carried out."""

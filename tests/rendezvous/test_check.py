@@ -52,7 +52,7 @@ def test_a_race_takes_two(racers: int, rounds: int, tmp_path: Path):
 @pytest.mark.slow
 def test_every_store_is_sound(server: Server):
     url = server.new_url()
-    checked = check_store(url, racers=4, rounds=25)
+    checked = check_store(url, racers=3, rounds=10)
     assert checked.refusal() is None and checked.trouble == ()
     assert 0 < checked.create_seconds[0] <= checked.create_seconds[1] < 5
     assert min(checked.up_bytes_s, checked.down_bytes_s) > 1e6

@@ -31,7 +31,10 @@ def test_what_is_created_is_read_and_stays(tmp_path: Path):
         assert await store.create("empty", []) is None and await store.get("empty", most_bytes=0) == b""
         assert await store.list("") == [("empty", 0), ("log/0000000000", 3)]
         assert await store.list("log") == [("log/0000000000", 3)] and await store.list("none") == []
-        await store.delete(["absent", "log/0000000000", "empty"])
+        several = [f"payloads/0/{i}" for i in range(30)]
+        for name in several:
+            await store.create(name, b"payload")
+        await store.delete(["absent", "log/0000000000", "empty", *several])
         assert await store.list("") == []
         assert store.outage_seconds == 0.0
 

@@ -24,7 +24,7 @@ def test_trouble_that_passes_is_borne(seaweedfs: Server, use_environment: UseEnv
             # A lost answer needs no second upload; whatever was not carried out does.
             creates = store.requests["create"] - before["create"]
             assert creates == (2 if fault == "lose_answer" else 3), fault
-        for fault in ("lose_request", "lose_answer", "truncate", "429", "503"):
+        for fault in ("lose_request", "lose_answer", "truncate", "409", "412", "429", "503"):
             proxy.set(**once(fault, methods=["GET"]))
             assert await store.get("503", most_bytes=4) == b"mine", fault
         for fault in ("lose_request", "lose_answer", "429", "503"):
