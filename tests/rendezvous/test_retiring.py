@@ -13,21 +13,24 @@ def payloads(*names: tuple[int, int]) -> list[str]:
 
 
 def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
-    log = Log(num_fragments=2).join("a", "b").rounds(4, 0, 1).rounds(4, 0, fragment=1)
-    names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(12)))
-    assert retirable(log.state, names) == [], "without snapshots everything is replayed"
+    log = Log(num_fragments=2, max_stale=0).join("a", "b").rounds(8, 0, 1).rounds(8, 0, fragment=1)
+    names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(24)))
+    given_up = payloads(*((1, seq) for seq in (1, 3, 5, 7, 9)))
+    assert retirable(log.state, names) == given_up, "without snapshots everything that was counted is replayed"
     log.add(Snapshot(fragment=0, round=1, sha256=(A,)), 0)
-    assert retirable(log.state, names) == []
-    log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
+    assert retirable(log.state, names) == given_up
+    log.add(Snapshot(fragment=0, round=6, sha256=(B,)), 0)
     assert retirable(log.state, [*names, "payloads/0/00000000/3"]) == [
         *payloads((0, 0), (1, 0)),
+        *given_up,
         "payloads/0/00000000/3",
-    ]
-    log.add(Snapshot(fragment=0, round=4, sha256=(C,)), 0)
+    ], "those of the rounds up to the first snapshot, and those too old to be counted"
+    log.add(Snapshot(fragment=0, round=8, sha256=(C,)), 0)
     log.join("b")
-    unused = payloads((1, 1), (1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 10), (1, 11))
-    gone = {*payloads((0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)), *unused}
-    assert set(retirable(log.state, names)) == gone, "and what a fenced replica has uploaded"
+    kept = {name for name in names if name not in retirable(log.state, names)}
+    on_the_way = payloads(*((0, seq) for seq in range(12, 24)), *((2, seq) for seq in range(24)))
+    of_fragment_1 = payloads(*((0, seq) for seq in range(1, 12, 2)))
+    assert kept == {*on_the_way, *of_fragment_1, *payloads((1, 12), (1, 14))}, "a fenced replica's go"
 
 
 def test_snapshots_but_the_last_two_go_and_those_under_way_stay():

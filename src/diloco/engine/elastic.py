@@ -130,9 +130,7 @@ class ElasticMembership:
             "last_sent": list(rounds.last_sent),
             "next_send": list(self._next_send),
             "told": [list(pair) for pair in rounds.told],
-            "counted": [
-                self._rendezvous.last_counted(rounds.replica, p) for p in range(rounds.state.num_fragments)
-            ],
+            "counted": list(rounds.counted),
             OUTER: named(rounds.state.at_home(OUTER)),
             ERROR: named(rounds.state.at_home(ERROR)) if rounds.settings.error_feedback is not None else {},
         }

@@ -70,6 +70,8 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.told = [0] * num_fragments, [(0, 0)] * num_fragments
+        self.counted = [-1] * num_fragments
+        """The newest own payload of each fragment whose outer step this replica has taken; −1 if there is none."""
         self.bases = [self.state.checksum(p) for p in range(num_fragments)]
         """Checksum of each Θ_p."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
@@ -236,7 +238,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _count(self, p: int, flight: Flight) -> None:
         """An own payload was counted."""
-        self.told[p] = flight.tokens, flight.step
+        self.told[p], self.counted[p] = (flight.tokens, flight.step), flight.seq
         if flight.error_N is not None:
             self.keep_error(p, flight.error_N)
         del self.in_flight[p]

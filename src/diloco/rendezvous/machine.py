@@ -120,8 +120,10 @@ class RunState(RunRecord):
             replace(m, fenced=True) if is_fenced else m
             for m, is_fenced in zip(self.members, are_fenced, strict=True)
         )
+        newest = {member.name: replica for replica, member in enumerate(members)}
+        # A process that comes back asks what the last one of its name has told; nobody asks for older ones.
         fragments = (
-            replace(log, last_seq={r: seq for r, seq in log.last_seq.items() if not members[r].fenced})
+            replace(log, last_seq={r: s for r, s in log.last_seq.items() if r == newest[members[r].name]})
             for log in self.fragments
         )
         return replace(self, members=members, fragments=tuple(fragments))
