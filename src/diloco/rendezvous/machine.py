@@ -160,6 +160,7 @@ class RunState(RunRecord):
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
             norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
+            last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
         )
         return self._with(body.fragment, log)._counted(body.contributions)

@@ -83,6 +83,8 @@ class FragmentLog:
     norms: tuple[Norm, ...] = ()
     last_seq: dict[Count, Count] = field(default_factory=dict)
     """The newest payload that was counted, of each replica that is not fenced."""
+    last_round: dict[Count, Count] = field(default_factory=dict)
+    """For each slot the newest round that counted a replica which held it."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two."""
     since: tuple[OuterRef, ...] = ()
