@@ -87,7 +87,7 @@ class ElasticMembership:
         return [
             p
             for p, step in enumerate(self._next_send)
-            if p not in rounds.in_flight and rounds.num_steps >= (step - early if p in wanted else step)
+            if rounds.has_untold(p) and rounds.num_steps >= (step - early if p in wanted else step)
         ]
 
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
@@ -97,7 +97,7 @@ class ElasticMembership:
         merged = self._drained()
         if flush:
             for p in range(rounds.state.num_fragments):
-                if rounds.last_sent[p] < rounds.num_steps and p not in rounds.in_flight:
+                if rounds.last_sent[p] < rounds.num_steps and rounds.has_untold(p):
                     rounds.send(p)
             merged += self._drained()
         return merged

@@ -130,6 +130,10 @@ class ElasticRounds(ReplicaRounds):
             for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
                 own.copy_(part_n.view(own.shape))
 
+    def has_untold(self, p: int) -> bool:
+        """Whether a fragment has work that no payload on the way tells."""
+        return p not in self.in_flight and self.num_steps > self.told[p][1]
+
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""
         key = self.form.key(p, self.rounds[p], self.replica)
