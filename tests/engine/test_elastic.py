@@ -9,7 +9,7 @@ import pytest
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
-from diloco.errors import ExchangeError
+from diloco.errors import ExchangeError, UserError
 
 ALPHA = 0.5
 
@@ -26,7 +26,7 @@ def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20
 
 def counted(replica: Replica) -> list[int]:
     """The newest payload of a replica that the log has counted, by fragment; −1 for none."""
-    return [replica.exchange.last_counted(replica.exchange.replica, p) for p in range(P)]
+    return [log.last_seq.get(replica.exchange.replica, -1) for log in replica.exchange.state.fragments]
 
 
 def untold(replica: Replica) -> list[np.ndarray]:
@@ -112,32 +112,58 @@ def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path, monkey
 
 @pytest.mark.parametrize("when", ["nothing_counted_since", "counted_since", "counted_and_not_merged"])
 def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) -> None:
-    ours = Replica(str(tmp_path), name="ours", overlap_steps=4)
-    until(lambda: min(counted(ours)) >= 0, ours)
-    if when == "counted_and_not_merged":
-        before = counted(ours)
-        while 0 not in ours.engine._rounds.in_flight:
-            ours.step()
-        deadline = time.monotonic() + 10
-        while counted(ours)[0] == before[0]:  # alone, it decides at once; it merges at t + τ
+    tau = 4 if when == "counted_and_not_merged" else 1
+    ours = Replica(str(tmp_path), name="ours", overlap_steps=tau)
+    rounds = ours.engine._rounds
+    until(lambda: min(counted(ours)) >= 0 and (tau == 4 or not rounds.in_flight), ours)
+    if tau == 4:
+        until(lambda: 0 in rounds.in_flight, ours)
+        seq, deadline = rounds.in_flight[0].seq, time.monotonic() + 10
+        while counted(ours)[0] < seq:  # alone, it decides at once; it merges at t + τ
             assert time.monotonic() < deadline
             time.sleep(0.002)
     state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
-    outer_then, untold_then = ours.outer(), untold(ours)
+    untold_then, pending = untold(ours), {p: flight.seq for p, flight in rounds.in_flight.items()}
     if when == "counted_since":
         before = counted(ours)
         until(lambda: min(map(int.__sub__, counted(ours), before)) > 0, ours)
     ours.vanish()
-    time.sleep(0.1)
-    resumed = Replica(str(tmp_path), name="ours", overlap_steps=4)
+    resumed = Replica(str(tmp_path), name="ours", overlap_steps=tau)
     resumed.model.load_state_dict(theta)
     resumed.engine.load_state_dict(state)
-    resumed.engine.step()  # an inner step of no progress
-    del outer_then
-    for p, untold_p in enumerate(untold(resumed)):
-        is_kept = when == "nothing_counted_since" or (when == "counted_and_not_merged" and p != 0)
-        np.testing.assert_allclose(untold_p, untold_then[p] if is_kept else 0 * untold_p, atol=1e-6)
+    resumed.engine.step()  # an inner step without progress
+    told = {(c["fragment"], c["seq"]) for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0}
+    are_told = [when == "counted_since" or (p, pending.get(p)) in told for p in range(P)]
+    assert are_told[0] == (when != "nothing_counted_since")
+    for untold_p, then_p, is_told in zip(untold(resumed), untold_then, are_told, strict=True):
+        np.testing.assert_allclose(untold_p, 0 * then_p if is_told else then_p, atol=1e-6)
     resumed.finish()
+
+
+def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._rounds.in_flight, ours)
+    ours.step()
+    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    ours.vanish()
+    for attempt in range(2):
+        resumed = Replica(str(tmp_path), name="ours")
+        resumed.model.load_state_dict(theta)
+        resumed.engine.load_state_dict(state)
+        if attempt == 0:
+            until(lambda: min(counted(resumed)) >= 0, resumed)  # it tells the work of the checkpoint, too
+        else:
+            resumed.engine.step()
+            assert max(np.abs(untold_p).max() for untold_p in untold(resumed)) < 1e-6
+        resumed.vanish()
+
+
+def test_a_state_of_another_run_is_refused(tmp_path) -> None:
+    ours, other = (Replica(str(tmp_path / name), name="ours") for name in ("one", "two"))
+    with pytest.raises(UserError, match="not that of a replica of this run"):
+        ours.engine.load_state_dict(other.engine.state_dict())
+    ours.vanish()
+    other.vanish()
 
 
 def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:

@@ -70,8 +70,6 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.told = [0] * num_fragments, [(0, 0)] * num_fragments
-        self.counted = [-1] * num_fragments
-        """The newest own payload of each fragment whose outer step this replica has taken; −1 if there is none."""
         self.bases = [self.state.checksum(p) for p in range(num_fragments)]
         """Checksum of each Θ_p."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
@@ -112,14 +110,15 @@ class ElasticRounds(ReplicaRounds):
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
-        p = decision.fragment
+        p, flight = decision.fragment, self.in_flight.get(decision.fragment)
+        if flight is not None and self.rendezvous.last_counted(self.replica, p) >= flight.seq:
+            self._count(p, flight)
+            mixing = self.settings.mixing
         before_N = self.state.use(OUTER, p).clone()
         self._read(p, stored)
         outer_N = self.state.use(OUTER, p)
         with self.parameters.merging(p, self.num_steps) as theta:
             merge_in_place(theta, outer_N, mixing, before_N)
-        if decision.is_own and p in self.in_flight:
-            self._count(p, self.in_flight[p])
         spans, sync = self.parameters.spans[p], Sync(p, stored.round, self.num_steps)
         zeros = partial(torch.zeros, self.form.sizes[p], device=self.parameters.device)
         return observe.described(sync, 0.0, zeros, lambda: iter(()), spans, self._shard_group)
@@ -130,6 +129,10 @@ class ElasticRounds(ReplicaRounds):
         with self.parameters.merging(p, self.num_steps) as theta:
             for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
                 own.copy_(part_n.view(own.shape))
+
+    def has_untold(self, p: int) -> bool:
+        """Whether a fragment has work that no payload on the way tells."""
+        return p not in self.in_flight and self.num_steps > self.told[p][1]
 
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""
@@ -238,7 +241,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _count(self, p: int, flight: Flight) -> None:
         """An own payload was counted."""
-        self.told[p], self.counted[p] = (flight.tokens, flight.step), flight.seq
+        self.told[p] = flight.tokens, flight.step
         if flight.error_N is not None:
             self.keep_error(p, flight.error_N)
         del self.in_flight[p]

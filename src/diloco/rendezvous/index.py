@@ -114,8 +114,11 @@ def _contradictions_of(state: RunState, fragment: int, log: FragmentLog) -> Iter
     if not min(log.round, MOST_NORMS) <= len(log.norms) <= MOST_NORMS or (log.norms and not log.round):
         yield f"it has {len(log.norms)} norms after {log.round} rounds"
     for replica, seq in log.last_seq.items():
-        if replica >= len(members):
+        if replica >= len(members) or members[replica].fenced:
             yield f"payload {seq} of replica {replica} can't have been counted"
+    for slot, number in log.last_round.items():
+        if slot >= rules.num_slots or not 0 < number <= log.round:
+            yield f"round {number} can't have counted the replica of slot {slot}"
     rounds = [ref.round for ref in log.snapshots]
     if len(rounds) > 2 or not _ascends([0, *rounds, log.round + 1]):
         yield f"it has snapshots of the rounds {rounds} after {log.round} rounds"

@@ -120,10 +120,8 @@ class RunState(RunRecord):
             replace(m, fenced=True) if is_fenced else m
             for m, is_fenced in zip(self.members, are_fenced, strict=True)
         )
-        newest = {member.name: replica for replica, member in enumerate(members)}
-        # A process that comes back asks what the last one of its name has told; nobody asks for older ones.
         fragments = (
-            replace(log, last_seq={r: s for r, s in log.last_seq.items() if r == newest[members[r].name]})
+            replace(log, last_seq={r: seq for r, seq in log.last_seq.items() if not members[r].fenced})
             for log in self.fragments
         )
         return replace(self, members=members, fragments=tuple(fragments))
@@ -162,6 +160,7 @@ class RunState(RunRecord):
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
             norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
+            last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
         )
         return self._with(body.fragment, log)._counted(body.contributions)

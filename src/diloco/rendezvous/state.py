@@ -82,7 +82,9 @@ class FragmentLog:
     """Checksums of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
     norms: tuple[Norm, ...] = ()
     last_seq: dict[Count, Count] = field(default_factory=dict)
-    """The newest payload that was counted, of the last replica, or the last but one, of each name."""
+    """The newest payload that was counted, of each replica that is not fenced."""
+    last_round: dict[Count, Count] = field(default_factory=dict)
+    """For each slot the newest round that counted a replica which held it."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two."""
     since: tuple[OuterRef, ...] = ()
