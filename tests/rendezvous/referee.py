@@ -22,7 +22,7 @@ opened = functools.lru_cache(1 << 12)(entries.opened)
 
 
 class Fault(enum.Enum):
-    """What happens to a request."""
+    """The fate of a request."""
 
     NONE = enum.auto()
     LOST = enum.auto()
@@ -107,7 +107,7 @@ class Referee:
     rounds: dict[int, int] = field(default_factory=dict)
     outer: OuterParameters | None = None
     checksums: list[tuple[str, ...]] = field(default_factory=list)
-    """Of Θ after each entry, by offline replay."""
+    """The checksums of Θ after each entry, by offline replay."""
 
     @property
     def state(self) -> RunState:

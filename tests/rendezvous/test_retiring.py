@@ -1,4 +1,4 @@
-"""What a joiner needs stays; what nobody needs goes."""
+"""Retiring: a joiner finds all that it needs, and the rest goes."""
 
 from tests.rendezvous.cases import Log
 

@@ -95,7 +95,7 @@ class Contribution:
     """The number of the payload among its replica's: fragment + P · n for the n-th of the fragment, from 0. So
     each number is of one fragment, and no payload enters two entries."""
     sha256: Digest
-    """Of its header and body."""
+    """SHA-256 of its header, which holds that of its body."""
     base_round: Count
     """The round after which Θ_p was what the outer gradient was taken against."""
     tokens: Positive
@@ -116,7 +116,7 @@ class Outer:
     round: Positive
     """Outer steps of the fragment, this one included."""
     before: Checksum
-    """Of Θ_p before it."""
+    """The checksum of Θ_p before it."""
     contributions: tuple[Contribution, ...]
     """By replica, ascending, at most one each."""
 
@@ -128,7 +128,7 @@ class Snapshot:
     fragment: Count
     round: Count
     sha256: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=1 << 12)]
-    """Of each shard's file."""
+    """SHA-256 of each shard's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
