@@ -8,14 +8,19 @@ import shutil
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
+from tests.servers import azurite as azurite
+from tests.servers import directory as directory
+from tests.servers import moto as moto
+from tests.servers import seaweedfs as seaweedfs
+from tests.servers import server as server
+from tests.servers import use_environment as use_environment
+from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 # The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
@@ -101,10 +106,11 @@ def finished_run(once, small_corpus: Path) -> Path:
     """A finished run of two replicas; a test that changes it copies it first."""
 
     def train(folder: Path) -> None:
-        command = [sys.executable, "-m", "diloco", "train", "tiny", "--name", "finished", "--runs", str(folder)]
-        command += ["--data.train", str(small_corpus), "--data.held-out-fraction", "0.1"]
-        command += ["--data.cache", str(folder / "data"), "--evaluation.every-steps", "20", "--seed", "3"]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert process.returncode == 0, process.stderr
+        shutil.copy(small_corpus, folder / "text.jsonl")
+        flags = ["--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60"]
+        flags += ["--data.cache", str(folder / "data"), *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
+        process = run(folder, "--name", "streaming", *flags)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert not process.stderr, process.stderr
 
-    return once("finished_runs", train) / "finished"
+    return once("finished_run", train) / "runs" / "streaming"

@@ -56,7 +56,8 @@ def replicas_agree(output: str, *, num_processes: int) -> bool:
 
 @pytest.mark.slow
 def test_own_loop_learns_and_its_replicas_agree(tmp_path):
-    output = torchrun(tmp_path, 2, str(EXAMPLES / "own_loop.py"))
+    run = (run_example, 2, str(tmp_path), free_port(), 2, "own_loop.py")
+    output = "".join(run_replicas(*run, joined=False, timeout_seconds=150))
     assert len(losses(output)) == 4 and losses(output)[-1] < 1, "chance is log 32 = 3.47"
     assert replicas_agree(output, num_processes=2)
 

@@ -17,6 +17,7 @@ from diloco.fragments import strided as strided
 from diloco.fragments import whole as whole
 from diloco.outer.nesterov import Nesterov as Nesterov
 from diloco.outer.step import OuterStep as OuterStep
+from diloco.rendezvous.store_rendezvous import StoreRendezvous as StoreRendezvous
 from diloco.schedule import Schedule as Schedule
 from diloco.version import __version__ as __version__
 from diloco.wire import Codec as Codec

@@ -14,7 +14,7 @@ from diloco.outer.mixing import Mixing
 
 RULE = r"pass an outer rule such as diloco.Nesterov\(lr=0.4, momentum=0.9\)"
 FRAGMENTS = r"pass what diloco.strided\(model\), diloco.sequential\(model\) or diloco.whole\(model\) returns"
-EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(address\) returns, or"
+EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(address\) returns, "
 
 
 class Anything:

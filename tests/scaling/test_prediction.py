@@ -9,7 +9,6 @@ from diloco.cli.main import main
 from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
 from diloco.scaling.laws import Laws
-from diloco.scaling.parametric import FORMS
 from diloco.scaling.power_laws import PowerLaw
 from diloco.scaling.prediction import predict
 from diloco.scaling.published import JOINT
@@ -385,14 +384,3 @@ def test_a_table_is_judged(tmp_path, capsys):
     assert "needs 3 sizes below the largest" in output["forms_refused"]["sum"]
     assert {(edge["quantity"], edge["value"]) for edge in output["on_edge"]} == {("outer_learning_rate", 0.8)}
     assert output["extrapolation"] == []
-
-
-@pytest.mark.slow
-def test_the_published_table_is_judged(capsys):
-    main(["scaling", "fit"])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("independent", "joint", *(form.formula for form in FORMS.values())))
-    assert "loss = A·N^α" in printed and printed.count(" has less loss than Data-Parallel ") == 4
-    assert (
-        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.070 (-0.8 %)" in printed
-    )

@@ -2,7 +2,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 
 @pytest.fixture(scope="session")
@@ -14,17 +13,6 @@ def folder(tmp_path_factory, small_corpus) -> Path:
 
 
 @pytest.fixture(scope="session")
-def streaming(folder) -> Path:
-    """A run of two replicas that was left alone; tests change copies of it."""
-    flags = ["--num-tokens", "61440", "--log-layer-cosine", "--evaluation.every-steps", "60"]
-    flags += ["--data.cache", str(folder / "data"), *BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT]
-    process = run(folder, "--name", "streaming", *flags)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert not process.stderr, process.stderr
-    return folder / "runs" / "streaming"
-
-
-@pytest.fixture(scope="session")
-def finished_run(streaming) -> Path:
-    """The same run, where one of any kind will do."""
-    return streaming
+def streaming(folder, finished_run) -> Path:
+    """The finished run, in that directory."""
+    return shutil.copytree(finished_run, folder / "runs" / finished_run.name)

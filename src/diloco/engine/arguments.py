@@ -18,6 +18,7 @@ from diloco.fragments import Fragment
 from diloco.outer.mixing import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
+from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
 from diloco.wire.payload import Codec
@@ -65,12 +66,13 @@ def check_exchange(exchange: object) -> None:
     """
     if isinstance(exchange, dist.ProcessGroup):
         raise _wrong("exchange", exchange, "diloco.ProcessGroupExchange(group)")
-    if not _offers(exchange, _members(Transport)):
-        advice = "diloco.ProcessGroupExchange(group), what diloco.connect(address) returns"
-        raise _wrong("exchange", exchange, f"{advice}, or diloco.LoopbackExchange() for one replica alone")
+    if not is_rendezvous(exchange) and not _offers(exchange, _members(Transport)):
+        advice = "diloco.ProcessGroupExchange(group), what diloco.connect(address) returns, "
+        advice += "diloco.StoreRendezvous(url), or diloco.LoopbackExchange() for one replica alone"
+        raise _wrong("exchange", exchange, advice)
 
 
-def check_model(model: object, exchange: Transport) -> None:
+def check_model(model: object, exchange: Transport | Rendezvous) -> None:
     """Refuse what is no model, and wrappers that average or cut the parameters where the engine can't know.
 
     Raises:

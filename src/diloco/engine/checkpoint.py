@@ -9,7 +9,7 @@ from diloco.schedule import Sync
 from diloco.wire import codec
 
 
-def state_of(rounds: Rounds, drained_step: int) -> dict[str, Any]:
+def state_of(rounds: Rounds) -> dict[str, Any]:
     """The state: keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own."""
     parameters, settings = rounds.parameters, rounds.settings
     tensors = {kind: parameters.all_named(rounds.state.at_home(kind)) for kind in rounds.state.kinds}
@@ -18,7 +18,7 @@ def state_of(rounds: Rounds, drained_step: int) -> dict[str, Any]:
         "fragments": [list(fragment.parameters) for fragment in settings.fragments],
         "last_sent": list(rounds.last_sent),
         "num_steps": rounds.num_steps,
-        "drained_step": drained_step,
+        "drained_step": rounds.drained_step,
         "bytes_sent": rounds.bytes_sent,
         "bytes_received": rounds.bytes_received,
         "blocked_seconds": rounds.blocked_seconds,
@@ -28,15 +28,12 @@ def state_of(rounds: Rounds, drained_step: int) -> dict[str, Any]:
     }
 
 
-def load(rounds: Rounds, state: Mapping[str, Any]) -> int:
+def load(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """Take up a state, and send again what was in flight.
 
     Args:
         rounds: the engine's.
         state: one that `loadable` gave.
-
-    Returns:
-        The step up to which everything that was sent has been merged.
     """
     rounds.num_steps, rounds.last_sent = state["num_steps"], list(state["last_sent"])
     rounds.bytes_sent, rounds.bytes_received = state["bytes_sent"], state["bytes_received"]
@@ -51,4 +48,4 @@ def load(rounds: Rounds, state: Mapping[str, Any]) -> int:
         sent_N = rounds.parameters.flat_of(sync.fragment, state["sent"]).to(rounds.parameters.device)
         rounds.start(sync, again, again.encode(sent_N, rounds.key(sync), rounds.cohort))
     # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
-    return state["drained_step"] if state["in_flight"] else rounds.num_steps
+    rounds.drained_step = state["drained_step"] if state["in_flight"] else rounds.num_steps

@@ -2,6 +2,7 @@
 
 import warnings
 
+from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.rounds import Rounds
 from diloco.exchange.control import agree
 from diloco.outer.step import OuterStep
@@ -33,7 +34,7 @@ def finish(rounds: Rounds, *, flush: bool) -> tuple[OuterStep, ...]:
     return merged
 
 
-def warn_of_unsent(rounds: Rounds) -> None:
+def warn_of_unsent(rounds: ReplicaRounds) -> None:
     """Name the fragments that were never sent; the warning points to the caller's caller."""
     unsent = [p for p, last_sent in enumerate(rounds.last_sent) if not last_sent]
     if unsent and rounds.num_steps:

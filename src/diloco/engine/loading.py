@@ -5,14 +5,12 @@ that it hands over, and they are the same on every replica.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.engine.rounds import Rounds
-from diloco.engine.sharded import all_shards_or_none
 from diloco.engine.state import ERROR, OUTER
 from diloco.engine.state_form import check_like, in_own_names, plain_values_checked, refuse_names
 from diloco.errors import DisagreementError, UserError
@@ -45,16 +43,10 @@ def loadable(rounds: Rounds, state: object) -> tuple[dict[str, Any], tuple[str, 
         "step of the loaded state": accepted.get("num_steps"),
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
-    with all_shards_of(rounds):
+    with rounds.all_shards_or_none():
         refuse_together(rounds, {"why the state can't be loaded": refusal} | facts, refusal)
         _compare_runs(rounds, accepted)
     return accepted, unfrozen
-
-
-def all_shards_of(rounds: Rounds) -> AbstractContextManager[None]:
-    """A context that fails in all shards of this replica if it fails in one."""
-    another = f"another shard of replica {rounds.transport.replica}"
-    return all_shards_or_none(rounds.parameters.shard_group, rounds.parameters.device, another)
 
 
 def refuse_together(rounds: Rounds, facts: Mapping[str, object], refusal: str | None) -> None:

@@ -6,12 +6,12 @@ import time
 import torch
 from torch import Tensor
 
-from diloco.engine.rounds import Rounds
+from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.sharded import sum_over_shards
 from diloco.engine.state import OUTER
 
 
-def counters(rounds: Rounds) -> dict[str, float]:
+def counters(rounds: ReplicaRounds) -> dict[str, float]:
     """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
     record = rounds.record
     values: dict[str, float] = {
@@ -25,14 +25,14 @@ def counters(rounds: Rounds) -> dict[str, float]:
     if record.exchange_mbit_s is not None:
         name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
         values[name] = record.exchange_mbit_s
-    if (peers := getattr(rounds.transport, "peers", None)) is not None:  # a transport of one's own may have none
+    if (peers := rounds.peers) is not None:
         lateness, heard_at, now = peers.lateness_seconds, peers.heard_at, time.monotonic()
         values |= {f"lateness_seconds/replica_{peer}": seconds for peer, seconds in sorted(lateness.items())}
         values |= {f"last_heard_seconds/replica_{peer}": now - then for peer, then in sorted(heard_at.items())}
     return {name: float(value) for name, value in values.items()}
 
 
-def logs(rounds: Rounds) -> dict[str, float]:
+def logs(rounds: ReplicaRounds) -> dict[str, float]:
     """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
     errors = rounds.record.codec_errors(rounds.settings.wire)
     device, group = rounds.parameters.device, rounds.parameters.shard_group
@@ -44,7 +44,7 @@ def logs(rounds: Rounds) -> dict[str, float]:
     return counters(rounds) | computed
 
 
-def _squared_distance(rounds: Rounds) -> Tensor:
+def _squared_distance(rounds: ReplicaRounds) -> Tensor:
     """‖θ − Θ‖² over the elements that this process holds."""
     total = torch.zeros((), device=rounds.parameters.device)
     for p, home_N in enumerate(rounds.state.at_home(OUTER)):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.loading import all_shards_of, refuse_together
+from diloco.engine.loading import refuse_together
+from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.rounds import Rounds
 from diloco.engine.state import OUTER
 from diloco.errors import UserError
@@ -25,7 +26,7 @@ class ModelLoads:
         rounds: the engine's.
     """
 
-    def __init__(self, model: nn.Module, rounds: Rounds) -> None:
+    def __init__(self, model: nn.Module, rounds: ReplicaRounds) -> None:
         self.pending = False
         """True if `check` has something to do: an attribute, since it is read at every step."""
         self._rounds = rounds
@@ -60,8 +61,8 @@ class ModelLoads:
             UserError: saying how to load them.
         """
         if self._noticed and not self._excused:
-            with all_shards_of(self._rounds):
-                rounds = self._rounds
+            rounds = self._rounds
+            with rounds.all_shards_or_none():
                 rounds.parameters.check_still_the_models(range(rounds.state.num_fragments))
                 if not self._is_outer():
                     raise UserError(
@@ -101,7 +102,7 @@ def adopt(rounds: Rounds) -> None:
             parameters_hash({"θ": parameters.flat(p)}) for p in fragments
         ],
     }
-    with all_shards_of(rounds):
+    with rounds.all_shards_or_none():
         refuse_together(rounds, facts, refusal)
     for kind in rounds.state.kinds:
         for p, vector_N in enumerate(rounds.state.at_home(kind)):

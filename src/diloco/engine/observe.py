@@ -4,7 +4,7 @@ Shapes: N elements of one fragment that this process holds.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,8 +106,20 @@ def outer_step(
         return reduction.average(payloads, to_N, key, cohort).divided()
 
     deltas = partial(reduction.each, payloads, num_elements, key, device)
+    return described(sync, blocked_seconds, average, deltas, spans, shard_group)
+
+
+def described(
+    sync: Sync,
+    blocked_seconds: float,
+    make_average: Callable[[], Tensor],
+    make_deltas: Callable[[], Iterator[Tensor]],
+    spans: Mapping[str, tuple[int, int]],
+    shard_group: dist.ProcessGroup | None,
+) -> OuterStep:
+    """An outer step, from what makes its vectors again; see `OuterStep`."""
     add_up = partial(sum_over_shards, group=shard_group)
-    return OuterStep(sync, blocked_seconds, average, deltas, spans, add_up)
+    return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up)
 
 
 def non_finite(step: int, replica: int, fragment: int, parameter: str | None) -> NonFiniteError:

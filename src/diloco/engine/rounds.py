@@ -5,7 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,18 +16,16 @@ from diloco.engine import observe
 from diloco.engine.lanes import Handle, Lane, ThreadLane
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.phases import exchange
+from diloco.engine.replica_rounds import ReplicaRounds, outer_state
 from diloco.engine.settings import Settings
-from diloco.engine.sharded import all_shards_or_none, shard_index, sum_over_shards
-from diloco.engine.state import ERROR, OUTER, OuterState
-from diloco.errors import DisagreementError, ExchangeError, NonFiniteError, PayloadError, UserError
+from diloco.engine.sharded import sum_over_shards
+from diloco.engine.state import ERROR, OUTER
+from diloco.errors import DisagreementError, ExchangeError, PayloadError
+from diloco.exchange.messages import Peers
 from diloco.exchange.transport import Channel, Tag, Transport
-from diloco.kernels.memory import empty
-from diloco.outer.rule import FragmentState
 from diloco.outer.step import OuterStep
-from diloco.outer.take import take_outer_step
 from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
-from diloco.reduction.feedback import encode_with_feedback
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
@@ -49,46 +47,37 @@ class Round:
     started: float = field(default_factory=time.perf_counter)
 
 
-@dataclass(eq=False)
-class Rounds:
-    """The rounds in flight, and what they change."""
+@dataclass(eq=False, kw_only=True)
+class Rounds(ReplicaRounds):
+    """The rounds in flight between the replicas of a transport, and what they change."""
 
-    settings: Settings
     transport: Transport
-    parameters: FragmentParameters
-    """θ."""
-    state: OuterState
-    """Θ, the slots of the outer rule, and the error."""
     cohort: Cohort
     """The replicas of the rounds that begin now."""
     lane: Lane = field(default_factory=ThreadLane)
     """Where a reduction's second phase follows the first."""
     in_flight: list[Round] = field(default_factory=list)
     """In the order in which they were sent."""
-    num_steps: int = 0
-    """Inner steps taken."""
-    bytes_sent: int = 0
-    """Payload bytes of all shards, each destination counted."""
-    bytes_received: int = 0
-    """Payload bytes of all shards from the other replicas that were merged."""
-    blocked_seconds: float = 0.0
-    """How long training has waited for payloads."""
-    last_sent: list[int] = field(default_factory=list)
-    """For each fragment the step after which it was sent last; 0 if never."""
-    record: observe.Record = field(default_factory=observe.Record)
-    """Measurements of the syncs, for logs."""
+    drained_step: int = 0
+    """What was sent up to this step was merged by `finish`."""
 
     def __post_init__(self) -> None:
-        """Make the memory in which sums are made, and count the bytes of each fragment."""
+        """Count the bytes of each fragment."""
+        super().__post_init__()
         sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
-        self.last_sent = [0] * len(sizes)
-        self._reduction = self.settings.reduction
-        self._shard_group = self.parameters.shard_group
-        self._shard = shard_index(self._shard_group)
-        self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
         num_bytes = [self._reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
         over_shards = sum_over_shards(torch.tensor(num_bytes, device=self.parameters.device), self._shard_group)
         self._fragment_bytes: list[int] = over_shards.tolist()
+
+    @property
+    def replica(self) -> int:
+        """This replica, from 0."""
+        return self.transport.replica
+
+    @property
+    def peers(self) -> Peers | None:
+        """When the other replicas answered; None with a transport of one's own that does not know."""
+        return getattr(self.transport, "peers", None)
 
     def key(self, sync: Sync) -> Key:
         """The key of this replica's payloads of a round."""
@@ -96,19 +85,16 @@ class Rounds:
 
     def send(self, syncs: Sequence[Sync]) -> None:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
-        with self._all_shards_or_none():
-            try:
-                self.parameters.check_still_the_models(sync.fragment for sync in syncs)
-            except UserError as error:
-                raise UserError(f"step {self.num_steps}: {error}") from None
+        with self.all_shards_or_none():
+            self.check_parameters(sync.fragment for sync in syncs)
             with self.record.encoding():
                 encoded = [self._encode(sync) for sync in syncs]
             for sync, (payloads, _) in zip(syncs, encoded, strict=True):
-                self._on_send(sync, payloads)
+                num_elements, key = self.state.num_elements(sync.fragment), self.key(sync)
+                self.on_send(sync, partial(self._reduction.decode, payloads, num_elements, key))
         for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
             if error_N is not None:
-                self.state.use(ERROR, sync.fragment).copy_(error_N)
-                self.state.keep(ERROR, sync.fragment)
+                self.keep_error(sync.fragment, error_N)
             self.start(sync, self._reduction, payloads)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
             self.last_sent[sync.fragment] = sync.step
@@ -139,7 +125,7 @@ class Rounds:
         self.in_flight = [flight for flight in self.in_flight if flight.sync.step > forget]
         if not due and not again:
             return ()  # most steps: the shards have nothing to tell each other
-        with self._all_shards_or_none():
+        with self.all_shards_or_none():
             self.parameters.watch.check()
             for flight in again:
                 self._receive(flight)
@@ -177,43 +163,9 @@ class Rounds:
 
     def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The payloads of a fragment, and the error that they leave."""
-        p, key, beta = sync.fragment, self.key(sync), self.settings.error_feedback
-        outer_N = self.state.use(OUTER, p)
-        delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
-        self.record.sample(delta_N, key)
         is_compared = self.settings.outer.shared and len(self.cohort.members) > 1
-        base = self.state.checksum(p) if is_compared else 0
-        try:
-            if beta is None:
-                return self._reduction.encode(delta_N, key, self.cohort, base=base), None
-            error_N = self.state.use(ERROR, p)
-            return encode_with_feedback(self._reduction, delta_N, error_N, beta, key, self.cohort, base=base)
-        except NonFiniteError:
-            name = self.parameters.first_not_finite(p, delta_N)
-            raise observe.non_finite(self.num_steps, self.transport.replica, p, name) from None
-
-    def _on_send(self, sync: Sync, payloads: tuple[Tensor, ...]) -> None:
-        num_elements = self.state.num_elements(sync.fragment)
-        own = partial(self._reduction.decode, payloads, num_elements, self.key(sync))
-        with self._fragment(sync.fragment) as fragment:
-            self.settings.outer.on_send(fragment, own, sync)
-
-    @contextmanager
-    def _fragment(self, p: int) -> Iterator[FragmentState]:
-        """A fragment's state for the outer rule; the vectors that the rule used are kept."""
-        used: dict[str, None] = {}
-
-        def use(kind: str) -> Tensor:
-            used[kind] = None
-            return self.state.use(kind, p)
-
-        yield FragmentState(use)
-        for kind in used:
-            self.state.keep(kind, p)
-
-    def _all_shards_or_none(self) -> AbstractContextManager[None]:
-        another = f"step {self.num_steps}: another shard of replica {self.transport.replica}"
-        return all_shards_or_none(self._shard_group, self.parameters.device, another)
+        base = self.state.checksum(sync.fragment) if is_compared else 0
+        return self.encode(sync.fragment, self.key(sync), self.cohort, base=base)
 
     def _receive(self, flight: Round) -> tuple[dict[int, Tensor], float]:
         """The payloads of all members, and the seconds that training waited for them."""
@@ -252,13 +204,7 @@ class Rounds:
     ) -> OuterStep:
         sync, p = flight.sync, flight.sync.fragment
         self.bytes_received += self._fragment_bytes[p]
-        with (
-            self.record.merging(),
-            self.parameters.merging(p, self.num_steps) as theta,
-            self._fragment(p) as fragment,
-        ):
-            rule, mixing = self.settings.outer, self.settings.mixing
-            take_outer_step(rule, mixing, fragment, theta, average, sync, flight.cohort)
+        self.take(sync, average, flight.cohort, self.settings.mixing)
         return observe.outer_step(
             flight.reduction,
             payloads,
@@ -272,12 +218,10 @@ class Rounds:
         )
 
 
-def begin(settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool) -> Rounds:
+def begin(
+    settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool = False
+) -> Rounds:
     """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
-    state = OuterState(
-        map(parameters.flat, range(len(settings.fragments))),
-        slots=settings.outer.slots,
-        with_error=settings.error_feedback is not None,
-        offload=offload,
-    )
-    return Rounds(settings, transport, parameters, state, Cohort.equal(transport.num_replicas))
+    state = outer_state(settings, parameters, offload=offload)
+    cohort = Cohort.equal(transport.num_replicas)
+    return Rounds(settings, parameters, state, transport=transport, cohort=cohort)

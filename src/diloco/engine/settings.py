@@ -46,8 +46,12 @@ class Settings:
         """How payloads become an average."""
         return reduction_of(self.combine, self.wire)
 
-    def check(self, model: nn.Module, num_replicas: int) -> None:
+    def check(self, model: nn.Module, num_replicas: int | None) -> None:
         """Refuse, without any other replica, what can't be trained; the model may be on `meta`.
+
+        Args:
+            model: whose parameters are exchanged.
+            num_replicas: M; None where replicas come and go.
 
         Raises:
             UserError: if the settings contradict each other or the model; the message names both values.
@@ -74,6 +78,28 @@ class Settings:
                 "ProcessGroupExchange a group that has gloo, or set combine=gather",
                 "combine",
             )
+
+    def check_rendezvous(self) -> None:
+        """Refuse what replicas that come and go can't share.
+
+        Raises:
+            UserError: naming the setting.
+        """
+        if not self.outer.shared:
+            raise UserError(
+                f"outer={type(self.outer).__name__} keeps other outer parameters on each replica, and where "
+                "replicas come and go they are made from the log, the same for all: take diloco.Nesterov",
+                "outer",
+            )
+        if self.combine != "gather":
+            raise UserError(
+                f"combine={self.combine} needs a fixed group of replicas: set combine=gather", "combine"
+            )
+
+    def shared_facts(self) -> dict[str, object]:
+        """The settings that replicas which come and go must share: not their number, nor τ."""
+        facts = self.facts(1)
+        return {name: facts[name] for name in facts if name not in ("num_replicas", "overlap_steps")}
 
     def facts(self, num_replicas: int) -> dict[str, object]:
         """The settings that all replicas must share, in the order in which a difference explains the most."""
@@ -116,7 +142,7 @@ class Settings:
             "first_sync": schedule.first_sync,
         }
 
-    def _check_schedule(self, num_replicas: int) -> None:
+    def _check_schedule(self, num_replicas: int | None) -> None:
         if self.schedule.num_fragments != len(self.fragments):
             raise UserError(
                 f"schedule.num_fragments={self.schedule.num_fragments}, but there are {len(self.fragments)} "
@@ -124,6 +150,11 @@ class Settings:
                 "schedule.num_fragments",
             )
         overlaps = self.schedule.overlap_steps
+        if isinstance(overlaps, tuple) and num_replicas is None:
+            raise UserError(
+                f"overlap_steps={overlaps} with replicas that come and go: give each replica its own number",
+                "overlap_steps",
+            )
         if isinstance(overlaps, tuple) and len(overlaps) != num_replicas:
             raise UserError(
                 f"overlap_steps={overlaps} must hold one number for each of {num_replicas} replicas",

@@ -10,23 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine import checkpoint
 from diloco.engine.arguments import check_exchange, check_model, settings_of
 from diloco.engine.attach import Attachment, attached
-from diloco.engine.finish import finish, warn_of_unsent
-from diloco.engine.loading import loadable
+from diloco.engine.finish import warn_of_unsent
 from diloco.engine.masters import Masters
-from diloco.engine.model_loads import ModelLoads, adopt
-from diloco.engine.parameters import FragmentParameters
-from diloco.engine.rounds import begin
+from diloco.engine.member import member
+from diloco.engine.model_loads import ModelLoads
 from diloco.engine.view import EngineView
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.control import agree, failing_together
+from diloco.exchange.control import failing_together
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
 from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
+from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule
 from diloco.wire.payload import Codec
 
@@ -58,7 +56,7 @@ class StreamingDiLoCo(EngineView):
         seed: the seed of codecs that draw random numbers, the same on all replicas.
         masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
-        exchange: the transport of the payloads.
+        exchange: the transport of the payloads, or the rendezvous of replicas that come and go.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -89,7 +87,7 @@ class StreamingDiLoCo(EngineView):
         *,
         fragments: Sequence[Fragment],
         schedule: Schedule,
-        exchange: Transport,
+        exchange: Transport | Rendezvous,
         outer: OuterRule | None = None,
         mixing: float | MergeRule = 0.5,
         wire: str | Codec = "e3m0",
@@ -113,19 +111,19 @@ class StreamingDiLoCo(EngineView):
             )
             """The arguments that decide what is computed."""
             check_model(model, exchange)
-            self.settings.check(model, exchange.num_replicas)
-            self.settings.check_transport(exchange)
             self.exchange = exchange
-            parameters = FragmentParameters(model, self.settings.fragments, masters)
-            self._rounds = begin(self.settings, exchange, parameters, offload=offload)
-            self._attachment: Attachment | None = None
-            self._loads = ModelLoads(model, self._rounds)
-            self._sound = True
-            self._drained_step = 0  # what was sent up to this step was merged by finish()
-            agree(exchange, self.settings.facts(exchange.num_replicas) | parameters.facts())
+            self._membership = member(self.settings, exchange, model, masters, offload=offload)
+        self._rounds = self._membership.rounds
+        self._attachment: Attachment | None = None
+        self._loads = ModelLoads(model, self._rounds)
+        self._sound = True
 
-    def step(self) -> tuple[OuterStep, ...]:
+    def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
+
+        Args:
+            tokens: how many this replica has read in the step, added to `tokens`: the weight of what it has
+                learnt, where replicas come and go.
 
         Returns:
             The outer steps that were taken; none on most steps.
@@ -138,20 +136,12 @@ class StreamingDiLoCo(EngineView):
         self._check_going_on()
         if self._loads.pending:
             self._loads.check()
-        rounds, schedule = self._rounds, self.settings.schedule
-        rounds.num_steps += 1
-        due = schedule.due(rounds.num_steps, self.exchange.replica)
-        if not (due.send or due.merge or rounds.in_flight or rounds.parameters.watch.merges):
+        self._rounds.num_steps += 1
+        self._rounds.tokens += tokens or 0
+        if not self._membership.is_due():
             return ()  # most steps
         with self._whole():
-            rounds.parameters.look_at_merges(rounds.num_steps)
-            if due.send:
-                rounds.send(due.send)
-            merge = [sync for sync in due.merge if sync.step > self._drained_step]
-            merged = rounds.merge(merge, forget=rounds.num_steps - schedule.max_overlap)
-            if due.send or due.merge:
-                rounds.expect_next()
-        return merged
+            return self._membership.advance()
 
     def attach(self, optimizer: Any, scaler: torch.amp.GradScaler | None = None) -> Attachment:
         """Call `step()` after every inner step until `remove()` of what it returns; an engine is attached once.
@@ -179,9 +169,8 @@ class StreamingDiLoCo(EngineView):
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
-        with self._whole(), self.exchange.finishing(self.num_steps):
-            merged = finish(self._rounds, flush=flush)
-            self._drained_step = self.num_steps
+        with self._whole():
+            merged = self._membership.finish(flush=flush)
         warn_of_unsent(self._rounds)
         return merged
 
@@ -195,7 +184,7 @@ class StreamingDiLoCo(EngineView):
             UserError: if something is in flight; nothing is changed.
         """
         self._check_going_on()
-        adopt(self._rounds)
+        self._membership.adopt()
         self._loads.excuse(later=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +197,7 @@ class StreamingDiLoCo(EngineView):
         other shards.
         """
         self._check_sound()
-        return checkpoint.state_of(self._rounds, self._drained_step)
+        return self._membership.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight; every replica must load the same step.
@@ -225,9 +214,9 @@ class StreamingDiLoCo(EngineView):
                 settings while something is in flight. A refusal changes nothing, but torch.distributed.checkpoint
                 has read into Θ and the slots before: build a new engine then.
         """
-        accepted, unfrozen = loadable(self._rounds, state)
+        accepted, unfrozen = self._membership.accepted(state)
         with self._whole():
-            self._drained_step = checkpoint.load(self._rounds, accepted)
+            self._membership.load(accepted)
         self._loads.excuse(later=not unfrozen)
 
     @contextmanager
@@ -235,7 +224,7 @@ class StreamingDiLoCo(EngineView):
         """Work that is done whole, or else ends this engine, and tells the other replicas so."""
         self._check_sound()
         self._sound = False
-        with failing_together(self.exchange):
+        with self._membership.failing_together():
             yield
         self._sound = True
 
@@ -249,5 +238,5 @@ class StreamingDiLoCo(EngineView):
     def _check_going_on(self) -> None:
         """Refuse to go on after a failure, here or in another replica."""
         self._check_sound()
-        if (failure := self.exchange.failure) is not None:
+        if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")

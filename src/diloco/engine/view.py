@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diloco.engine.logs import counters, logs
 from diloco.engine.model_loads import ModelLoads
-from diloco.engine.rounds import Rounds
+from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.sharded import gathered
 from diloco.engine.state import OUTER
 from diloco.outer.digest import parameters_hash
@@ -16,13 +16,27 @@ from diloco.outer.digest import parameters_hash
 class EngineView:
     """The counters and the outer parameters of the rounds of an engine."""
 
-    _rounds: Rounds
+    _rounds: ReplicaRounds
     _loads: ModelLoads
 
     @property
     def num_steps(self) -> int:
         """Inner steps taken."""
         return self._rounds.num_steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this replica has read: what `step(tokens=…)` was told, or what the loop sets here."""
+        return self._rounds.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self._rounds.tokens = tokens
+
+    @property
+    def untold_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
+        return self._rounds.untold_tokens
 
     @property
     def bytes_sent(self) -> int:

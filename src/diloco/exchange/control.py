@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -74,8 +74,16 @@ def _value(replica: int, text: bytes, kind: Any) -> Any:
         ) from None
 
 
+class Abortable(Protocol):
+    """A way to the other replicas on which a failure can be told."""
+
+    def abort(self, reason: str) -> None:
+        """Tell it."""
+        ...
+
+
 @contextmanager
-def failing_together(transport: Transport) -> Iterator[None]:
+def failing_together(transport: Abortable) -> Iterator[None]:
     """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
     try:
         yield

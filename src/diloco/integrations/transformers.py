@@ -14,6 +14,7 @@ from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
 from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.contract import is_rendezvous
 
 _REFUSED = {
     "load_best_model_at_end": "would end with one replica's own parameters: set it to False; the model ends as Θ",
@@ -82,7 +83,8 @@ class DiLoCoCallback(TrainerCallback):
             raise UserError("this engine has trained already: make a new Trainer with a new DiLoCoCallback")
         if kwargs["model"] is not self._model:
             raise UserError("the Trainer has made a new model for train(): give it model, not model_init")
-        agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
+        if not is_rendezvous(self.engine.exchange):
+            agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
         if state.global_step:
             self._resume(_state_file(args, state))
         # The Trainer calls both, for optimizers that train other parameters than they evaluate.

@@ -64,3 +64,24 @@ class Mixing:
     def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:
         """α θ + (1 − α) Θ."""
         return self.alpha * theta_N + (1 - self.alpha) * outer_N
+
+
+@dataclass(frozen=True)
+class Translation:
+    """θ ← θ + (Θ_new − Θ_old): Θ − θ, the work that the outer step does not know yet, stays what it was.
+
+    >>> import torch
+    >>> Translation().merge(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.5]))
+    tensor([1.5000])
+    """
+
+    needs_previous = True
+
+    def facts(self) -> Mapping[str, float | str]:
+        """No settings."""
+        return {}
+
+    def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:
+        """θ + (Θ_new − Θ_old)."""
+        assert previous_N is not None, "needs_previous"
+        return theta_N + (outer_N - previous_N)

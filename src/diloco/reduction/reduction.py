@@ -107,16 +107,28 @@ def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key:
         PayloadError: for a payload that is damaged.
     """
     check_complete(received, key, cohort)
-    for index, (member, weight) in enumerate(zip(cohort.members, cohort.weights, strict=True)):
-        payload, key_of_member = received[member], key._replace(replica=member)
+    keys = [key._replace(replica=member) for member in cohort.members]
+    average = add_up(wire, received, to_N, keys, cohort)
+    _check_bases(received, key, cohort)  # last: now every header is known to be sound
+    return average
+
+
+def add_up(
+    wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, keys: Sequence[Key], cohort: Cohort
+) -> Average:
+    """`weighted_sum` of payloads that are all there, each with the key that it was encoded with.
+
+    Raises:
+        PayloadError: for a payload that is damaged.
+    """
+    for index, (member, weight, key) in enumerate(zip(cohort.members, cohort.weights, keys, strict=True)):
         with naming(member):
             if weight == 1:
-                wire.decode_into(to_N, payload, key_of_member, add=index > 0)
+                wire.decode_into(to_N, received[member], key, add=index > 0)
                 continue
             part_N = empty(to_N.numel(), torch.float32, to_N.device)
-            wire.decode_into(part_N, payload, key_of_member).mul_(weight)
+            wire.decode_into(part_N, received[member], key).mul_(weight)
             to_N.copy_(part_N) if index == 0 else to_N.add_(part_N)
-    _check_bases(received, key, cohort)  # last: now every header is known to be sound
     return Average(to_N, cohort.total_weight)
 
 

@@ -5,12 +5,15 @@ The training thread offers outer gradients and takes decisions; everything else 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from diloco.reduction.cohort import Cohort
 from diloco.wire.payload import Codec, Key
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, TypeIs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +21,11 @@ class Form:
     """The form of the run's payloads."""
 
     codec: Codec
-    """Of the outer gradients."""
+    """The codec of the outer gradients."""
     sizes: tuple[int, ...]
     """N of each fragment."""
     seed: int
-    """Of codecs that draw random numbers."""
+    """The seed of codecs that draw random numbers."""
 
     def key(self, fragment: int, base_round: int, replica: int) -> Key:
         """The key of a payload: its round is the one after its base, as in a fixed group."""
@@ -33,6 +36,8 @@ class Form:
 class Offer:
     """An outer gradient that a replica has encoded."""
 
+    seq: int
+    """Offers of this replica before it."""
     fragment: int
     payload: Tensor
     """Flat uint8, not to be changed any more."""
@@ -55,11 +60,21 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredSnapshot:
+    """A fragment's snapshot, as it lies in the store; nobody has checked it."""
+
+    round: int
+    name: str
+    """In the store; it holds the SHA-256."""
+    data: "Buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """An outer step of one fragment, as the log has it, with its payloads."""
 
     number: int
-    """Of the log's entry."""
+    """The number of the log's entry."""
     fragment: int
     round: int
     """Outer steps of the fragment, this one included."""
@@ -68,12 +83,14 @@ class Decision:
     cohort: Cohort
     payloads: Mapping[int, Tensor]
     """By member."""
+    snapshot: StoredSnapshot | None = None
+    """A snapshot after this round or a later one, in the place of payloads that were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
     is_own: bool
     """Whether this replica's outstanding payload is in it."""
-    is_author: bool
-    """Whether this replica wrote the entry."""
+    with_snapshot: bool
+    """Whether this replica uploads a snapshot of the fragment after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +99,12 @@ class Joined:
 
     replica: int
     """This replica's number."""
-    snapshots: Mapping[int, tuple[int, Mapping[str, Tensor]]]
-    """For each fragment that has one: its round, and Θ_p (`outer`) and the slots by name, flat FP32."""
+    snapshots: Mapping[int, StoredSnapshot]
+    """For each fragment that has one."""
     num_decisions: int
     """Decisions to take before this replica's Θ is the run's."""
 
 
-@runtime_checkable
 class Rendezvous(Protocol):
     """A place where replicas come and go."""
 
@@ -147,6 +163,19 @@ class Rendezvous(Protocol):
         """Whether a decision is waited for at t + τ: true if the quorum is all."""
         ...
 
+    @property
+    def max_stale(self) -> int:
+        """Rounds after which a payload that was not counted never will be."""
+        ...
+
+    def last_counted(self, replica: int, fragment: int) -> int:
+        """The newest payload of a replica, by its number in `Offer.seq`, that a fragment's rounds have counted."""
+        ...
+
+    def drain(self) -> None:
+        """Decide without waiting for steps that are not taken any more, until the next `at_step`."""
+        ...
+
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
         ...
@@ -158,3 +187,9 @@ class Rendezvous(Protocol):
     def abort(self, reason: str) -> None:
         """Stop at once, after an error."""
         ...
+
+
+def is_rendezvous(exchange: object) -> "TypeIs[Rendezvous]":
+    """True for an object that offers what `Rendezvous` asks for."""
+    names = (name for name in vars(Rendezvous) if not name.startswith("_"))
+    return all(hasattr(type(exchange), name) for name in names)

@@ -92,8 +92,7 @@ class Contribution:
 
     replica: Count
     seq: Count
-    """The number of the payload among its replica's: fragment + P · n for the n-th of the fragment, from 0. So
-    each number is of one fragment, and no payload enters two entries."""
+    """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
     sha256: Digest
     """SHA-256 of its header, which holds that of its body."""
     base_round: Count
@@ -235,6 +234,6 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
     return entry, signature
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()

@@ -112,10 +112,10 @@ def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):
     (run / "metrics-1.jsonl").unlink()
     main(["report", str(run), "--output", str(tmp_path / "half.html")])
     text = html.unescape((tmp_path / "half.html").read_text())
-    assert "The run is not finished: step 30 of 60." in text and "replica 1 are on another machine" in text
+    assert "The run is not finished: step 30 of 120." in text and "replica 1 are on another machine" in text
     (run / "metrics-0.jsonl").write_text("".join(lines[:2]))  # nothing has been sent yet
     main(["report", str(run), "--output", str(tmp_path / "begun.html")])
-    assert "step 2 of 60." in html.unescape((tmp_path / "begun.html").read_text())
+    assert "step 2 of 120." in html.unescape((tmp_path / "begun.html").read_text())
     (run / "metrics-0.jsonl").write_text("")
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run)])

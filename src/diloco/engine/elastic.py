@@ -1,0 +1,181 @@
+"""A replica among others that come and go: when it offers a fragment, what resumes, how it ends."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from diloco.engine.elastic_rounds import ElasticRounds
+from diloco.engine.parameters import FragmentParameters
+from diloco.engine.replica_rounds import outer_state
+from diloco.engine.settings import Settings
+from diloco.engine.state import ERROR, OUTER
+from diloco.errors import UserError
+from diloco.outer.step import OuterStep
+from diloco.rendezvous.contract import Form, Rendezvous
+
+
+class ElasticMembership:
+    """This replica in a run of a rendezvous, which it joins.
+
+    Raises:
+        DisagreementError: if the run has other settings or initial parameters.
+        UserError: for a replica of several processes.
+    """
+
+    def __init__(
+        self, settings: Settings, rendezvous: Rendezvous, parameters: FragmentParameters, *, offload: bool
+    ) -> None:
+        if parameters.shard_group is not None:
+            raise UserError("a replica of a rendezvous is one process: leave the model whole", "exchange")
+        state = outer_state(settings, parameters, offload=offload)
+        sizes = tuple(state.num_elements(p) for p in range(state.num_fragments))
+        form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed)
+        facts = settings.shared_facts() | parameters.facts()
+        schedule = settings.schedule
+        joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
+        self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=form)
+        self.rounds.catch_up(joined)
+        self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
+        self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
+        self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
+        self._translation: dict[int, Tensor] = {}
+
+    @property
+    def failure(self) -> str | None:
+        """Why this replica can't go on."""
+        return self._rendezvous.failure
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """A context whose errors end this replica's part in the run."""
+        try:
+            yield
+        except Exception as error:
+            self._rendezvous.abort(str(error) or type(error).__name__)
+            raise
+
+    def is_due(self) -> bool:
+        """Whether something is sent, decided, waited for, or to be looked at."""
+        rounds = self.rounds
+        self._rendezvous.at_step(rounds.num_steps)
+        return bool(
+            self._rendezvous.has_news
+            or self._translation
+            or rounds.parameters.watch.merges
+            or any(rounds.waiting.values())
+            or any(rounds.num_steps >= step for step in self._next_send)
+            or (rounds.in_flight and self._rendezvous.waits)
+            or self._rendezvous.wanted()
+        )
+
+    def advance(self) -> tuple[OuterStep, ...]:
+        """Offer the fragments that are due, and take the outer steps that were decided."""
+        rounds = self.rounds
+        self._translate()
+        rounds.parameters.look_at_merges(rounds.num_steps)
+        for p in self._due():
+            rounds.send(p)
+            self._next_send[p] = rounds.num_steps + self._sync_every
+        return rounds.merge(wait=self._rendezvous.waits)
+
+    def _due(self) -> list[int]:
+        """The fragments to offer: H steps after the last time, or sooner if another's payload waits for ours."""
+        rounds, wanted = self.rounds, set(self._rendezvous.wanted())
+        early = self._sync_every - self._min_steps
+        return [
+            p
+            for p, step in enumerate(self._next_send)
+            if p not in rounds.in_flight and rounds.num_steps >= (step - early if p in wanted else step)
+        ]
+
+    def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
+        """Wait for the decisions of own payloads, bounded in time, and take them."""
+        rounds = self.rounds
+        self._translate()
+        merged = self._drained()
+        if flush:
+            for p in range(rounds.state.num_fragments):
+                if rounds.last_sent[p] < rounds.num_steps and p not in rounds.in_flight:
+                    rounds.send(p)
+            merged += self._drained()
+        return merged
+
+    def _drained(self) -> tuple[OuterStep, ...]:
+        """The outer steps of what is in flight."""
+        rounds = self.rounds
+        self._rendezvous.drain()
+        for flight in rounds.in_flight.values():
+            flight.step = min(flight.step, rounds.num_steps - rounds.overlap_steps)
+        return rounds.merge(wait=True)
+
+    def adopt(self) -> None:
+        """Refuse: Θ is what the log says."""
+        raise UserError(
+            "adopt() has no meaning where replicas come and go: the outer parameters are what the run's log says; "
+            "begin another run from these parameters"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of this replica that resumes; Θ and the slots lie in the store."""
+        rounds, named = self.rounds, self.rounds.parameters.all_named
+        return {
+            "replica": rounds.replica,
+            "num_steps": rounds.num_steps,
+            "tokens": rounds.tokens,
+            "bytes_sent": rounds.bytes_sent,
+            "bytes_received": rounds.bytes_received,
+            "blocked_seconds": rounds.blocked_seconds,
+            "last_sent": list(rounds.last_sent),
+            "next_send": list(self._next_send),
+            "told": [list(pair) for pair in rounds.told],
+            "counted": [
+                self._rendezvous.last_counted(rounds.replica, p) for p in range(rounds.state.num_fragments)
+            ],
+            OUTER: named(rounds.state.at_home(OUTER)),
+            ERROR: named(rounds.state.at_home(ERROR)) if rounds.settings.error_feedback is not None else {},
+        }
+
+    def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """A state of this run's model.
+
+        Raises:
+            UserError: if it is another's.
+        """
+        names = set(self.rounds.parameters.all_named(self.rounds.state.at_home(OUTER)))
+        if not isinstance(state, Mapping) or "counted" not in state or set(state[OUTER]) != names:
+            raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
+        return dict(state), ()
+
+    def load(self, accepted: Mapping[str, Any]) -> None:
+        """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
+
+        The model's own parameters may be loaded before or after this: θ is moved before the next inner step ends.
+        """
+        rounds, parameters = self.rounds, self.rounds.parameters
+        rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
+        rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
+        rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
+        self._next_send = list(accepted["next_send"])
+        rounds.told = [(tokens, steps) for tokens, steps in accepted["told"]]
+        for p, counted in enumerate(accepted["counted"]):
+            is_newer = self._rendezvous.last_counted(accepted["replica"], p) > counted
+            then_N = parameters.flat_of(p, accepted[OUTER])
+            self._translation[p] = then_N.new_empty(0) if is_newer else then_N
+            if accepted[ERROR] and not is_newer:
+                rounds.keep_error(p, parameters.flat_of(p, accepted[ERROR]))
+
+    def _translate(self) -> None:
+        """Move θ from the Θ that a checkpoint knew to the run's."""
+        rounds = self.rounds
+        for p, then_N in self._translation.items():
+            if not then_N.numel():
+                rounds.take_outer_parameters(p)
+                rounds.told[p] = rounds.tokens, rounds.num_steps
+                continue
+            move_N = rounds.state.use(OUTER, p) - then_N.to(rounds.parameters.device)
+            with rounds.parameters.merging(p, rounds.num_steps) as theta:
+                for own, part_n in zip(theta, move_N.split([own.numel() for own in theta]), strict=True):
+                    own.add_(part_n.view(own.shape))
+        self._translation.clear()

@@ -1,0 +1,265 @@
+"""The rounds of a replica among others that come and go: it offers outer gradients, and follows the decisions.
+
+    Δ_p = Σ_m w_m decode(payload of m) / Σ_m w_m          over the replicas that the decision names
+    Θ_p ← OuterOpt(Θ_p, Δ_p)
+    θ_p ← α θ_p + (1 − α) Θ_p                             if this replica's payload is in it, at t + τ
+    θ_p ← θ_p + Θ_p,new − Θ_p,old                         if it is not: Θ − θ, the work not yet told, stays
+
+Shapes: N elements of one fragment.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diloco.engine import observe
+from diloco.engine.replica_rounds import ReplicaRounds
+from diloco.engine.state import OUTER
+from diloco.errors import DisagreementError, ExchangeError
+from diloco.kernels.memory import empty
+from diloco.outer.mixing import MergeRule, Mixing, Translation
+from diloco.outer.step import OuterStep
+from diloco.outer.take import merge_in_place
+from diloco.reduction.cohort import Cohort
+from diloco.reduction.reduction import Average, add_up
+from diloco.rendezvous import snapshots
+from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
+from diloco.rendezvous.verify import norm_of
+from diloco.schedule import Sync
+from diloco.wire.payload import Key
+
+_MOST_SECONDS = 0.05
+"""Time after which the decisions that are left wait for the next inner step."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """An own payload of which no decision is known yet."""
+
+    seq: int
+    base_round: int
+    step: int
+    """The inner step after which it was offered."""
+    tokens: int
+    """`tokens` of the rounds at that step."""
+    error_N: Tensor | None
+    """The error of error feedback, if it is counted."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ElasticRounds(ReplicaRounds):
+    """The rounds of the replicas of a rendezvous."""
+
+    rendezvous: Rendezvous
+    form: Form
+    in_flight: dict[int, Flight] = field(default_factory=dict)
+    """By fragment."""
+    rounds: list[int] = field(default_factory=list)
+    """Outer steps of each fragment that this replica has taken."""
+    told: list[tuple[int, int]] = field(default_factory=list)
+    """For each fragment the tokens and inner steps up to its last send that was counted."""
+    next_seq: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with the run's first Θ."""
+        super().__post_init__()
+        num_fragments = self.state.num_fragments
+        self.rounds, self.told = [0] * num_fragments, [(0, 0)] * num_fragments
+        self.bases = [self.state.checksum(p) for p in range(num_fragments)]
+        """Checksum of each Θ_p."""
+        self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
+
+    @property
+    def replica(self) -> int:
+        """This replica's number in the run."""
+        return self.rendezvous.replica
+
+    @property
+    def untold_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
+        return self.tokens - sum(tokens for tokens, _ in self.told) / len(self.told)
+
+    def catch_up(self, joined: Joined) -> None:
+        """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
+        for p, stored in joined.snapshots.items():
+            self._read(p, stored)
+        num_taken = 0
+        while num_taken < joined.num_decisions:
+            for decision in self.rendezvous.decided(wait_for=-1):
+                if decision.round > self.rounds[decision.fragment]:
+                    self._take(decision, Mixing(0.0))
+                num_taken += 1
+        for p in range(self.state.num_fragments):
+            self.take_outer_parameters(p)
+            self.rendezvous.applied(p, self.rounds[p], self.bases[p])
+
+    def _read(self, p: int, stored: StoredSnapshot) -> None:
+        """Take Θ_p and the slots from a snapshot."""
+        kinds = (OUTER, *self.settings.outer.slots)
+        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
+        snapshots.read_into(vectors, stored.data, name=stored.name)
+        for kind, vector_N in vectors.items():
+            self.state.use(kind, p).copy_(vector_N)
+            self.state.keep(kind, p)
+        self._applied(p, stored.round)
+
+    def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
+        """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
+        p = decision.fragment
+        before_N = self.state.use(OUTER, p).clone()
+        self._read(p, stored)
+        outer_N = self.state.use(OUTER, p)
+        with self.parameters.merging(p, self.num_steps) as theta:
+            merge_in_place(theta, outer_N, mixing, before_N)
+        if decision.is_own and p in self.in_flight:
+            self._count(p, self.in_flight[p])
+        spans, sync = self.parameters.spans[p], Sync(p, stored.round, self.num_steps)
+        zeros = partial(torch.zeros, self.form.sizes[p], device=self.parameters.device)
+        return observe.described(sync, 0.0, zeros, lambda: iter(()), spans, self._shard_group)
+
+    def take_outer_parameters(self, p: int) -> None:
+        """θ_p ← Θ_p."""
+        outer_N = self.state.use(OUTER, p)
+        with self.parameters.merging(p, self.num_steps) as theta:
+            for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
+                own.copy_(part_n.view(own.shape))
+
+    def send(self, p: int) -> None:
+        """Encode a fragment's outer gradient and offer it."""
+        key = self.form.key(p, self.rounds[p], self.replica)
+        with self.record.encoding():
+            self.check_parameters((p,))
+            payloads, error_N = self.encode(p, key, Cohort.equal(1), base=self.bases[p])
+            decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
+            self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
+        tokens, steps = (now - then for now, then in zip((self.tokens, self.num_steps), self.told[p], strict=True))
+        payload = payloads[0].cpu()
+        offer = Offer(
+            seq=self.next_seq,
+            fragment=p,
+            payload=payload,
+            base_round=self.rounds[p],
+            base=self.bases[p],
+            norm=norm_of(decoded_N.cpu()),
+            tokens=tokens or steps,
+            steps=steps,
+            position=self.tokens or self.num_steps,
+            step=self.num_steps,
+            overlap_steps=self.overlap_steps,
+        )
+        self.rendezvous.offer(offer)
+        self.in_flight[p] = Flight(self.next_seq, self.rounds[p], self.num_steps, self.tokens, error_N)
+        self.next_seq += 1
+        self.bytes_sent += payload.numel()
+        self.last_sent[p] = self.num_steps
+
+    @property
+    def overlap_steps(self) -> int:
+        """τ."""
+        return self.settings.schedule.overlap(0)
+
+    def merge(self, *, wait: bool) -> tuple[OuterStep, ...]:
+        """Take the outer steps that were decided.
+
+        Args:
+            wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time.
+        """
+        self.parameters.watch.check()
+        end, steps = time.perf_counter() + _MOST_SECONDS, []
+        self._listen()
+        for p in range(self.state.num_fragments):
+            while wait and self._is_over(p) and not any(decision.is_own for decision in self.waiting[p]):
+                start = time.perf_counter()
+                self._listen(wait_for=p)
+                self.blocked_seconds += time.perf_counter() - start
+                steps += self._take_waiting(p)
+            if wait or time.perf_counter() < end:
+                steps += self._take_waiting(p)
+        return tuple(steps)
+
+    def _is_over(self, p: int) -> bool:
+        """Whether a fragment is in flight, and its overlap has passed."""
+        return p in self.in_flight and self.num_steps >= self.in_flight[p].step + self.overlap_steps
+
+    def _listen(self, wait_for: int | None = None) -> None:
+        for decision in self.rendezvous.decided(wait_for=wait_for):
+            self.waiting[decision.fragment].append(decision)
+
+    def _take_waiting(self, p: int) -> Iterator[OuterStep]:
+        while self.waiting[p] and not (self.waiting[p][0].is_own and p in self.in_flight and not self._is_over(p)):
+            decision = self.waiting[p].popleft()
+            if decision.round <= self.rounds[p]:
+                continue  # a snapshot was newer
+            mixing = self.settings.mixing if decision.is_own else Translation()
+            yield self._take(decision, mixing)
+
+    def _take(self, decision: Decision, mixing: MergeRule) -> OuterStep:
+        """Take one outer step; a decision is refused whole, before anything changes."""
+        p, entry = decision.fragment, f"step {self.num_steps}: entry {decision.number} of the log"
+        if decision.round != self.rounds[p] + 1:
+            raise ExchangeError(f"{entry} is round {decision.round} of fragment {p} after round {self.rounds[p]}")
+        if decision.before != self.bases[p]:
+            raise DisagreementError(
+                f"{entry}: the outer parameters of fragment {p} before round {decision.round} are not those of "
+                "this replica: its memory changed, or an outer step gave other bits; nothing was merged: start "
+                "this replica again"
+            )
+        if decision.snapshot is not None:
+            return self._jump(decision, decision.snapshot, mixing)
+        to_N = self._scratch[: self.form.sizes[p]]
+        with self.record.merging():
+            average = self._average(decision, to_N)
+        flight = self.in_flight.get(p) if decision.is_own else None
+        sync = Sync(p, decision.round, self.num_steps if flight is None else flight.step)
+        self.take(sync, average, decision.cohort, mixing)
+        if flight is not None:
+            self._count(p, flight)
+        self._applied(p, decision.round)
+        self.bytes_received += sum(x.numel() for m, x in decision.payloads.items() if m != self.replica)
+        if decision.with_snapshot:
+            kinds = (OUTER, *self.settings.outer.slots)
+            vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
+            self.rendezvous.snapshot(p, decision.round, vectors)
+        return self._described(decision, sync)
+
+    def _average(self, decision: Decision, to_N: Tensor) -> Average:
+        return add_up(self.form.codec, decision.payloads, to_N, self._keys(decision), decision.cohort)
+
+    def _keys(self, decision: Decision) -> list[Key]:
+        bases = decision.base_rounds
+        return [self.form.key(decision.fragment, bases[m], m) for m in decision.cohort.members]
+
+    def _count(self, p: int, flight: Flight) -> None:
+        """An own payload was counted."""
+        self.told[p] = flight.tokens, flight.step
+        if flight.error_N is not None:
+            self.keep_error(p, flight.error_N)
+        del self.in_flight[p]
+
+    def _applied(self, p: int, round: int) -> None:
+        self.rounds[p] = round
+        self.bases[p] = self.state.checksum(p)
+        self.rendezvous.applied(p, round, self.bases[p])
+        flight = self.in_flight.get(p)
+        if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
+            del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work
+
+    def _described(self, decision: Decision, sync: Sync) -> OuterStep:
+        """The outer step for logs."""
+        size, device = self.form.sizes[decision.fragment], self.parameters.device
+
+        def make_average() -> Tensor:
+            return self._average(decision, torch.empty(size, device=device)).divided()
+
+        def make_deltas() -> Iterator[Tensor]:
+            for member, key in zip(decision.cohort.members, self._keys(decision), strict=True):
+                to_N = torch.empty(size, device=device)
+                yield self.form.codec.decode_into(to_N, decision.payloads[member], key)
+
+        spans = self.parameters.spans[decision.fragment]
+        return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group)

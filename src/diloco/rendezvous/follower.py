@@ -1,0 +1,247 @@
+"""A replica's work beside its training thread: follow the log, decide, hand decisions over.
+
+All of it runs in one asyncio loop. The training thread sets plain values here, and takes decisions from a queue.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from diloco.errors import DilocoError
+from diloco.rendezvous.archive import newest_snapshot, write_index
+from diloco.rendezvous.contract import Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.decide import may_decide, turns
+from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.inbox import Inbox
+from diloco.rendezvous.keys import Signer
+from diloco.rendezvous.log import Log
+from diloco.rendezvous.machine import FencedError, RunState
+from diloco.rendezvous.outbox import Outbox
+from diloco.rendezvous.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """A replica's own timing."""
+
+    poll_seconds: float
+    """Time between two looks into the store."""
+    patience: int
+    """Inner steps after t + τ, from which on a replica decides with whoever is there."""
+    drain_seconds: float
+    """The same after the last inner step, when no more are taken."""
+
+
+class Follower:
+    """Follows the log for one replica.
+
+    Args:
+        store: the run's.
+        log: read up to this replica's join.
+        own: its number.
+        form: of payloads.
+        signer: of its entries and payloads.
+        pace: its timing.
+    """
+
+    def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
+        self.step = 0
+        self.draining_since: float | None = None
+        """When the training thread took the last of its `step` inner steps; None while it takes more."""
+        self.bases: dict[int, tuple[int, int]] = {}
+        """For each fragment the round that the training thread has applied, and the checksum of Θ_p after it."""
+        self.wanted: Sequence[int] = ()
+        """Fragments whose open round has another's payload."""
+        self.failure: str | None = None
+        """Why this replica can't go on."""
+        self.news = threading.Condition()
+        """Notified when a decision is ready, or on failure."""
+        self.decisions: deque[Decision] = deque()
+        """For the training thread."""
+        self._store, self._log, self._own, self._form = store, log, own, form
+        self._signer, self._pace = signer, pace
+        self._changed = asyncio.Event()
+        run, poll = log.state.run, pace.poll_seconds
+        self.inbox = Inbox(store, form, run, poll_seconds=poll, on_arrival=self._on_arrival)
+        start = log.state.members[own].start
+        self.outbox = Outbox(store, signer, form, run=run, own=own, start=start, inbox=self.inbox)
+        self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
+        self._to_append: deque[Body] = deque()
+        self._watched: set[int] = set()
+        self._could_decide: dict[tuple[int, int], float] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def state(self) -> RunState:
+        """The state that the log makes, as far as it was read."""
+        return self._log.state
+
+    async def run(self, replay: Sequence[tuple[int, int, Outer]]) -> None:
+        """Follow the log until `failure` or cancellation, beginning with outer entries that were read already.
+
+        Args:
+            replay: number, author and body of each.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for outer in replay:
+                    self._to_deliver.put_nowait(outer)
+                self._tasks.create_task(self._deliver())
+                self._tasks.create_task(self._drive())
+                await self.outbox.run(self._tasks)
+        except BaseExceptionGroup as group:
+            self._fail(group.exceptions[0])
+
+    def append(self, body: Body) -> None:
+        """Write an entry when it is its turn; called in the loop."""
+        self._to_append.append(body)
+        self._changed.set()
+
+    async def leave(self, *, finished: bool) -> None:
+        """Wait until own payloads are in the store, and write the entry that says so."""
+        while self.outbox.num_pending and self.failure is None:
+            await asyncio.sleep(self._pace.poll_seconds)
+        self.append(Leave(finished=finished))
+        while not self.state.members[self._own].left and self.failure is None:
+            await asyncio.sleep(self._pace.poll_seconds)
+
+    async def _drive(self) -> None:
+        """Read the log, write to it, and wait for something to change."""
+        self._watch_members()
+        while True:
+            self._changed.clear()
+            for number, entry in await self._log.read():
+                self._heed(number, entry)
+            if await self._write():
+                continue
+            try:
+                async with asyncio.timeout(self._pace.poll_seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def _heed(self, number: int, entry: Entry) -> None:
+        """Act on an entry that is in the log now."""
+        own = self.state.members[self._own]
+        if own.fenced:
+            raise FencedError(
+                f"another process has joined the run as {own.name}, and goes on in the place of this one: end it, "
+                "or give each replica a name of its own"
+            )
+        if own.left and not isinstance(entry.body, Leave):
+            raise FencedError(f"the key of {own.name} was revoked by the run's creator")
+        if isinstance(entry.body, Outer):
+            self._to_deliver.put_nowait((number, entry.author, entry.body))
+            self.outbox.counted(entry.body)
+        self._watch_members()
+        self._on_arrival()
+
+    def _watch_members(self) -> None:
+        """Look for the payloads of every replica that may send some."""
+        assert self._tasks is not None, "the follower runs"
+        for replica, member in enumerate(self.state.members):
+            if replica != self._own and replica not in self._watched and not (member.left or member.fenced):
+                self._watched.add(replica)
+                self._tasks.create_task(self.inbox.watch(replica, lambda: self.state))
+
+    def _on_arrival(self) -> None:
+        self.wanted = self.inbox.wanted(self.state, self._own)
+        self._changed.set()
+
+    async def _write(self) -> bool:
+        """Write one entry, if there is one to write; whether the log has a new entry."""
+        body = self._to_append[0] if self._to_append else self._decision()
+        if body is None:
+            return False
+        try:
+            (number, entry), is_own = await self._log.append(body, author=self._own)
+        except LogError:
+            if not self._to_append or isinstance(body, Leave):
+                raise
+            self._to_append.popleft()  # a snapshot that a newer one has made needless
+            return False
+        self._heed(number, entry)
+        if self._to_append and is_own:
+            self._to_append.popleft()
+            if isinstance(body, Snapshot) and body.fragment == 0 and self._tasks is not None:
+                work = write_index(self._store, self._signer, self.state, author=self._own)
+                self._tasks.create_task(work)
+        return True
+
+    def _decision(self) -> Outer | None:
+        """The outer entry that this replica may write now."""
+        for p, offer in self.outbox.offers.items():
+            applied, base = self.bases.get(p, (-1, 0))
+            log = self.state.fragments[p]
+            if applied != log.round:
+                continue  # the training thread has not taken the last outer step yet
+            here = {replica: arrived.contribution for replica, arrived in self.inbox.here[p].items()}
+            is_over, is_late = self._deadlines(offer)
+            parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
+            if parts is not None and self._is_turn(p, log.round + 1, parts):
+                return Outer(fragment=p, round=log.round + 1, before=f"{base:016x}", contributions=parts)
+        return None
+
+    def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
+        """Whether τ, and τ + patience, have passed since an offer."""
+        if self.draining_since is not None:
+            return True, time.monotonic() > self.draining_since + self._pace.drain_seconds
+        elapsed = self.step - offer.step - offer.overlap_steps
+        return elapsed >= 0, elapsed >= self._pace.patience
+
+    def _is_turn(self, p: int, number: int, parts: Sequence[Contribution]) -> bool:
+        """Whether those before this replica, in an order that changes with each entry, had time to write."""
+        since = self._could_decide.setdefault((p, number), time.monotonic())
+        order = turns(self.state.previous, (c.replica for c in parts))
+        is_turn = time.monotonic() >= since + order.index(self._own) * self._pace.poll_seconds / 2
+        if is_turn:
+            self._could_decide.clear()
+        return is_turn
+
+    async def _deliver(self) -> None:
+        """Hand each outer step over, in the log's order, once its payloads are here."""
+        while True:
+            number, author, body = await self._to_deliver.get()
+            parts, state = body.contributions, self.state
+            keys = [state.members[c.replica].key for c in parts]
+            tensors = await asyncio.gather(*map(partial(self.inbox.payload, body.fragment), parts, keys))
+            self.inbox.forget(body.fragment, parts)
+            snapshot = None
+            if not all(tensor is not None for tensor in tensors):
+                snapshot = await self._snapshot_after(number, body)
+            decision = Decision(
+                number=number,
+                fragment=body.fragment,
+                round=body.round,
+                before=int(body.before, 16),
+                cohort=state.cohort(parts),
+                payloads={c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None},
+                snapshot=snapshot,
+                base_rounds={c.replica: c.base_round for c in parts},
+                is_own=any(c.replica == self._own for c in parts),
+                with_snapshot=author == self._own and body.round % state.rules.snapshot_rounds == 0,
+            )
+            with self.news:
+                self.decisions.append(decision)
+                self.news.notify_all()
+
+    async def _snapshot_after(self, number: int, body: Outer) -> StoredSnapshot:
+        """The snapshot that stands for an outer step whose payloads were deleted, since it is long ago."""
+        stored = await newest_snapshot(self._store, self.state, body.fragment, self._form.sizes[body.fragment])
+        if stored is None or stored.round < body.round:
+            raise LogError(f"entry {number} of the log counts payloads that are not in the store")
+        return stored
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            return
+        expected = isinstance(error, DilocoError)
+        with self.news:
+            self.failure = str(error) if expected else f"{type(error).__name__}: {error}"
+            self.news.notify_all()
+        if not expected:
+            raise error

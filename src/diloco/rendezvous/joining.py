@@ -1,0 +1,157 @@
+"""Joining a run, or creating it: the comparison of settings, the replica's number, and what it has to catch up."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from diloco.errors import DisagreementError, ExchangeError
+from diloco.rendezvous.archive import newest_snapshot, newest_state
+from diloco.rendezvous.contract import StoredSnapshot
+from diloco.rendezvous.entries import (
+    FORMAT,
+    MOST_BYTES,
+    Create,
+    Join,
+    LogError,
+    Outer,
+    Rules,
+    name_of,
+    new_entry,
+    opened,
+    sealed,
+)
+from diloco.rendezvous.keys import Signer
+from diloco.rendezvous.log import Log, begun
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """The run that a replica wants to join."""
+
+    name: str
+    rules: Rules
+    """The rules of the run that it creates if there is none."""
+    asked: frozenset[str]
+    """The rules that its user has set, which an existing run must have, too."""
+    facts: Mapping[str, Any]
+    """The settings that all replicas share."""
+    sizes: tuple[int, ...]
+    """N of each fragment."""
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrance:
+    """The run at the time of a join."""
+
+    log: Log
+    own: int
+    """The number of the replica that has joined."""
+    replay: tuple[tuple[int, int, Outer], ...]
+    """Number, author and body of the outer entries to replay, after the snapshots."""
+    snapshots: Mapping[int, StoredSnapshot]
+
+
+async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
+    """Join the run of a store, or create it and join.
+
+    Raises:
+        DisagreementError: if the run has other settings.
+        LogError: if the run refuses the replica, or its log is damaged.
+        StoreError: if the store can't be used.
+        ExchangeError: if too few replicas join in time.
+    """
+    patience = wish.timeout_seconds
+    data = await store.get(name_of(0), most_bytes=MOST_BYTES, patience_seconds=patience)
+    if data is None:
+        data = await _created(store, signer, wish)
+    log = Log(store, signer, await newest_state(store, begun(bytes(data))))
+    _compare(bytes(data), wish)
+    await log.read(patience_seconds=patience)
+    own = await _joined(log, signer, wish)
+    await _wait_for_others(log, wish)
+    state, fragments = log.state, range(len(wish.sizes))
+    stored = await asyncio.gather(*(newest_snapshot(store, state, p, wish.sizes[p]) for p in fragments))
+    newest = {p: snapshot for p, snapshot in enumerate(stored) if snapshot is not None}
+    return Entrance(log=log, own=own, replay=_replay(state), snapshots=newest)
+
+
+async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
+    """Entry 0, from this replica or from another that was faster."""
+    # checked: assert_sound
+    allowed = (signer.public,) if signer.public else ()
+    body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
+    entry = new_entry(body, author=-1, previous="")
+    data = sealed(entry, signer.sign(entry.line()))
+    other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
+    return data if other is None else other
+
+
+def _compare(data: bytes, wish: Wish) -> None:
+    """Refuse a run with other settings.
+
+    Raises:
+        DisagreementError: naming the first that differs, and both values.
+    """
+    body = opened(data, number=0)[0].body
+    assert isinstance(body, Create), "begun has looked"
+    mine = json.loads(json.dumps(dict(wish.facts)))
+    for name in dict.fromkeys((*mine, *body.facts)):
+        if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
+            raise DisagreementError(
+                f"this replica differs from the run in {name}: the run has {_short(body.facts.get(name))}, and "
+                f"this replica {_short(mine.get(name))}; start it with the run's settings, or in another place"
+            )
+    for field in fields(Rules):
+        theirs, ours = getattr(body.rules, field.name), getattr(wish.rules, field.name)
+        if field.name in wish.asked and theirs != ours:
+            raise DisagreementError(
+                f"{field.name}={ours}, and the run was created with {field.name}={theirs}: leave it out",
+                field.name,
+            )
+
+
+async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
+    """The number under which this replica has joined."""
+    while True:
+        body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
+        if reason := log.state.refusal_of_joiner(body):
+            raise LogError(f"the run refuses this replica: it {reason}")
+        _, is_own = await log.append(body, author=own, patience_seconds=wish.timeout_seconds)
+        if is_own:
+            return own
+        await log.read(patience_seconds=wish.timeout_seconds)
+
+
+async def _wait_for_others(log: Log, wish: Wish) -> None:
+    """Wait until as many replicas have joined as the run begins with."""
+    deadline = time.monotonic() + wish.timeout_seconds
+    while (count := len(log.state.members)) < log.state.rules.num_replicas:
+        if time.monotonic() > deadline:
+            raise ExchangeError(
+                f"{count} of {log.state.rules.num_replicas} replicas have joined within "
+                f"{wish.timeout_seconds:g} s: start the others"
+            )
+        await asyncio.sleep(0.05)
+        await log.read(patience_seconds=wish.timeout_seconds)
+
+
+def _replay(state: RunState) -> tuple[tuple[int, int, Outer], ...]:
+    """The outer entries after each fragment's newest snapshot, in the log's order."""
+    refs = [
+        ref
+        for log in state.fragments
+        for ref in log.since
+        if ref.body.round > (log.snapshots[-1].round if log.snapshots else 0)
+    ]
+    return tuple((ref.number, -1, ref.body) for ref in sorted(refs, key=lambda ref: ref.number))
+
+
+def _short(value: object, most: int = 200) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}…"

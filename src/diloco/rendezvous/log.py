@@ -1,0 +1,74 @@
+"""The log as one replica reads and writes it: entries in the store, checked, and the state that they make."""
+
+from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, digest, name_of, new_entry, opened, sealed
+from diloco.rendezvous.keys import Signer, check
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.store import Store
+
+FOR_EVER = float("inf")
+
+
+class Log:
+    """The entries of a run, from a state on.
+
+    Whoever calls it does so from one task at a time.
+    """
+
+    def __init__(self, store: Store, signer: Signer, state: RunState) -> None:
+        self.state = state
+        """After all entries that were read."""
+        self._store, self._signer = store, signer
+
+    async def read(self, *, patience_seconds: float = FOR_EVER) -> list[tuple[int, Entry]]:
+        """The entries that were written since the last call, with their numbers.
+
+        Raises:
+            LogError: naming an entry that is damaged, forged or not valid.
+            StoreError: if the store can't be read.
+        """
+        entries = []
+        while True:
+            name = name_of(self.state.number)
+            data = await self._store.get(name, most_bytes=MOST_BYTES, patience_seconds=patience_seconds)
+            if data is None:
+                return entries
+            entries.append(self._taken(bytes(data)))
+
+    async def append(
+        self, body: Body, *, author: int, patience_seconds: float = FOR_EVER
+    ) -> tuple[tuple[int, Entry], bool]:
+        """Try to write the next entry.
+
+        Returns:
+            The entry that has the next number now, and whether it is this one.
+
+        Raises:
+            LogError: if the entry would not be valid, or another's is not.
+            StoreError: if the store can't be written.
+        """
+        entry = new_entry(body, author=author, previous=self.state.previous)
+        data = sealed(entry, self._signer.sign(entry.line()))
+        self.state.after(entry, digest(data))  # refuse it here before anybody else has to
+        name = name_of(self.state.number)
+        other = await self._store.create(name, data, patience_seconds=patience_seconds)
+        return self._taken(data if other is None else other), other is None
+
+    def _taken(self, data: bytes) -> tuple[int, Entry]:
+        """Check an entry, and go on to the state after it."""
+        number = self.state.number
+        entry, signature = opened(data, number=number)
+        check(self.state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
+        self.state = self.state.after(entry, digest(data))
+        return number, entry
+
+
+def begun(data: bytes) -> RunState:
+    """The state after entry 0, from its bytes.
+
+    Raises:
+        LogError: if it is damaged, or does not create a run.
+    """
+    entry, signature = opened(data, number=0)
+    state = RunState.begin(entry, digest(data))
+    check(state.creator, signature, entry.line(), what="entry 0 of the log")
+    return state

@@ -1,0 +1,166 @@
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.exceptions import AlreadyExistsError, GenericError
+from tests.servers import Server
+
+from diloco.errors import FileWriteError, UserError
+from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "SSL_CERT")):
+            monkeypatch.delenv(name)
+
+
+def test_what_is_created_is_read_and_stays(tmp_path: Path):
+    async def use(store: Store) -> None:
+        assert await store.get("log/0000000000", most_bytes=10) is None
+        assert await store.create("log/0000000000", [b"on", memoryview(b"e")]) is None
+        assert await store.create("log/0000000000", b"other") == b"one"
+        assert bytes(await store.get("log/0000000000", most_bytes=3)) == b"one"
+        assert await store.create("empty", []) is None and await store.get("empty", most_bytes=0) == b""
+        assert await store.list("") == [("empty", 0), ("log/0000000000", 3)]
+        assert await store.list("log") == [("log/0000000000", 3)] and await store.list("none") == []
+        await store.delete(["absent", "log/0000000000", "empty"])
+        assert await store.list("") == []
+        assert store.outage_seconds == 0.0
+
+    for url in (str(tmp_path / "store"), f"file://{tmp_path}/store"):
+        asyncio.run(use(Store.open(url)))
+
+
+def test_no_more_is_read_than_an_object_may_have(tmp_path: Path):
+    async def use(store: Store) -> None:
+        await store.create("payload", bytes(1000))
+        with pytest.raises(StoreError, match=r"payload in /.* has 1,000 bytes, and may have 999"):
+            await store.get("payload", most_bytes=999)
+        assert store.bytes_down == 0 and store.bytes_up == 1000
+
+    asyncio.run(use(Store.open(str(tmp_path))))
+
+
+def test_an_upload_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The request is carried out, and the connection closes before its answer.
+    put = obstore.put_async
+
+    async def lose_answer(*arguments: object, **options: object) -> None:
+        await put(*arguments, **options)
+        monkeypatch.setattr(obstore, "put_async", put)
+        raise GenericError("Generic S3 error: HTTP error: error sending request")
+
+    monkeypatch.setattr(obstore, "put_async", lose_answer)
+    store = Store.open(str(tmp_path))
+    assert asyncio.run(store.create("log/0", b"mine")) is None
+    assert store.requests == {"create": 1, "get": 1}
+
+
+def test_exists_of_what_has_not_landed_means_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # S3 answers 409 while somebody else's conditional write is in progress, which may fail after all.
+    put = obstore.put_async
+
+    async def answer_conflict(*arguments: object, **options: object) -> None:
+        monkeypatch.setattr(obstore, "put_async", put)
+        raise AlreadyExistsError("Object at location log/0 already exists")
+
+    monkeypatch.setattr(obstore, "put_async", answer_conflict)
+    store = Store.open(str(tmp_path))
+    assert asyncio.run(store.create("log/0", b"mine")) is None
+    assert store.requests == {"create": 2, "get": 1}
+
+
+def test_patience_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}).items():
+        monkeypatch.setenv(name, value)
+    store = Store.open("s3://bucket/run")
+    started = time.monotonic()
+    with pytest.raises(
+        StoreUnreachableError, match=r"can't create log/0 in s3://bucket/run within 0.3 s: check"
+    ) as e:
+        asyncio.run(store.create("log/0", b"mine", patience_seconds=0.3))
+    assert time.monotonic() - started < 2 and "\n" not in str(e.value)
+    assert 0 < store.outage_seconds < 2
+
+
+def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def hang(*arguments: object, **options: object) -> None:
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr(obstore, "get_async", hang)
+    store = Store.open(str(tmp_path), timeout_seconds=0.05)
+    with pytest.raises(StoreUnreachableError, match=r"no answer in 0\.05 s"):
+        asyncio.run(store.get("log/0", most_bytes=1, patience_seconds=0.2))
+    assert store.requests["get"] > 1
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "sentence"),
+    [
+        ("", {}, "give the directory, or the URL"),
+        ("ftp://host/run", {}, "give a directory, or s3://bucket/prefix"),
+        ("file://host/run", {}, "three slashes"),
+        ("s3://", KEYS, "the bucket's name is missing"),
+        ("s3://bad bucket/run", KEYS, "invalid domain character"),
+        ("s3://key:secret@bucket/run", KEYS, "^s3://…: give no credentials or options in the URL"),
+        ("s3://bucket/run?region=x", KEYS, "give no credentials or options in the URL"),
+        ("s3://bucket/run", {"AWS_ACCESS_KEY_ID": "key"}, "half of them: set AWS_ACCESS_KEY_ID"),
+        ("az://container/run", {}, "no credentials, or half of them: set AZURE_STORAGE_ACCOUNT_NAME"),
+        (
+            "s3://bucket/run",
+            KEYS | {"AWS_ENDPOINT_URL": "http://store.example"},
+            "is not encrypted: .* AWS_ALLOW_HTTP",
+        ),
+        (
+            "s3://bucket/run",
+            KEYS | {"SSL_CERT_FILE": "/none.pem"},
+            "SSL_CERT_FILE=/none.pem can't be read: No such",
+        ),
+        ("/none/run", {}, "^/none does not exist"),
+        (__file__, {}, "is a file: give a directory"),
+    ],
+)
+def test_a_wrong_url_is_refused(
+    url: str, environment: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=sentence) as error:
+        Store.open(url)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_that_can_not_be_made_or_written():
+    with pytest.raises(FileWriteError, match="can't write /proc/none: "):
+        Store.open("/proc/none")
+    with pytest.raises(StoreError, match=r"can't create null/0 in /dev: not a directory$"):
+        asyncio.run(Store.open("/dev").create("null/0", b"mine"))
+
+
+@pytest.mark.slow
+def test_every_store_keeps_what_is_created(server: Server):
+    async def use(store: Store) -> None:
+        large = random.Random(0).randbytes(20_000_000)
+        assert await store.get("log/0000000000", most_bytes=10) is None
+        assert await store.create("log/0000000000", [b"on", memoryview(b"e")]) is None
+        assert await store.create("log/0000000000", b"one") is None
+        assert await store.create("log/0000000000", b"other") == b"one"
+        assert await store.create("payloads/0/0", [large[:1], memoryview(large)[1:]]) is None
+        assert await store.get("payloads/0/0", most_bytes=20_000_000) == large
+        with pytest.raises(StoreError, match="has 20,000,000 bytes, and may have 19,999,999"):
+            await store.get("payloads/0/0", most_bytes=19_999_999)
+        assert await store.list("") == [("log/0000000000", 3), ("payloads/0/0", 20_000_000)]
+        assert await store.list("payloads") == [("payloads/0/0", 20_000_000)]
+        await store.delete(["absent", "log/0000000000", "payloads/0/0"])
+        assert await store.list("") == [] and await store.list("none") == []
+        await store.delete(["absent"])
+
+    asyncio.run(use(Store.open(server.new_url())))

@@ -1,0 +1,72 @@
+"""Engines over a store: with fixed members as over gloo, and with members that come and go."""
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step
+from tests.processes import run_replicas
+from torch import nn
+
+import diloco
+
+H, P = 4, 3
+
+
+def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
+    return diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        schedule=case.schedule(),
+        wire=case.wire,
+        mixing=case.alpha,
+        exchange=exchange,
+    )
+
+
+CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
+
+
+def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_steps: int) -> tuple[str, float]:
+    for t in range(1, num_steps + 1):
+        inner_step(model, replica, t)
+        engine.step()
+    engine.finish()
+    return engine.outer_hash(), sum(p.double().sum().item() for p in model.parameters())
+
+
+def over_both(folder: str) -> list:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = []
+    for number, case in enumerate(CASES):
+        model = case.model()
+        group = diloco.ProcessGroupExchange() if size > 1 else diloco.LoopbackExchange()
+        by_gloo = hashes(engine_of(case, model, group), model, rank, case.T)
+        model = case.model()
+        url = f"{folder}/store{number}"
+        wait_for_entry(url, rank)  # the order of joins is that of the ranks
+        exchange = diloco.StoreRendezvous(url, quorum="all", num_replicas=size, timeout_seconds=60)
+        engine = engine_of(case, model, exchange)
+        assert exchange.replica == rank
+        by_store = hashes(engine, model, rank, case.T)
+        exchange.leave()
+        pairs.append((by_gloo, by_store))
+    return pairs
+
+
+def wait_for_entry(url: str, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while number and not Path(url, "log", f"{number:010d}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_fixed_members_end_with_the_bits_of_a_process_group(size: int, tmp_path) -> None:
+    everyones = run_replicas(over_both, size, str(tmp_path))
+    for pairs in everyones:
+        for by_gloo, by_store in pairs:
+            assert by_gloo == by_store
+    assert len({pairs[0][0][0] for pairs in everyones}) == 1
