@@ -78,7 +78,7 @@ def opened(data: bytes, *, number: int) -> tuple[Index, str]:
 
 
 def _contradictions(index: Index, number: int) -> Iterator[str]:
-    """What no log leads to, in words."""
+    """The reasons, in words, why no log leads to a state."""
     state = index.state
     members, num_slots = state.members, state.rules.num_slots
     held = [member for member in members if not member.fenced]

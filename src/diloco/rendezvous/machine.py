@@ -29,7 +29,7 @@ class FencedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(RunRecord):
-    """What the entries 0 … k−1 say, and what one more entry makes of it."""
+    """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
 
     @classmethod
     def begin(cls, entry: Entry, digest: str) -> "RunState":
