@@ -68,6 +68,8 @@ def main() -> None:
             run = partial(fine_tune, arguments, folder)
             double, alone = pool.map(run, [Run(2 * batch), Run(batch)], chunksize=1)
             diloco_, same = pool.map(run, [Run(batch, (r, 2), address) for r in range(2)], chunksize=1)
+            pool.close()  # the block's end would kill the processes before they release their semaphores
+            pool.join()
     assert diloco_["hash"] == same["hash"], "the replicas share one adapter"
     data_parallel = arguments.steps * 4 * diloco_["parameters"]
     print(f"adapter of {diloco_['parameters']:,} parameters, {arguments.steps} steps, H = {arguments.sync_every}")

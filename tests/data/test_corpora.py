@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -247,3 +248,12 @@ def test_content_is_the_same_wherever_the_files_lie(tmp_path):
     assert here == there == [["a.txt", hashlib.sha256(b"one").hexdigest()]]
     (tmp_path / "here/a.txt").write_text("another")
     assert file_digest(tmp_path / "here/a.txt") == hashlib.sha256(b"another").hexdigest()
+
+
+def test_fields_that_are_not_kept_take_no_memory(tmp_path):
+    path = tmp_path / "values.jsonl"
+    path.write_bytes(b'{"text": "a", "n": [' + b"[]," * 500_000 + b"[]]}\n")
+    tracemalloc.start()
+    assert [document.text for document in documents(str(path), longest_bytes=1 << 21)] == ["a"]
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20, "500,000 lists take more than 30 MB"
+    tracemalloc.stop()

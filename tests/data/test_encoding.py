@@ -74,3 +74,10 @@ def test_a_vocabulary_that_cannot_be_meant_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"x": 300', '"x": 2147483648'))
     with pytest.raises(UserError, match=r"tokenizer\.json has ids up to 2147483648: they must be below 16777216"):
         ContainedTokenizer(path)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
+    with ContainedTokenizer(write_tokenizer(tmp_path / "tokenizer.json")) as contained:
+        contained._vocab_size = 2  # the process has another opinion
+        with pytest.raises(UserError, match=r"tokenizer\.json makes token \d+, beyond its vocabulary of 2$"):
+            contained.encode(["one"])

@@ -104,7 +104,12 @@ def test_a_trained_bpe_round_trips(bpe_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(256, "take bpe:257 at least"), (50_000, "bpe:50000 is more than the")]
+    ("size", "message"),
+    [
+        (256, "take bpe:257 at least"),
+        (50_000, "bpe:50000 is more than the"),
+        (999_999_999, r"bpe:\d+ at the most"),
+    ],
 )
 def test_a_vocabulary_that_cannot_be_had(tmp_path, size, message):
     with pytest.raises(UserError, match=message):
@@ -155,3 +160,9 @@ def test_an_unknown_spec_says_what_is_known(spec):
         UserError, match="prepared directory" if spec.startswith("bpe:") else "is neither bytes, nor"
     ):
         load_tokenizer(spec)
+
+
+def test_a_file_beyond_the_limit_is_refused_before_it_is_read_whole(bpe_path, monkeypatch):
+    monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 100)
+    with pytest.raises(UserError, match=r"has more than 100 bytes: name another file"):
+        load_tokenizer(bpe_path)

@@ -118,3 +118,36 @@ def test_a_shard_that_is_not_finite_is_named_and_no_shard_of_any_replica_merges(
     assert waits.startswith("ExchangeError") and "replica 1" in waits
     assert sends_nothing == "ExchangeError: step 2: another shard of replica 1 failed, and says why"
     assert waits_too.startswith("ExchangeError")
+
+
+def split_one_shard() -> tuple[int, str, bool]:
+    """Θ of the first shard of replica 1 changes after round 1: the step that fails, its error, if θ was kept."""
+    mesh = processes(2)
+    model = decoder(mesh)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=2, num_fragments=1),
+        exchange=diloco.ProcessGroupExchange(mesh.get_group("replica"), timeout_seconds=5),
+    )
+    for step in range(1, 7):
+        before = [local(p).clone() for p in model.parameters()]
+        try:
+            engine.step()
+        except (diloco.DisagreementError, diloco.ExchangeError) as error:
+            kept = all(map(torch.equal, before, map(local, model.parameters())))
+            return step, f"{type(error).__name__}: {error}", kept
+        if step == 2 and tuple(mesh.get_coordinate()) == (1, 0):
+            engine._rounds.state.at_home("outer")[0].view(torch.int32)[0] ^= 1
+    return 0, "merged", False
+
+
+@pytest.mark.slow
+def test_a_split_between_the_same_shards_of_two_replicas_ends_all_shards_before_they_merge():
+    first, beside, second, beside_second = run_replicas(split_one_shard, M * 2)
+    for (step, error, kept), other in ((first, 1), (second, 0)):
+        assert (step, kept) == (4, True), error
+        assert error.startswith("DisagreementError: step 4: fragment 0, round 2: ") or "failed: " in error
+        assert f"the outer parameters of replica {other} are no longer those of this replica" in error, error
+    for step, error, kept in (beside, beside_second):
+        assert (step, kept) == (4, True) and error.startswith("ExchangeError: "), error

@@ -233,7 +233,7 @@ def test_certificates_of_one_authority_take_the_place_of_a_secret(tmp_path):
 )
 def test_proofs_that_prove_nothing_are_refused(arguments, message):
     with pytest.raises(diloco.UserError, match=message):
-        diloco.connect(f"127.0.0.1:{free_port()}", replica=0, num_replicas=2, **arguments)
+        diloco.connect(f"127.0.0.1:{free_port()}", replica=0, num_replicas=2, timeout_seconds=1, **arguments)
 
 
 def test_files_that_are_no_certificates_are_refused(tmp_path):

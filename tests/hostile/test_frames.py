@@ -19,22 +19,15 @@ from hypothesis import strategies as st
 
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange import meeting
-from diloco.exchange.board import Board, Request
+from diloco.exchange.board import Board, BoardView, Request, _receive
 from diloco.exchange.control import agree, share
+from diloco.exchange.encrypted import _address
 from diloco.exchange.link import Link
 from diloco.exchange.notices import Notices
-from diloco.exchange.tls import Security, security_of
+from diloco.exchange.tls import Security
 from diloco.exchange.transport import Channel, Tag
 
 HOSTILE = settings(settings.get_profile("hostile"))
-SECRET = "correct horse battery staple"
-
-
-@pytest.fixture(scope="module")
-def security() -> Security:
-    made = security_of(SECRET, None)
-    assert made is not None
-    return made
 
 
 def connected(security: Security) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
@@ -63,9 +56,8 @@ FRAMES = st.lists(
 
 
 @HOSTILE
-@given(FRAMES, st.binary(max_size=300))
-def test_a_link_takes_only_what_it_asked_for(frames, body):
-    security = SECURITY()
+@given(frames=FRAMES, body=st.binary(max_size=300))
+def test_a_link_takes_only_what_it_asked_for(security, frames, body):
     (ours, theirs), (ours_back, theirs_back) = connected(security), connected(security)
     link = Link(ours, ours_back)
     buffer = torch.full((100,), 7, dtype=torch.uint8)
@@ -83,10 +75,24 @@ def test_a_link_takes_only_what_it_asked_for(frames, body):
     theirs.close()
 
 
-def SECURITY(made: list[Security] = []) -> Security:  # noqa: B006, N802 - made once
-    if not made:
-        made.append(security_of(SECRET, None))
-    return made[0]
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        ((2, 6, 0, 10), "it sent a message that nobody asked for"),
+        ((2, 5, 1, 10), "it sent 10 bytes at 1 of a message of 2097152"),
+        ((2, 5, 0, (1 << 20) + 1), "it sent 1048577 bytes at 0 of a message of 2097152"),
+        ((2, 5, 0, 1 << 62), "it sent 4611686018427387904 bytes at 0 of a message of 2097152"),
+        ((2, 5, 0, 0), "it sent a part without bytes"),
+        ((3, 5, 0, 10), "it sent what is no frame"),
+    ],
+)
+def test_a_frame_that_no_replica_sends_ends_the_link_with_the_reason(security, frame, reason):
+    (ours, theirs), (ours_back, theirs_back) = connected(security), connected(security)
+    operation = Link(ours, ours_back).receive(torch.zeros(1 << 21, dtype=torch.uint8), 5)
+    with theirs, theirs_back:
+        theirs_back.sendall(struct.pack("<BIQQ", *frame) + bytes(100))
+        with pytest.raises(RuntimeError, match=f"^{reason}: the link is closed"):
+            operation.wait(timedelta(seconds=5))
 
 
 def test_a_peer_that_asks_for_everything_is_cut_off(security):
@@ -126,6 +132,21 @@ def test_the_board_is_bounded():
         for i in range(1000):
             board.apply(Request("set", str(i), bytes(1 << 20)))
     assert board._num_bytes <= 1 << 26
+    many = Board()
+    with pytest.raises(ValueError, match="the board is full"):
+        for i in range((1 << 16) + 1):
+            many.apply(Request("set", str(i)))
+    assert len(many._values) == 1 << 16
+
+
+def test_requests_and_keys_beyond_their_length_are_refused():
+    with pytest.raises(ValueError, match="length <= 256"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(["get", "k" * 257]), type=Request)
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(ValueError, match="a message of 4294967295 bytes is longer than 1048576"):
+        near.sendall(b"\xff" * 4)
+        near.shutdown(socket.SHUT_WR)
+        _receive(far, 1 << 20)
 
 
 class Told:
@@ -217,8 +238,23 @@ def test_a_hostile_failure_is_short_and_obeys_no_terminal():
 
 @pytest.mark.parametrize(
     "text",
-    [*HOSTILE_TEXTS, b'{"leader": true, "size": 1e9, "job": null}', b'{"leader": [], "size": 1, "job": null}'],
+    [*HOSTILE_TEXTS, b'{"leader": true, "size": 1e9, "job": null}', b'{"leader": [], "size": 1, "job": null}']
+    + [b'{"leader": false, "size": %d, "job": null}' % size for size in (-1, 0, 1 << 20)],
 )
 def test_hostile_arrivals_are_refused(text):
     with pytest.raises(ExchangeError, match="replica 1 came with facts that this version does not know"):
         meeting._arrival(text, 1, {"leader": False})
+
+
+@pytest.mark.parametrize("text", ["", "nowhere", "host:port", "host:²", f"{'x' * 400}:1", "host:-1"])
+def test_addresses_that_are_none_are_not_dialled(text):
+    board = Board()
+    addresses = BoardView(board.apply)
+    addresses.set("process 0/0", text)
+    with pytest.raises(ValueError, match="is no address"):
+        _address(addresses, "process 0/0", 0.0)
+
+
+def test_an_answer_of_another_type_is_an_error_of_replica_0():
+    with pytest.raises(ExchangeError, match="replica 0 answers get with int"):
+        BoardView(lambda request: 3).get("key")

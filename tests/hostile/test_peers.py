@@ -8,25 +8,18 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 import torch
+from tests.hostile.conftest import SECRET
 from tests.processes import free_port, run_replicas
 
 import diloco
 from diloco.errors import ExchangeError
 from diloco.exchange.door import _MOST_HANDSHAKES, Door
-from diloco.exchange.tls import Security, dial, security_of
+from diloco.exchange.tls import dial, security_of
 from diloco.exchange.transport import Channel, Tag
-
-SECRET = "correct horse battery staple"
-
-
-@pytest.fixture(scope="module")
-def security() -> Security:
-    made = security_of(SECRET, None)
-    assert made is not None
-    return made
 
 
 def exchange_under_attack(port: int, num_rounds: int) -> list[int]:
@@ -191,3 +184,64 @@ def test_a_flood_of_silent_connections_keeps_out_nobody(security):
     door.close()
     for connection in flood:
         connection.close()
+
+
+def test_an_impostor_of_replica_0_is_not_told_what_a_replica_wants(security):
+    impostor = security_of("another secret of some length", None)
+    assert impostor is not None
+    impostor.server.verify_mode = ssl.CERT_NONE
+    door, purposes = Door(socket.create_server(("127.0.0.1", 0)), impostor), []
+    door.expect("board", purposes.append, once=False)
+    with pytest.raises(ExchangeError, match="has another secret"):
+        dial(f"127.0.0.1:{door.port}", "board", security)
+    door.close()
+    assert not purposes
+
+
+def test_no_older_tls_is_spoken(security):
+    door = Door(socket.create_server(("127.0.0.1", 0)), security)
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        socket.create_connection(("127.0.0.1", door.port)) as plain,
+        pytest.raises(ssl.SSLError, match="PROTOCOL"),
+    ):
+        older.wrap_socket(plain)
+    door.close()
+
+
+def test_a_link_whose_place_is_taken_by_who_has_the_secret_is_an_error_of_the_late_one(security):
+    """The second connection for a purpose that is expected once gets no byte."""
+    door, arrived = Door(socket.create_server(("127.0.0.1", 0)), security), SimpleQueue()
+    door.expect("process 0, connection 0/1/sends", arrived.put, once=True)
+    first = dial(f"127.0.0.1:{door.port}", "process 0, connection 0/1/sends", security)
+    handed_on = arrived.get(timeout=5)
+    purpose = b"process 0, connection 0/1/sends"
+    with security.client.wrap_socket(socket.create_connection(("127.0.0.1", door.port), timeout=5)) as late:
+        late.sendall(bytes([len(purpose)]) + purpose)
+        assert late.recv(1) == b"", "nobody expects a second one"
+    for each in (first, handed_on):
+        each.close()
+    door.close()
+
+
+def test_a_connection_that_says_nothing_is_closed_in_time(security, monkeypatch):
+    monkeypatch.setattr("diloco.exchange.door.SECONDS_TO_SHAKE_HANDS", 0.2)
+    door = Door(socket.create_server(("127.0.0.1", 0)), security)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as silent:
+        assert silent.recv(1) == b""
+    door.close()
+
+
+def test_no_more_processes_are_let_in_than_a_run_has(security, monkeypatch):
+    monkeypatch.setattr("diloco.exchange.door._MOST_INSIDE", 1)
+    door, ended = Door(socket.create_server(("127.0.0.1", 0)), security), threading.Event()
+    door.expect("board", lambda connection: ended.wait(5), once=False)
+    with dial(f"127.0.0.1:{door.port}", "board", security):
+        late = security.client.wrap_socket(socket.create_connection(("127.0.0.1", door.port), timeout=5))
+        with late:
+            late.sendall(b"\x05board")
+            assert late.recv(1) == b""
+        ended.set()
+    door.close()

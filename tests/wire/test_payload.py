@@ -98,8 +98,8 @@ def test_a_payload_of_another_length_shape_or_type_is_refused(wire):
     for wrong in (*(payload[:n] for n in (0, 3, 16, 24, HEADER_BYTES, -1)), torch.cat([payload, payload[:1]])):
         with pytest.raises(PayloadError, match=rf"300 elements in {wire}.* is {payload.numel()} bytes, not"):
             codec(wire).decode(wrong, 300)
-    for wrong in (payload.view(1, -1), payload.float()):
-        with pytest.raises(PayloadError, match="300 elements in"):
+    for wrong in (payload.view(1, -1), payload.float(), payload.view(torch.int8)):
+        with pytest.raises(PayloadError, match=r"300 elements in .* not \(.*\) of torch\..* on cpu$"):
             codec(wire).decode(wrong, 300)
 
 
@@ -125,6 +125,7 @@ def test_a_payload_of_another_codec_or_length_is_refused(wire):
     ("wire", "damaged"),
     [(wire, {1: 255 - reference.FORMATS[wire].E}) for wire in SCALED_FLOATS]
     + [(wire, {4 + 3: 255}) for wire in INTEGERS]
+    + [(wire, {3: 0xBF, 2: 0x80}) for wire in INTEGERS]
     + [(wire, {3: 0x7F, 2: 0xC0}) for wire in ("fp32", "topk", "feddropout", "dare")]
     + [("bf16", {1: 0x7F, 0: 0x80}), ("fp16", {1: 0x7C, 0: 0})]
     + [("e4m3", {2 + 299: 0x7F}), ("e5m2", {2: 0xFC})]

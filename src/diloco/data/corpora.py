@@ -139,6 +139,7 @@ def _files(source: str, longest_bytes: int) -> Iterator[Document]:
     root, paths = _match(source)
 
     def read() -> Iterator[Document]:
+        """The documents of all files."""
         with ParquetReader(longest_bytes) as parquet:
             for path in paths:
                 name = path.relative_to(root).as_posix()

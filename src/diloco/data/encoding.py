@@ -81,6 +81,7 @@ def answering_with_ids(path: str) -> Callable[[bytes], bytes]:
     tokenizer = load_tokenizer(Path(path))
 
     def answer(request: bytes) -> bytes:
+        """The ids of texts, or the size of the vocabulary."""
         texts = msgspec.json.decode(request, type=list[str])
         if not texts:
             return np.array([tokenizer.vocab_size], "<i8").tobytes()

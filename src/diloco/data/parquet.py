@@ -57,6 +57,7 @@ def answering_with_rows() -> Callable[[bytes], bytes]:
     path = ""
 
     def answer(request: bytes) -> bytes:
+        """The next rows, of a new file where the request names one."""
         nonlocal rows, path
         if request:
             path = request.decode("utf-8", "surrogateescape")

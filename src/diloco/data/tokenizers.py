@@ -276,11 +276,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
-    if vocab_size < ByteTokenizer.vocab_size:
-        raise UserError(
-            f"data.tokenizer=bpe:{vocab_size} can't hold 256 bytes and BOS: take bpe:257 at least",
-            "data.tokenizer",
-        )
+    if not ByteTokenizer.vocab_size <= vocab_size <= MOST_TOKENS:  # the library allocates for all of them at once
+        sizes = f"take bpe:257 at least, which holds 256 bytes and BOS, and bpe:{MOST_TOKENS} at the most"
+        raise UserError(f"data.tokenizer=bpe:{vocab_size} can't be: {sizes}", "data.tokenizer")
     backend = Backend(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +24,11 @@ from diloco.errors import DisagreementError, ExchangeError
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep
+from diloco.outer.take import merge_in_place
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
 from diloco.rendezvous import snapshots
-from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous
+from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
 from diloco.rendezvous.verify import norm_of
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
@@ -84,22 +86,41 @@ class ElasticRounds(ReplicaRounds):
 
     def catch_up(self, joined: Joined) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
-        kinds = (OUTER, *self.settings.outer.slots)
         for p, stored in joined.snapshots.items():
-            vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
-            snapshots.read_into(vectors, stored.data, name=stored.name)
-            for kind, vector_N in vectors.items():
-                self.state.use(kind, p).copy_(vector_N)
-                self.state.keep(kind, p)
-            self._applied(p, stored.round)
+            self._read(p, stored)
         num_taken = 0
         while num_taken < joined.num_decisions:
             for decision in self.rendezvous.decided(wait_for=-1):
-                self._take(decision, Mixing(0.0))
+                if decision.round > self.rounds[decision.fragment]:
+                    self._take(decision, Mixing(0.0))
                 num_taken += 1
         for p in range(self.state.num_fragments):
             self.take_outer_parameters(p)
             self.rendezvous.applied(p, self.rounds[p], self.bases[p])
+
+    def _read(self, p: int, stored: StoredSnapshot) -> None:
+        """Take Θ_p and the slots from a snapshot."""
+        kinds = (OUTER, *self.settings.outer.slots)
+        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
+        snapshots.read_into(vectors, stored.data, name=stored.name)
+        for kind, vector_N in vectors.items():
+            self.state.use(kind, p).copy_(vector_N)
+            self.state.keep(kind, p)
+        self._applied(p, stored.round)
+
+    def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
+        """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
+        p = decision.fragment
+        before_N = self.state.use(OUTER, p).clone()
+        self._read(p, stored)
+        outer_N = self.state.use(OUTER, p)
+        with self.parameters.merging(p, self.num_steps) as theta:
+            merge_in_place(theta, outer_N, mixing, before_N)
+        if decision.is_own and p in self.in_flight:
+            self._count(p, self.in_flight[p])
+        spans, sync = self.parameters.spans[p], Sync(p, stored.round, self.num_steps)
+        zeros = partial(torch.zeros, self.form.sizes[p], device=self.parameters.device)
+        return observe.described(sync, 0.0, zeros, lambda: iter(()), spans, self._shard_group)
 
     def take_outer_parameters(self, p: int) -> None:
         """θ_p ← Θ_p."""
@@ -172,6 +193,8 @@ class ElasticRounds(ReplicaRounds):
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
         while self.waiting[p] and not (self.waiting[p][0].is_own and p in self.in_flight and not self._is_over(p)):
             decision = self.waiting[p].popleft()
+            if decision.round <= self.rounds[p]:
+                continue  # a snapshot was newer
             mixing = self.settings.mixing if decision.is_own else Translation()
             yield self._take(decision, mixing)
 
@@ -186,6 +209,8 @@ class ElasticRounds(ReplicaRounds):
                 "this replica: its memory changed, or an outer step gave other bits; nothing was merged: start "
                 "this replica again"
             )
+        if decision.snapshot is not None:
+            return self._jump(decision, decision.snapshot, mixing)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
             average = self._average(decision, to_N)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_PROCESSOR_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
+# 512 bits make encoding a fifth slower on Zen 4.
+_PROCESSOR_FLAGS = (("-march=native", "-mprefer-vector-width=256"), ("-march=native",), ("-mcpu=native",), ())
 
 
 def compiled_library() -> Path:

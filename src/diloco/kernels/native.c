@@ -15,8 +15,8 @@ INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least 
 INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
 
 // A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_factor (of a block's values;
-// infinite for a scale that is never written), NAME_code, NAME_value, and NAME_bad (true for a code that is never
-// written).
+// infinite for a scale that is never written), NAME_value, NAME_bad (true for a code that is never written), and
+// NAME_code, or steps towards it: loops that narrow by half fill vector registers best.
 
 typedef struct { float inverse, step; uint8_t byte; } Scale;
 
@@ -86,10 +86,10 @@ FLOAT(e2m1, 4, 1, 1, 2, 7)
         memcpy(&step, scale, 4); \
         return step <= MOST_STEP ? step : INFINITY; \
     } \
-    INLINE uint8_t NAME##_code(float x, Scale s) { \
+    INLINE int32_t NAME##_whole(float x, Scale s) { \
         float most = (1 << (BITS - 1)) - 1, q = rintf(x / (s.step > 0 ? s.step : 1)); \
         q = q < -most ? -most : q > most ? most : q; \
-        return (uint8_t)((int32_t)q & ((1 << BITS) - 1)); \
+        return (int32_t)q; \
     } \
     INLINE float NAME##_value(uint8_t c) { return (float)((int32_t)((uint32_t)c << (32 - BITS)) >> (32 - BITS)); } \
     INLINE int NAME##_bad(uint8_t c) { return c == 1 << (BITS - 1); }
@@ -139,9 +139,15 @@ INLINE void e3m0_codes(const float *x, int64_t n, Scale s, uint8_t *code) {
 CODES(e4m3)
 CODES(e5m2)
 CODES(e2m1)
-CODES(int8)
-CODES(int4)
-CODES(int2)
+#define INTEGER_CODES(NAME, BITS) \
+    INLINE void NAME##_codes(const float *x, int64_t n, Scale s, uint8_t *code) { \
+        int16_t whole[RUN]; \
+        for (int64_t i = 0; i < n; i++) whole[i] = (int16_t)NAME##_whole(x[i], s); \
+        for (int64_t i = 0; i < n; i++) code[i] = (uint8_t)(whole[i] & ((1 << BITS) - 1)); \
+    }
+INTEGER_CODES(int8, 8)
+INTEGER_CODES(int4, 4)
+INTEGER_CODES(int2, 2)
 
 INLINE uint32_t largest(const float *x, int64_t n) {
     uint32_t top = 0;

@@ -49,7 +49,7 @@ def take_outer_step(
         return
     previous_N = fragment.use("outer").clone() if merge_rule.needs_previous else None
     rule.on_average(fragment, average, sync, cohort)
-    _merge(parameters, fragment.use("outer"), merge_rule, previous_N)
+    merge_in_place(parameters, fragment.use("outer"), merge_rule, previous_N)
 
 
 def _native(parameters: Sequence[Tensor]) -> Native | None:
@@ -61,7 +61,7 @@ def _native(parameters: Sequence[Tensor]) -> Native | None:
     return native() if is_within_reach else None
 
 
-def _merge(
+def merge_in_place(
     parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, previous_N: Tensor | None
 ) -> None:
     """Merge Θ_p into θ_{m,p}, given tensor by tensor, in place; each is rounded to its dtype."""

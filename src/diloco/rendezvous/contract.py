@@ -21,11 +21,11 @@ class Form:
     """The form of the run's payloads."""
 
     codec: Codec
-    """Of the outer gradients."""
+    """The codec of the outer gradients."""
     sizes: tuple[int, ...]
     """N of each fragment."""
     seed: int
-    """Of codecs that draw random numbers."""
+    """The seed of codecs that draw random numbers."""
 
     def key(self, fragment: int, base_round: int, replica: int) -> Key:
         """The key of a payload: its round is the one after its base, as in a fixed group."""
@@ -60,11 +60,21 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredSnapshot:
+    """A fragment's snapshot, as it lies in the store; nobody has checked it."""
+
+    round: int
+    name: str
+    """In the store; it holds the SHA-256."""
+    data: "Buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """An outer step of one fragment, as the log has it, with its payloads."""
 
     number: int
-    """Of the log's entry."""
+    """The number of the log's entry."""
     fragment: int
     round: int
     """Outer steps of the fragment, this one included."""
@@ -73,22 +83,14 @@ class Decision:
     cohort: Cohort
     payloads: Mapping[int, Tensor]
     """By member."""
+    snapshot: StoredSnapshot | None = None
+    """A snapshot after this round or a later one, in the place of payloads that were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
     is_own: bool
     """Whether this replica's outstanding payload is in it."""
     with_snapshot: bool
     """Whether this replica uploads a snapshot of the fragment after it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredSnapshot:
-    """A fragment's snapshot, as it lies in the store; nobody has checked it."""
-
-    round: int
-    name: str
-    """In the store; it holds the SHA-256."""
-    data: "Buffer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,8 +92,7 @@ class Contribution:
 
     replica: Count
     seq: Count
-    """The number of the payload among its replica's: fragment + P · n for the n-th of the fragment, from 0. So
-    each number is of one fragment, and no payload enters two entries."""
+    """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
     sha256: Digest
     """Of its header and body."""
     base_round: Count

@@ -1,4 +1,4 @@
-"""What a replica does beside its training thread: follow the log, upload payloads, decide, hand decisions over.
+"""A replica's work beside its training thread: follow the log, decide, hand decisions over.
 
 All of it runs in one asyncio loop. The training thread sets plain values here, and takes decisions from a queue.
 """
@@ -9,16 +9,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from diloco.errors import DilocoError
-from diloco.rendezvous import payloads
-from diloco.rendezvous.contract import Decision, Form, Offer
-from diloco.rendezvous.decide import may_decide
-from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer
+from diloco.rendezvous.archive import newest_snapshot, write_index
+from diloco.rendezvous.contract import Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.decide import may_decide, turns
+from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.inbox import Inbox
 from diloco.rendezvous.keys import Signer
-from diloco.rendezvous.log import FOR_EVER, Log
+from diloco.rendezvous.log import Log
 from diloco.rendezvous.machine import FencedError, RunState
+from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.store import Store
 
 
@@ -65,9 +67,8 @@ class Follower:
         self._changed = asyncio.Event()
         run, poll = log.state.run, pace.poll_seconds
         self.inbox = Inbox(store, form, run, poll_seconds=poll, on_arrival=self._on_arrival)
-        self._offers: dict[int, Offer] = {}  # uploaded, and not counted yet
-        self._uploads = 0
-        self._to_upload: asyncio.Queue[Offer] = asyncio.Queue()
+        start = log.state.members[own].start
+        self.outbox = Outbox(store, signer, form, run=run, own=own, start=start, inbox=self.inbox)
         self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
         self._to_append: deque[Body] = deque()
         self._watched: set[int] = set()
@@ -76,7 +77,7 @@ class Follower:
 
     @property
     def state(self) -> RunState:
-        """What the log says, as far as it was read."""
+        """The state that the log makes, as far as it was read."""
         return self._log.state
 
     async def run(self, replay: Sequence[tuple[int, int, Outer]]) -> None:
@@ -91,15 +92,9 @@ class Follower:
                     self._to_deliver.put_nowait(outer)
                 self._tasks.create_task(self._deliver())
                 self._tasks.create_task(self._drive())
-                while True:
-                    self._tasks.create_task(self._upload(await self._to_upload.get()))
+                await self.outbox.run(self._tasks)
         except BaseExceptionGroup as group:
             self._fail(group.exceptions[0])
-
-    def offer(self, offer: Offer) -> None:
-        """Upload an outer gradient; called in the loop."""
-        self._uploads += 1
-        self._to_upload.put_nowait(offer)
 
     def append(self, body: Body) -> None:
         """Write an entry when it is its turn; called in the loop."""
@@ -108,7 +103,7 @@ class Follower:
 
     async def leave(self, *, finished: bool) -> None:
         """Wait until own payloads are in the store, and write the entry that says so."""
-        while self._uploads and self.failure is None:
+        while self.outbox.num_pending and self.failure is None:
             await asyncio.sleep(self._pace.poll_seconds)
         self.append(Leave(finished=finished))
         while not self.state.members[self._own].left and self.failure is None:
@@ -141,9 +136,7 @@ class Follower:
             raise FencedError(f"the key of {own.name} was revoked by the run's creator")
         if isinstance(entry.body, Outer):
             self._to_deliver.put_nowait((number, entry.author, entry.body))
-            for counted in entry.body.contributions:
-                if counted.replica == self._own:
-                    self._offers.pop(entry.body.fragment, None)
+            self.outbox.counted(entry.body)
         self._watch_members()
         self._on_arrival()
 
@@ -159,32 +152,6 @@ class Follower:
         self.wanted = self.inbox.wanted(self.state, self._own)
         self._changed.set()
 
-    async def _upload(self, offer: Offer) -> None:
-        body = offer.payload.numpy().data
-        header = payloads.Header(
-            run=self.state.run,
-            replica=self._own,
-            seq=offer.seq,
-            fragment=offer.fragment,
-            base_round=offer.base_round,
-            base=f"{offer.base:016x}",
-            tokens=offer.tokens,
-            steps=offer.steps,
-            position=self.state.members[self._own].start + offer.position,
-            wire=self._form.codec.format,
-            num_elements=self._form.sizes[offer.fragment],
-            norm=offer.norm,
-            num_bytes=body.nbytes,
-            sha256=await asyncio.to_thread(payloads.digest, body),
-        )
-        head = payloads.sealed(header, self._signer)
-        other = await self._store.create(header.name, [head, body], patience_seconds=FOR_EVER)
-        if other is not None:
-            raise LogError(f"{header.name} was written by another process: the store is shared by two runs")
-        self._uploads -= 1
-        self._offers[offer.fragment] = offer
-        self.inbox.put(payloads.contribution(header), offer.fragment, offer.payload)
-
     async def _write(self) -> bool:
         """Write one entry, if there is one to write; whether the log has a new entry."""
         body = self._to_append[0] if self._to_append else self._decision()
@@ -197,14 +164,17 @@ class Follower:
                 raise
             self._to_append.popleft()  # a snapshot that a newer one has made needless
             return False
+        self._heed(number, entry)
         if self._to_append and is_own:
             self._to_append.popleft()
-        self._heed(number, entry)
+            if isinstance(body, Snapshot) and body.fragment == 0 and self._tasks is not None:
+                work = write_index(self._store, self._signer, self.state, author=self._own)
+                self._tasks.create_task(work)
         return True
 
     def _decision(self) -> Outer | None:
         """The outer entry that this replica may write now."""
-        for p, offer in self._offers.items():
+        for p, offer in self.outbox.offers.items():
             applied, base = self.bases.get(p, (-1, 0))
             log = self.state.fragments[p]
             if applied != log.round:
@@ -226,8 +196,7 @@ class Follower:
     def _is_turn(self, p: int, number: int, parts: Sequence[Contribution]) -> bool:
         """Whether those before this replica, in an order that changes with each entry, had time to write."""
         since = self._could_decide.setdefault((p, number), time.monotonic())
-        seed = int(self.state.previous[:8], 16)
-        order = sorted((c.replica for c in parts), key=lambda replica: (replica * 2654435761 + seed) % 2**32)
+        order = turns(self.state.previous, (c.replica for c in parts))
         is_turn = time.monotonic() >= since + order.index(self._own) * self._pace.poll_seconds / 2
         if is_turn:
             self._could_decide.clear()
@@ -238,17 +207,20 @@ class Follower:
         while True:
             number, author, body = await self._to_deliver.get()
             parts, state = body.contributions, self.state
-            tensors = await asyncio.gather(
-                *(self.inbox.payload(number, body.fragment, c, state.members[c.replica].key) for c in parts)
-            )
+            keys = [state.members[c.replica].key for c in parts]
+            tensors = await asyncio.gather(*map(partial(self.inbox.payload, body.fragment), parts, keys))
             self.inbox.forget(body.fragment, parts)
+            snapshot = None
+            if not all(tensor is not None for tensor in tensors):
+                snapshot = await self._snapshot_after(number, body)
             decision = Decision(
                 number=number,
                 fragment=body.fragment,
                 round=body.round,
                 before=int(body.before, 16),
                 cohort=state.cohort(parts),
-                payloads={c.replica: payload for c, payload in zip(parts, tensors, strict=True)},
+                payloads={c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None},
+                snapshot=snapshot,
                 base_rounds={c.replica: c.base_round for c in parts},
                 is_own=any(c.replica == self._own for c in parts),
                 with_snapshot=author == self._own and body.round % state.rules.snapshot_rounds == 0,
@@ -256,6 +228,13 @@ class Follower:
             with self.news:
                 self.decisions.append(decision)
                 self.news.notify_all()
+
+    async def _snapshot_after(self, number: int, body: Outer) -> StoredSnapshot:
+        """The snapshot that stands for an outer step whose payloads were deleted, since it is long ago."""
+        stored = await newest_snapshot(self._store, self.state, body.fragment, self._form.sizes[body.fragment])
+        if stored is None or stored.round < body.round:
+            raise LogError(f"entry {number} of the log counts payloads that are not in the store")
+        return stored
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

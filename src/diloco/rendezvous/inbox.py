@@ -101,11 +101,11 @@ class Inbox:
                     return
                 await asyncio.sleep(self._poll_seconds * (1 if now.is_active(replica) else _SLOWER))
 
-    async def payload(self, number: int, fragment: int, counted: Contribution, public: str) -> Tensor:
-        """The payload of a contribution, from here or from the store.
+    async def payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
+        """The payload of a contribution, from here or from the store; None if it was deleted.
 
         Raises:
-            LogError: if what lies in the store is not what the entry has counted.
+            LogError: if what lies in the store is not what was counted.
         """
         arrived = self.here[fragment].get(counted.replica)
         if arrived is not None and arrived.contribution == counted:
@@ -113,13 +113,13 @@ class Inbox:
         name = payloads.name_of(counted.replica, counted.seq)
         data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
         if data is None:
-            raise LogError(f"entry {number} of the log counts {name}, which is not in the store")
+            return None
         try:
             header, payload = await self._opened(data, name, public)
         except PayloadError as error:
-            raise LogError(f"entry {number} of the log counts a payload that is not sound: {error}") from None
+            raise LogError(f"the log counts a payload that is not sound: {error}") from None
         if header.fragment != fragment or payloads.contribution(header) != counted:
-            raise LogError(f"entry {number} of the log does not count {name} as it lies in the store")
+            raise LogError(f"the log counts {name} otherwise than it lies in the store")
         return payload
 
     async def _opened(self, data: "payloads.Buffer", name: str, public: str) -> tuple[Header, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from diloco.errors import DisagreementError, ExchangeError
-from diloco.rendezvous import snapshots
+from diloco.rendezvous.archive import newest_snapshot, newest_state
 from diloco.rendezvous.contract import StoredSnapshot
 from diloco.rendezvous.entries import (
     FORMAT,
@@ -31,15 +31,17 @@ from diloco.rendezvous.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a replica wants to join."""
+    """The run that a replica wants to join."""
 
     name: str
     rules: Rules
-    """Of the run that it creates if there is none."""
+    """The rules of the run that it creates if there is none."""
     asked: frozenset[str]
     """The rules that its user has set, which an existing run must have, too."""
     facts: Mapping[str, Any]
     """The settings that all replicas share."""
+    sizes: tuple[int, ...]
+    """N of each fragment."""
     timeout_seconds: float
 
 
@@ -68,17 +70,15 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
     data = await store.get(name_of(0), most_bytes=MOST_BYTES, patience_seconds=patience)
     if data is None:
         data = await _created(store, signer, wish)
-    log = Log(store, signer, await _newest_state(store, signer, begun(bytes(data))))
+    log = Log(store, signer, await newest_state(store, begun(bytes(data))))
     _compare(bytes(data), wish)
     await log.read(patience_seconds=patience)
     own = await _joined(log, signer, wish)
     await _wait_for_others(log, wish)
-    return Entrance(
-        log=log,
-        own=own,
-        replay=_replay(log.state),
-        snapshots=await _snapshots(store, log.state, patience),
-    )
+    state, fragments = log.state, range(len(wish.sizes))
+    stored = await asyncio.gather(*(newest_snapshot(store, state, p, wish.sizes[p]) for p in fragments))
+    newest = {p: snapshot for p, snapshot in enumerate(stored) if snapshot is not None}
+    return Entrance(log=log, own=own, replay=_replay(state), snapshots=newest)
 
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
@@ -90,11 +90,6 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     data = sealed(entry, signer.sign(entry.line()))
     other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
     return data if other is None else other
-
-
-async def _newest_state(store: Store, signer: Signer, first: RunState) -> RunState:
-    """The state from which this replica reads the log."""
-    return first
 
 
 def _compare(data: bytes, wish: Wish) -> None:
@@ -155,21 +150,6 @@ def _replay(state: RunState) -> tuple[tuple[int, int, Outer], ...]:
         if ref.body.round > (log.snapshots[-1].round if log.snapshots else 0)
     ]
     return tuple((ref.number, -1, ref.body) for ref in sorted(refs, key=lambda ref: ref.number))
-
-
-async def _snapshots(store: Store, state: RunState, patience_seconds: float) -> dict[int, StoredSnapshot]:
-    """Each fragment's newest snapshot, as it lies in the store."""
-    newest = {p: log.snapshots[-1] for p, log in enumerate(state.fragments) if log.snapshots}
-    names = [snapshots.name_of(p, ref.round, ref.sha256[0]) for p, ref in newest.items()]
-    data = await asyncio.gather(
-        *(store.get(name, most_bytes=1 << 40, patience_seconds=patience_seconds) for name in names)
-    )
-    stored = {}
-    for (p, ref), name, part in zip(newest.items(), names, data, strict=True):
-        if part is None:
-            raise LogError(f"{name} is not in the store, though the log names it")
-        stored[p] = StoredSnapshot(round=ref.round, name=name, data=part)
-    return stored
 
 
 def _short(value: object, most: int = 200) -> str:

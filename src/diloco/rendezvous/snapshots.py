@@ -100,7 +100,7 @@ def read_into(vectors: Mapping[str, Tensor], data: "Buffer", *, name: str) -> No
     Args:
         vectors: as for `sealed`.
         data: the object.
-        name: the object's.
+        name: the object's, which ends with its SHA-256.
 
     Raises:
         SnapshotError: as `opened`, and if it holds vectors of other names.

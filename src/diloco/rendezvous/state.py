@@ -160,9 +160,8 @@ class RunRecord:
         log, replica = self.fragments[fragment], contribution.replica
         if replica >= len(self.members) or self.members[replica].fenced:
             return f"replica {replica} has not joined, or was replaced"
-        if contribution.seq % self.rules.num_fragments != fragment:
-            return f"payload {contribution.seq} of replica {replica} is not of fragment {fragment}"
-        if contribution.seq <= log.last_seq.get(replica, -1):
+        is_counted = any(contribution.seq == other.last_seq.get(replica) for other in self.fragments)
+        if is_counted or contribution.seq <= log.last_seq.get(replica, -1):
             return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
         if contribution.base_round > log.round:
             return f"round {contribution.base_round} is still to come"

@@ -1,26 +1,22 @@
 """StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
 
-import asyncio
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from diloco.errors import ExchangeError, UserError
-from diloco.rendezvous import snapshots
+from diloco.rendezvous.archive import keep_snapshot
+from diloco.rendezvous.background import Background
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer
-from diloco.rendezvous.entries import Rules, Snapshot
+from diloco.rendezvous.entries import Rules
 from diloco.rendezvous.follower import Follower, Pace
 from diloco.rendezvous.joining import Entrance, Wish, enter
 from diloco.rendezvous.keys import KeyFile, Signer, signer_of_environment
-from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
 
@@ -45,6 +41,7 @@ class StoreRendezvous:
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
         max_stale: rounds after which a late payload is not counted any more; None is the run's, or 3.
         snapshot_rounds: rounds of a fragment between two snapshots of it; None is the run's, or 8.
+        max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         poll_seconds: time between two looks into the store; None is 0.02 for a directory, and 0.5 for others.
         timeout_seconds: how long joining, leaving, and with the quorum "all" a decision, may take.
@@ -64,11 +61,13 @@ class StoreRendezvous:
         weights: Literal["tokens", "tokens_squared_per_step"] | None = None,
         max_stale: int | None = None,
         snapshot_rounds: int | None = None,
+        max_local_steps: int | None = None,
         key: str | None = None,
         poll_seconds: float | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.name = _name(name)
+        self._asked_local_steps = max_local_steps
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
         self._store = Store.open(self._url)
@@ -85,12 +84,11 @@ class StoreRendezvous:
             }.items()
             if value is not None
         }
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="diloco rendezvous", daemon=True)
+        self._background = Background("diloco rendezvous")
         self._entrance: Entrance | None = None
         self._follower: Follower | None = None
-        self._running: Future[None] | None = None
         self._aborted: str | None = None
+        self._step_of_contact = 0
 
     @property
     def replica(self) -> int:
@@ -100,7 +98,7 @@ class StoreRendezvous:
 
     @property
     def state(self) -> RunState:
-        """What the log says, as far as this replica has read it."""
+        """The state that the log makes, as far as this replica has read it."""
         return self._following.state
 
     @property
@@ -154,31 +152,41 @@ class StoreRendezvous:
             rules=rules,
             asked=frozenset(self._asked),
             facts=facts,
+            sizes=form.sizes,
             timeout_seconds=self._timeout_seconds,
         )
-        self._thread.start()
+        self._background.start()
         try:
             self._entrance = entrance = self._wait(enter(self._store, self._signer, wish))
         except BaseException:
-            self._stop()
+            self._background.stop()
             raise
+        self._max_local_steps = self._asked_local_steps or 50 * sync_every
         pace = Pace(
             poll_seconds=self._poll_seconds,
             patience=sync_every if self._patience is None else self._patience,
             drain_seconds=max(2.0, 10 * self._poll_seconds),
         )
         self._follower = Follower(self._store, entrance.log, entrance.own, form, self._signer, pace)
-        self._running = asyncio.run_coroutine_threadsafe(self._follower.run(entrance.replay), self._loop)
+        self._background.run(self._follower.run(entrance.replay))
         return Joined(replica=entrance.own, snapshots=entrance.snapshots, num_decisions=len(entrance.replay))
 
     def offer(self, offer: Offer) -> None:
         """Start to upload an outer gradient, and return at once."""
-        self._loop.call_soon_threadsafe(self._following.offer, offer)
+        self._background.call(self._following.outbox.put, offer)
 
     def at_step(self, step: int) -> None:
         """Tell how many inner steps this replica has taken."""
         self._following.step = step
         self._following.draining_since = None
+        if (outage_seconds := self._store.outage_seconds) == 0:
+            self._step_of_contact = step
+        elif step - self._step_of_contact > self._max_local_steps:
+            self._aborted = (
+                f"{self._url} could not be reached for {outage_seconds:.0f} s and "
+                f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
+                "check the network, and start this replica again from its checkpoint"
+            )
 
     def applied(self, fragment: int, round: int, checksum: int) -> None:
         """Tell the checksum of Θ_p after a round."""
@@ -225,7 +233,7 @@ class StoreRendezvous:
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
-        asyncio.run_coroutine_threadsafe(self._upload_snapshot(fragment, round, vectors), self._loop)
+        self._background.run(self._keep(fragment, round, vectors))
 
     def leave(self, *, finished: bool = False) -> None:
         """Wait for own uploads, bounded in time, and leave; what was uploaded may still be counted."""
@@ -236,40 +244,24 @@ class StoreRendezvous:
                 self._wait(self._follower.leave(finished=finished))
         finally:
             self._aborted = "this replica has left the run"
-            self._stop()
+            self._background.stop()
 
     def abort(self, reason: str) -> None:
         """Stop at once, after an error; the other replicas go on."""
         self._aborted = self._aborted or reason
-        self._stop()
+        self._background.stop()
 
     @property
     def _following(self) -> Follower:
         assert self._follower is not None, "the engine has joined"
         return self._follower
 
-    async def _upload_snapshot(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
-        buffers, sha256 = await asyncio.to_thread(snapshots.sealed, vectors)
-        name = snapshots.name_of(fragment, last_round, sha256)
-        await self._store.create(name, buffers, patience_seconds=FOR_EVER)
-        self._following.append(Snapshot(fragment=fragment, round=last_round, sha256=(sha256,)))
+    async def _keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        self._following.append(await keep_snapshot(self._store, fragment, last_round, vectors))
 
     def _wait(self, work: "Coroutine[Any, Any, _T]") -> _T:
         """The result of work in the loop, bounded in time."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(2 * self._timeout_seconds)
-        except FutureTimeoutError:
-            future.cancel()
-            raise ExchangeError(f"{self._url} gave no answer within {2 * self._timeout_seconds:g} s") from None
-
-    def _stop(self) -> None:
-        """End the thread."""
-        if self._running is not None:
-            self._running.cancel()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._loop.call_soon_threadsafe(self._loop.call_later, 0.05, self._loop.stop)
-            self._thread.join(5.0)
+        return self._background.wait(work, 2 * self._timeout_seconds, self._url)
 
 
 def _name(name: str | None) -> str:

@@ -1,0 +1,102 @@
+"""Snapshots and indexes, from which a joiner starts, and the end of what nobody needs any more."""
+
+import asyncio
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from diloco.rendezvous import index, snapshots
+from diloco.rendezvous.contract import StoredSnapshot
+from diloco.rendezvous.entries import MOST_BYTES as MOST_ENTRY_BYTES
+from diloco.rendezvous.entries import Keys, LogError, Snapshot, digest
+from diloco.rendezvous.entries import name_of as entry_name
+from diloco.rendezvous.entries import opened as opened_entry
+from diloco.rendezvous.keys import Signer, check
+from diloco.rendezvous.log import FOR_EVER
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.retiring import retirable
+from diloco.rendezvous.store import Store
+
+
+async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
+    """Upload a fragment's vectors after a round; returns the entry that says so."""
+    buffers, sha256 = await asyncio.to_thread(snapshots.sealed, vectors)
+    name = snapshots.name_of(fragment, last_round, sha256)
+    await store.create(name, buffers, patience_seconds=FOR_EVER)
+    return Snapshot(fragment=fragment, round=last_round, sha256=(sha256,))
+
+
+async def newest_snapshot(
+    store: Store, state: RunState, fragment: int, num_elements: int
+) -> StoredSnapshot | None:
+    """A fragment's newest snapshot; None if there is none yet.
+
+    Raises:
+        LogError: if the log names it, and it is not in the store.
+    """
+    if not (refs := state.fragments[fragment].snapshots):
+        return None
+    name = snapshots.name_of(fragment, refs[-1].round, refs[-1].sha256[0])
+    most_bytes = snapshots.most_bytes(num_elements)
+    data = await store.get(name, most_bytes=most_bytes, patience_seconds=FOR_EVER)
+    if data is None:
+        raise LogError(f"{name} is not in the store, though the log names it")
+    return StoredSnapshot(round=refs[-1].round, name=name, data=data)
+
+
+async def write_index(store: Store, signer: Signer, state: RunState, *, author: int) -> None:
+    """Write an index of the log up to now, and delete what nobody needs after that."""
+    made = index.Index(author=author, state=state)
+    data = index.sealed(made, signer.sign(made.line()))
+    await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
+    names = [name for prefix in ("payloads", "snapshots", "index") for name, _ in await store.list(prefix)]
+    await store.delete(retirable(state, names))
+
+
+async def newest_state(store: Store, first: RunState) -> RunState:
+    """The state of the newest index, or that after entry 0 if there is none.
+
+    Args:
+        store: the run's.
+        first: the state after entry 0.
+
+    Raises:
+        LogError: if the index is damaged, or forged.
+    """
+    names = [name for name, _ in await store.list("index")]
+    if not names:
+        return first
+    number = int(names[-1].removeprefix("index/"))
+    data = await store.get(names[-1], most_bytes=index.MOST_BYTES)
+    if data is None:
+        return await newest_state(store, first)  # a newer one has taken its place meanwhile
+    made, signature = index.opened(bytes(data), number=number)
+    state, source = made.state, f"index {number} of the log"
+    if (state.run, state.rules, state.creator) != (first.run, first.rules, first.creator):
+        raise LogError(f"{source} is of another run")
+    if state.creator:
+        allowed = await _ever_allowed(store, first, state)
+        if state.members[made.author].key not in allowed:
+            raise LogError(f"{source} is by a replica whose key the run's creator has not allowed")
+    check(state.members[made.author].key, signature, made.line(), what=source)
+    before = await store.get(entry_name(number - 1), most_bytes=MOST_ENTRY_BYTES)
+    if before is None or digest(bytes(before)) != state.previous:
+        raise LogError(f"{source} does not follow entry {number - 1}: the log or the index was changed")
+    return state
+
+
+async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple[str, ...]:
+    """The keys that the creator's own entries allow, which must be those of the index."""
+    allowed = list(first.allowed)
+    for number in state.kept:
+        data = await store.get(entry_name(number), most_bytes=MOST_ENTRY_BYTES)
+        if data is None:
+            raise LogError(f"entry {number} of the log, which changes the allow-list, is not in the store")
+        entry, signature = opened_entry(bytes(data), number=number)
+        check(first.creator, signature, entry.line(), what=f"entry {number} of the log")
+        if not isinstance(entry.body, Keys):
+            raise LogError(f"entry {number} of the log does not change the allow-list, and an index says so")
+        allowed = [k for k in dict.fromkeys((*allowed, *entry.body.allowed)) if k not in entry.body.revoked]
+    if tuple(allowed) != state.allowed:
+        raise LogError(f"index {state.number} of the log has another allow-list than the creator's entries")
+    return tuple(allowed)

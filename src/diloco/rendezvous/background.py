@@ -1,0 +1,57 @@
+"""An asyncio loop in a daemon thread, beside the training thread."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+from diloco.errors import ExchangeError
+
+_T = TypeVar("_T")
+
+
+class Background:
+    """A loop that runs from `start` to `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._work: list[Future[Any]] = []
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def run(self, work: "Coroutine[Any, Any, Any]") -> None:
+        """Start work that goes on until it ends or the loop does."""
+        self._work.append(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def call(self, function: "Callable[..., object]", *arguments: object) -> None:
+        """Call a function in the loop, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, what: str) -> _T:
+        """The result of work in the loop.
+
+        Raises:
+            ExchangeError: that `what` gave no answer, if it takes longer.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except FutureTimeoutError:
+            future.cancel()
+            raise ExchangeError(f"{what} gave no answer within {seconds:g} s") from None
+
+    def stop(self) -> None:
+        """Cancel all work and end the thread, bounded in time."""
+        if not self._thread.is_alive():
+            return
+        for work in self._work:
+            work.cancel()
+        # What was cancelled gets a moment to end.
+        self._loop.call_soon_threadsafe(self._loop.call_later, 0.05, self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)

@@ -1,0 +1,170 @@
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import refusal
+
+from diloco.cli.main import main
+from diloco.rendezvous.entries import (
+    FORMAT,
+    Create,
+    Join,
+    Keys,
+    Leave,
+    Rules,
+    digest,
+    name_of,
+    new_entry,
+    opened,
+    sealed,
+)
+from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log import begun
+
+
+class Run:
+    """A run in a directory, created by the key `creator`, with replica 0 of the key `first`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = folder / "run"
+        self.url.mkdir()
+        (self.url / "log").mkdir()
+        self.signers: dict[str, Signer] = {}
+        for name in ("creator", "first", "second"):
+            write_key(folder / name)
+            self.signers[name] = KeyFile(folder / name)
+        self.previous, self.number = "", 0
+
+    def write(self, body, author: int, signer: Signer) -> bytes:
+        entry = new_entry(body, author=author, previous=self.previous)
+        data = sealed(entry, signer.sign(entry.line()))
+        (self.url / name_of(self.number)).write_bytes(data)
+        self.previous, self.number = digest(data), self.number + 1
+        return data
+
+    def create(self, signer: Signer, *allowed: str) -> None:
+        rules = Rules(num_fragments=2)
+        self.write(
+            Create(format=FORMAT, rules=rules, facts={}, creator=signer.public, allowed=allowed), -1, signer
+        )
+
+    def key(self, name: str) -> str:
+        return self.signers[name].public
+
+    def entry(self, number: int) -> Keys:
+        return opened((self.url / name_of(number)).read_bytes(), number=number)[0].body
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.create(run.signers["creator"], run.key("first"))
+    run.write(Join(name="one", key=run.key("first")), 0, run.signers["first"])
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "creator"))
+    return run
+
+
+def test_a_new_key_is_printed_and_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["keys", "new"])
+    printed = capsys.readouterr()
+    public = printed.out.strip()
+    assert public == KeyFile("diloco.key").public
+    assert f"set DILOCO_KEY={tmp_path / 'diloco.key'} for the replica" in printed.err
+    main(["keys", "show", "diloco.key"])
+    assert capsys.readouterr().out.strip() == public
+    assert "diloco.key exists already" in refusal(capsys, "keys", "new")
+    assert "can't write nowhere/a: no such file" in _failure(capsys, "keys", "new", "nowhere/a")
+
+
+def _failure(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit, match="1"):
+        main(arguments)
+    return capsys.readouterr().err
+
+
+def test_keys_are_allowed_and_revoked_by_signed_entries(run, capsys):
+    first, second = run.key("first"), run.key("second")
+    main(["keys", "allow", str(run.url), second, second, first])
+    assert (
+        capsys.readouterr().out == f"written as entry 2 of the log; 2 keys may join the run:\n{first}\n{second}\n"
+    )
+    main(["keys", "allow", str(run.url), second])
+    assert capsys.readouterr().out.startswith("nothing to change; 2 keys may join")
+    main(["keys", "revoke", str(run.url), first])
+    assert capsys.readouterr().out == f"written as entry 3 of the log; 1 key may join the run:\n{second}\n"
+    main(["keys", "revoke", str(run.url), first])
+    assert capsys.readouterr().out.startswith("nothing to change")
+    assert run.entry(2) == Keys(allowed=(second, first)) and run.entry(3) == Keys(revoked=(first,))
+    state = begun((run.url / name_of(0)).read_bytes())
+    for number in (1, 2, 3):
+        data = (run.url / name_of(number)).read_bytes()
+        state = state.after(opened(data, number=number)[0], digest(data))
+    assert state.allowed == (second,) and state.members[0].left and state.kept == (2, 3)
+
+
+def test_an_entry_that_a_replica_writes_first_is_read_and_the_next_is_taken(run, monkeypatch, capsys):
+    from diloco.rendezvous.store import Store
+
+    create = Store.create
+
+    async def raced(self, name, data, **options):
+        if run.number == 2:
+            run.write(Leave(finished=False), 0, run.signers["first"])
+        return await create(self, name, data, **options)
+
+    monkeypatch.setattr(Store, "create", raced)
+    main(["keys", "allow", str(run.url), run.key("second")])
+    assert capsys.readouterr().out.startswith("written as entry 3 of the log; 2 keys")
+
+
+def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsys):
+    command = ["keys", "allow", str(run.url), run.key("second")]
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "first"))
+    assert f"the run's creator has the key {run.key('creator')}" in refusal(capsys, *command)
+    monkeypatch.delenv("DILOCO_KEY")
+    assert "set DILOCO_KEY to the key file of the run's creator" in refusal(capsys, *command)
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "creator"))
+    (tmp_path / "creator").chmod(0o644)
+    assert "run chmod 600" in refusal(capsys, *command)
+    assert not (run.url / name_of(2)).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["allow", "URL"], "name at least one public key"),
+        (["allow", "URL", "abc"], "'abc' is no public key of 64 hexadecimal digits"),
+        (["allow", "URL", "A" * 64], "is no public key of 64"),
+        (["revoke", "URL", "a" * 64], f"the key {'a' * 64} is not among those that may join the run"),
+        (["allow", "EMPTY", "a" * 64], "there is no run in"),
+        (["allow", "ftp://x/y", "a" * 64], "ftp://x/y: give a directory, or s3://bucket/prefix"),
+        (["show", "nowhere"], "the key nowhere can't be read: No such file"),
+    ],
+)
+def test_a_mistake_is_one_sentence(run, arguments, reason, capsys):
+    places = {"URL": str(run.url), "EMPTY": str(run.url.parent)}
+    assert reason in refusal(capsys, "keys", *(places.get(word, word) for word in arguments))
+    assert not (run.url / name_of(2)).exists()
+
+
+def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
+    (tmp_path / "open").mkdir()
+    plain = Run(tmp_path / "open")
+    plain.create(NoKeys())
+    assert "the run was created without keys" in refusal(capsys, "keys", "allow", str(plain.url), "a" * 64)
+
+
+def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):
+    command = ["keys", "allow", str(run.url), run.key("second")]
+    data = run.write(Leave(finished=False), 0, run.signers["first"])
+    path = run.url / name_of(2)
+    for content, reason in [
+        (data.replace(b"false", b"true"), "entry 2 of the log is forged: its signature is not that of the key"),
+        (data[:-129] + b"\n", "entry 2 of the log is not signed"),
+        (data[:50], "entry 2 of the log can't be read"),
+    ]:
+        path.write_bytes(content)
+        assert reason in refusal(capsys, *command)
+    path.rename(run.url / name_of(3))
+    assert "log/0000000002 is missing in" in refusal(capsys, *command)
+    assert not path.exists()

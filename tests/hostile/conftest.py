@@ -1,0 +1,15 @@
+"""Fixtures of the hostile tests."""
+
+import pytest
+
+from diloco.exchange.tls import Security, security_of
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(scope="session")
+def security() -> Security:
+    """The proof of whoever has the secret."""
+    made = security_of(SECRET, None)
+    assert made is not None
+    return made

@@ -1,0 +1,206 @@
+"""Payload objects and snapshots that were changed, or made by somebody who means harm.
+
+pytest tests/hostile/test_payload_objects.py --hostile-examples 100000    # of each kind, some minutes
+"""
+
+import hashlib
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import settings
+from tests.hostile.mutations import mutated_bytes, mutated_json
+
+from diloco.errors import PayloadError
+from diloco.rendezvous.entries import FORMAT, Create, Join, Outer, Rules, new_entry
+from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.payloads import Header, contribution, opened, sealed
+from diloco.rendezvous.snapshots import SnapshotError, name_of, read_into
+from diloco.rendezvous.snapshots import sealed as sealed_snapshot
+from diloco.rendezvous.verify import verified
+from diloco.wire import Key, codec
+
+NUM_EXAMPLES = settings.get_profile("hostile").max_examples
+RUN, N = "ab" * 32, 300
+KEY = Key(5, fragment=2, round=8, replica=3)
+CODEC = codec("e3m0")
+MOST_BYTES = 4 << 20
+"""Python's memory at any time while mutations are read."""
+
+
+def payload_of(scale: float = 1.0, **fields) -> tuple[Header, bytes]:
+    """A header of replica 3, and its body."""
+    delta_N = scale * torch.randn(N, generator=torch.Generator().manual_seed(0))
+    payload = CODEC.encode(delta_N, KEY)
+    body = payload.numpy().tobytes()
+    header = Header(
+        run=RUN,
+        replica=3,
+        seq=41,
+        fragment=2,
+        base_round=7,
+        base="0" * 16,
+        tokens=4096,
+        steps=30,
+        position=123_456,
+        wire=CODEC.format,
+        num_elements=N,
+        norm=float(CODEC.decode(payload, N, KEY).norm()),
+        num_bytes=len(body),
+        sha256=hashlib.sha256(body).hexdigest(),
+    )
+    return replace(header, **fields), body
+
+
+@pytest.fixture(scope="module")
+def signers(tmp_path_factory) -> list[Signer]:
+    folder = tmp_path_factory.mktemp("keys")
+    for name in "ab":
+        write_key(folder / name)
+    return [KeyFile(folder / "a"), KeyFile(folder / "b")]
+
+
+def taken(data: bytes, public: str = "") -> Header:
+    """The header of a payload that passes all checks of a receiver."""
+    header, body = opened(data, name="payloads/3/00000041", run=RUN, public=public)
+    assert verified(header, body, codec=CODEC, num_elements=N, key=KEY) == pytest.approx(header.norm, rel=1e-3)
+    return header
+
+
+def resealed(text: bytes, body: bytes, signer: Signer) -> bytes:
+    """A payload with any text for a header, padded and signed by a member who means harm."""
+    line = text + b" " * (-(72 + len(text)) % 64)
+    signature = bytes.fromhex(signer.sign(b"payload\n" + line)) or bytes(64)
+    return b"DLP1" + len(line).to_bytes(4, "little") + signature + line + body
+
+
+def mutated_payloads(signer: Signer) -> Iterator[tuple[bytes, bool]]:
+    """Changed payloads, and whether each was signed after the change."""
+    rng = random.Random(1)
+    header, body = payload_of()
+    data, fields = sealed(header, signer) + body, asdict(header)
+    for example in range(NUM_EXAMPLES):
+        if example % 2:
+            changed, is_signed = mutated_bytes(data, rng), not signer.public
+        else:
+            if example % 4:
+                wrong = mutated_json(fields, rng)
+            else:
+                value = rng.choice((rng.getrandbits(62), "ab" * 32, "", 0.5, 10**80))
+                wrong = fields | {rng.choice(list(fields)): value}
+            text = json.dumps(wrong, separators=(",", ":")).encode()
+            text = mutated_bytes(text, rng) if rng.random() < 0.2 else text
+            changed, is_signed = resealed(text, body, signer), True
+        if changed != data:
+            yield changed, is_signed
+
+
+CLAIMS = {"tokens": 1, "steps": 1, "position": 0, "base_round": 0, "base": "0" * 16, "norm": 0.0}
+"""The fields that a member can fill as it likes, the norm within 0.1 %: the entry of the log shows them."""
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_no_changed_payload_is_taken(signers, signed):
+    signer = signers[0] if signed else NoKeys()
+    header, body = payload_of()
+    num_refused = num_tried = 0
+    tracemalloc.start()
+    for data, is_signed in mutated_payloads(signer):
+        num_tried += 1
+        try:
+            other = taken(data, signer.public)
+        except PayloadError as error:
+            num_refused += 1
+            assert "payloads/3/" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
+        else:
+            assert is_signed and data.endswith(body), data[:600]
+            assert replace(other, **CLAIMS) == replace(header, **CLAIMS) and other != header, other
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < MOST_BYTES and num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
+    assert taken(sealed(header, signer) + body, signer.public) == header
+
+
+def test_no_payload_of_others_is_taken(signers):
+    """Nothing that was changed by somebody without the replica's key."""
+    ours, theirs = signers
+    rng = random.Random(2)
+    header, body = payload_of()
+    for _ in range(min(NUM_EXAMPLES, 2000)):
+        wrong = asdict(header) | {"tokens": rng.getrandbits(40)}
+        text = json.dumps(wrong, separators=(",", ":")).encode()
+        for signer in (theirs, NoKeys()):
+            with pytest.raises(PayloadError, match=r"is forged|is not signed"):
+                taken(resealed(text, body, signer), ours.public)
+
+
+def mutated_snapshots(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Changed snapshots, and the bytes whose digest stands in the name: the true ones, or the changed."""
+    rng = random.Random(3)
+    length = int.from_bytes(content[:8], "little")
+    fields = json.loads(content[8 : 8 + length])
+    for example in range(NUM_EXAMPLES):
+        if example % 2:
+            changed = mutated_bytes(content, rng)
+        else:
+            text = json.dumps(mutated_json(fields, rng), separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            changed = len(text).to_bytes(8, "little") + text + content[8 + length :]
+        if changed != content:
+            yield changed, content if rng.random() < 0.1 else changed
+
+
+def test_no_changed_snapshot_is_taken_but_for_other_finite_values():
+    vectors = {name: torch.randn(N, generator=torch.Generator().manual_seed(4)) for name in ("outer", "velocity")}
+    content = b"".join(sealed_snapshot(vectors)[0])
+    head = len(content) - 8 * N
+    num_refused = num_tried = 0
+    tracemalloc.start()
+    for data, named in mutated_snapshots(content):
+        num_tried += 1
+        ours = {name: torch.zeros(N) for name in vectors}
+        try:
+            read_into(ours, data, name=name_of(2, 8, hashlib.sha256(named).hexdigest()))
+        except SnapshotError as error:
+            num_refused += 1
+            assert "snapshots/2/8-" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
+            assert not ours["outer"].any() and not ours["velocity"].any()
+        else:
+            # Whoever writes the log's entry can name any values.
+            assert data[:head] == content[:head] and len(data) == len(content) and named is data
+            assert all(vector.isfinite().all() for vector in ours.values())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < MOST_BYTES and num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.7 * num_tried
+
+
+def state_after_norms() -> RunState:
+    """The state of a run in which replica 0 was counted ten times with norms near 1."""
+    entry = new_entry(
+        Create(format=FORMAT, rules=Rules(num_fragments=1), facts={}, creator=""), author=-1, previous=""
+    )
+    state = RunState.begin(entry, RUN)
+    state = state.after(new_entry(Join(name="one", key=""), author=0, previous=RUN), RUN)
+    for number in range(1, 11):
+        header, _ = payload_of(replica=0, seq=number, fragment=0, base_round=number - 1, norm=1.0)
+        body = Outer(fragment=0, round=number, before="0" * 16, contributions=(contribution(header),))
+        state = state.after(new_entry(body, author=0, previous=RUN), RUN)
+    return state
+
+
+def test_an_outer_gradient_of_norm_1e6_is_refused_by_whoever_decides(signers):
+    header, body = payload_of(1e6 / N**0.5, replica=0, seq=11, fragment=0, base_round=10)
+    assert 9e5 < header.norm < 1.1e6
+    again, content = opened(sealed(header, NoKeys()) + body, name=header.name, run=RUN, public="")
+    key = KEY._replace(fragment=0, replica=0)
+    assert verified(again, content, codec=CODEC, num_elements=N, key=key) == pytest.approx(header.norm)
+    reason = state_after_norms().refusal(0, contribution(again))
+    assert reason is not None and "its norm is" in reason and "more than 20" in reason
+    # With a norm that pleases the log it does not pass the receiver.
+    with pytest.raises(PayloadError, match=r"has the norm .*, and its header says 1"):
+        verified(replace(again, norm=1.0), content, codec=CODEC, num_elements=N, key=key)

@@ -1,0 +1,56 @@
+"""A log that a test writes entry by entry."""
+
+from diloco.rendezvous.entries import Body, Contribution, Create, Entry, Join, Outer, Rules, digest
+from diloco.rendezvous.machine import RunState
+
+
+class Log:
+    """A log and its state; entries are not sealed, and digests are made up."""
+
+    def __init__(self, *, creator: str = "", allowed: tuple[str, ...] = (), **rules) -> None:
+        body = Create(format=1, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
+        self.state = RunState.begin(self.entry(body, -1, ""), digest(b"0"))
+
+    @staticmethod
+    def entry(body: Body, author: int, previous: str) -> Entry:
+        return Entry(author=author, previous=previous, nonce="0" * 32, body=body)
+
+    def add(self, body: Body, author: int) -> RunState:
+        entry = self.entry(body, author, self.state.previous)
+        self.state = self.state.after(entry, digest(str(self.state.number).encode()))
+        return self.state
+
+    def join(self, *names: str, key: str = "") -> "Log":
+        for name in names:
+            self.add(Join(name=name, key=key), len(self.state.members))
+        return self
+
+    def contribution(self, replica: int, fragment: int = 0, **changes) -> Contribution:
+        """The next payload of a replica, against the newest round."""
+        log, num_fragments = self.state.fragments[fragment], self.state.rules.num_fragments
+        start = self.state.members[replica].start if replica < len(self.state.members) else 0
+        fields = {
+            "replica": replica,
+            "seq": log.last_seq.get(replica, fragment - num_fragments) + num_fragments,
+            "sha256": digest(b""),
+            "base_round": log.round,
+            "tokens": 10,
+            "steps": 1,
+            "position": start + 10,
+            "norm": 1.0,
+        }
+        return Contribution(**(fields | changes))
+
+    def outer(self, *contributions: Contribution, fragment: int = 0, author: int | None = None) -> RunState:
+        body = Outer(
+            fragment=fragment,
+            round=self.state.fragments[fragment].round + 1,
+            before="0" * 16,
+            contributions=contributions,
+        )
+        return self.add(body, contributions[0].replica if author is None else author)
+
+    def rounds(self, num: int, *replicas: int, fragment: int = 0) -> "Log":
+        for _ in range(num):
+            self.outer(*(self.contribution(replica, fragment) for replica in replicas), fragment=fragment)
+        return self

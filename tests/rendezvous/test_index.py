@@ -1,0 +1,78 @@
+"""The index: the state in bytes and back, and refused where no log leads to it."""
+
+from dataclasses import replace
+
+import pytest
+from tests.rendezvous.cases import Log
+
+from diloco.rendezvous.entries import Leave, LogError, Snapshot
+from diloco.rendezvous.index import Index, opened, sealed
+from diloco.rendezvous.machine import RunState
+
+A = "a" * 64
+
+
+@pytest.fixture
+def state() -> RunState:
+    log = Log(num_fragments=2, max_stale=2).join("a", "b", "c").rounds(5, 0, 1).rounds(2, 1, 2, fragment=1)
+    log.add(Snapshot(fragment=0, round=2, sha256=(A,)), 0)
+    log.add(Snapshot(fragment=0, round=4, sha256=(A,)), 0)
+    log.add(Leave(finished=False), 2)
+    return log.join("a").state
+
+
+def reopened(state: RunState, author: int = 1) -> Index:
+    return opened(sealed(Index(author=author, state=state), ""), number=state.number)[0]
+
+
+def test_a_state_comes_back_as_it_was(state):
+    assert reopened(state) == Index(author=1, state=state)
+    data = sealed(Index(author=1, state=state), "")
+    assert sealed(Index(author=1, state=reopened(state).state), "") == data, "whoever writes it, from what"
+
+
+def of_fragment(state: RunState, **changes) -> RunState:
+    return replace(state, fragments=(replace(state.fragments[0], **changes), *state.fragments[1:]))
+
+
+def of_member(state: RunState, **changes) -> RunState:
+    return replace(state, members=(*state.members[:-1], replace(state.members[-1], **changes)))
+
+
+CHANGES = {
+    "tokens": lambda s: replace(s, tokens=s.tokens + 1),
+    "rounds": lambda s: replace(s, num_outer=s.num_outer - 1),
+    "fragments": lambda s: replace(s, fragments=s.fragments[:1]),
+    "few entries": lambda s: replace(s, num_outer=10**6),
+    "a slot twice": lambda s: of_member(s, slot=1),
+    "a name twice": lambda s: of_member(s, name="b"),
+    "no such slot": lambda s: of_member(s, slot=64),
+    "a key": lambda s: of_member(s, key=A),
+    "joined later": lambda s: of_member(s, joined=s.num_outer + 1, last_outer=s.num_outer + 1),
+    "position": lambda s: replace(s, positions={64: 1}),
+    "kept": lambda s: replace(s, kept=(3,)),
+    "round": lambda s: of_fragment(s, round=6),
+    "before": lambda s: of_fragment(s, before=("1" * 16,) * 3),
+    "norms": lambda s: of_fragment(s, norms=()),
+    "fenced counted": lambda s: of_fragment(s, last_seq={0: 0}),
+    "other fragment": lambda s: of_fragment(s, last_seq={1: 1}),
+    "snapshots": lambda s: of_fragment(s, snapshots=s.fragments[0].snapshots[::-1]),
+    "since": lambda s: of_fragment(s, since=s.fragments[0].since[1:]),
+    "since order": lambda s: of_fragment(s, since=s.fragments[0].since[::-1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_index_that_no_log_leads_to_is_refused(state, change):
+    with pytest.raises(LogError, match=r"index \d+ of the log can't be true"):
+        reopened(CHANGES[change](state))
+
+
+def test_an_index_is_of_its_number_and_of_a_replica_that_is_there(state):
+    with pytest.raises(LogError, match="counts"):
+        opened(sealed(Index(author=1, state=state), ""), number=state.number + 1)
+    for author in (0, 4):
+        with pytest.raises(LogError, match=f"replica {author}"):
+            reopened(state, author)
+    with pytest.raises(LogError, match="form"):
+        opened(sealed(Index(author=1, state=state), "")[:-1], number=state.number)

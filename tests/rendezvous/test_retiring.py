@@ -1,0 +1,47 @@
+"""What a joiner needs stays; what nobody needs goes."""
+
+from tests.rendezvous.cases import Log
+
+from diloco.rendezvous.entries import Snapshot
+from diloco.rendezvous.retiring import retirable
+
+A, B, C = "a" * 64, "b" * 64, "c" * 64
+
+
+def payloads(*names: tuple[int, int]) -> list[str]:
+    return [f"payloads/{replica}/{seq:08d}" for replica, seq in names]
+
+
+def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
+    log = Log(num_fragments=2).join("a", "b").rounds(4, 0, 1).rounds(4, 0, fragment=1)
+    names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(12)))
+    assert retirable(log.state, names) == [], "without snapshots everything is replayed"
+    log.add(Snapshot(fragment=0, round=1, sha256=(A,)), 0)
+    assert retirable(log.state, names) == []
+    log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
+    assert retirable(log.state, [*names, "payloads/0/00000000/3"]) == [
+        *payloads((0, 0), (1, 0)),
+        "payloads/0/00000000/3",
+    ]
+    log.add(Snapshot(fragment=0, round=4, sha256=(C,)), 0)
+    log.join("b")
+    unused = payloads((1, 1), (1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 10), (1, 11))
+    gone = {*payloads((0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)), *unused}
+    assert set(retirable(log.state, names)) == gone, "and what a fenced replica has uploaded"
+
+
+def test_snapshots_but_the_last_two_go_and_those_under_way_stay():
+    log = Log(num_fragments=1).join("a").rounds(6, 0)
+    names = [f"snapshots/0/{round_}-{sha256}" for round_ in (1, 2, 3, 4) for sha256 in (A, B)]
+    assert retirable(log.state, names) == []
+    for round_ in (1, 2, 3):
+        log.add(Snapshot(fragment=0, round=round_, sha256=(A,)), 0)
+    others = {f"snapshots/0/1-{A}", *(f"snapshots/0/{round_}-{B}" for round_ in (1, 2, 3))}
+    assert set(retirable(log.state, names)) == others
+
+
+def test_older_indexes_go_and_entries_and_strangers_stay():
+    log = Log(num_fragments=1).join("a").rounds(6, 0)
+    names = ["index/0000000003", "index/0000000008", "index/0000000009", "log/0000000000", "log/0000000003"]
+    assert log.state.number == 8
+    assert retirable(log.state, [*names, "README", "payloads/x/1", "snapshots/7/1-" + A]) == ["index/0000000003"]

@@ -1,0 +1,103 @@
+"""Which replicas are active, which slot a joiner gets, and which payloads and joiners are refused."""
+
+import pytest
+from tests.rendezvous.cases import Log
+
+from diloco.rendezvous.entries import Join, Leave
+
+
+def slots(log: Log) -> list[int]:
+    return [member.slot for member in log.state.members]
+
+
+def test_a_joiner_takes_a_free_slot_before_one_that_somebody_may_come_back_to():
+    log = Log(num_fragments=1, num_slots=4).join("a", "b", "c")
+    log.add(Leave(finished=False), 0)
+    log.rounds(2, 2).join("d")
+    assert slots(log) == [0, 1, 2, 3], "a has left and b is not active, but slot 3 was never held"
+    log.join("e")
+    assert slots(log)[-1] == 0 and log.state.members[0].fenced, "then that of a, which has left"
+    log.join("f")
+    assert slots(log)[-1] == 1 and log.state.members[1].fenced, "then that of b, which is not active"
+    assert log.state.free_slot("g") is None
+    assert "all 4 slots" in log.state.refusal_of_joiner(Join(name="g", key=""))
+
+
+def test_a_name_gets_its_slot_again_where_the_log_stands():
+    log = Log(num_fragments=1).join("a", "b").rounds(1, 1)
+    log.outer(log.contribution(1, position=70))
+    log.join("b")
+    first, second = log.state.members[1:]
+    assert (second.slot, second.start) == (first.slot, 70)
+    assert first.fenced and 1 not in log.state.active
+
+
+def test_a_replica_is_active_for_2p_outer_entries_after_its_join_or_contribution():
+    log = Log(num_fragments=2).join("a", "b").rounds(3, 0)
+    assert log.state.is_active(1)
+    log.rounds(1, 0)
+    assert not log.state.is_active(1)
+    log.rounds(1, 0, 1)
+    assert log.state.is_active(1)
+    patient = Log(num_fragments=1, quorum="all").join("a", "b").rounds(9, 0, 1)
+    assert patient.state.active == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"replica": 9}, "has not joined"),
+        ({"seq": 7}, "not of fragment 0"),
+        ({"seq": 0}, "counted already"),
+        ({"base_round": 13}, "still to come"),
+        ({"base_round": 8}, "made against round 8"),
+        ({"norm": 20.1}, "its norm is 20.1"),
+        ({"position": 1 << 60}, "position"),
+        ({"tokens": 1 << 41}, "no replica reads"),
+        ({"steps": 1 << 41}, "no replica reads"),
+    ],
+)
+def test_a_payload_is_refused_with_the_reason(changes, reason):
+    log = Log(num_fragments=2).join("a").rounds(12, 0)
+    assert log.state.refusal(0, log.contribution(0)) is None
+    assert reason in log.state.refusal(0, log.contribution(**({"replica": 0} | changes)))
+
+
+def test_a_payload_may_be_max_stale_rounds_old_and_of_norm_bound_medians():
+    log = Log(num_fragments=1, max_stale=3).join("a").rounds(12, 0)
+    assert log.state.refusal(0, log.contribution(0, base_round=9, norm=20.0)) is None
+    few = Log(num_fragments=1).join("a").rounds(7, 0)
+    assert few.state.refusal(0, few.contribution(0, norm=1e9)) is None
+    still = Log(num_fragments=1).join("a")
+    for _ in range(9):
+        still.outer(still.contribution(0, norm=0.0))
+    assert still.state.refusal(0, still.contribution(0)) is None, "a median of 0 bounds nothing"
+
+
+def test_payloads_of_who_left_count_and_of_who_was_fenced_do_not():
+    log = Log(num_fragments=1).join("a", "b")
+    log.add(Leave(finished=False), 1)
+    assert log.state.refusal(0, log.contribution(1)) is None
+    log.join("b")
+    assert "was replaced" in log.state.refusal(0, log.contribution(1))
+
+
+def test_joiners_are_refused_with_the_reason():
+    run = Log(num_fragments=1, creator="0" * 64, allowed=("1" * 64, "2" * 64)).join("a", key="1" * 64)
+    state = run.state
+    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key="3" * 64))
+    assert "not on the run's allow-list" in state.refusal_of_joiner(Join(name="b", key=""))
+    assert "another key" in state.refusal_of_joiner(Join(name="a", key="2" * 64))
+    assert state.refusal_of_joiner(Join(name="a", key="1" * 64)) is None
+    plain = Log(num_fragments=1).join("a")
+    assert "without keys" in plain.state.refusal_of_joiner(Join(name="b", key="1" * 64))
+    plain.add(Leave(finished=True), 0)
+    assert "has ended" in plain.state.refusal_of_joiner(Join(name="b", key=""))
+
+
+def test_weights_are_by_tokens_or_by_tokens_squared_per_step():
+    log = Log(num_fragments=1).join("a", "b")
+    both = [log.contribution(0, tokens=100, steps=5), log.contribution(1, tokens=50, steps=1)]
+    assert log.state.cohort(both).weights == (1.0, 0.5)
+    squared = Log(num_fragments=1, weights="tokens_squared_per_step")
+    assert squared.state.cohort(both).weights == (0.8, 1.0)
