@@ -1,11 +1,13 @@
 import asyncio
 import os
+import random
 import time
 from pathlib import Path
 
 import obstore
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
+from tests.servers import Server
 
 from diloco.errors import FileWriteError, UserError
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
@@ -29,7 +31,10 @@ def test_what_is_created_is_read_and_stays(tmp_path: Path):
         assert await store.create("empty", []) is None and await store.get("empty", most_bytes=0) == b""
         assert await store.list("") == [("empty", 0), ("log/0000000000", 3)]
         assert await store.list("log") == [("log/0000000000", 3)] and await store.list("none") == []
-        await store.delete(["absent", "log/0000000000", "empty"])
+        several = [f"payloads/0/{i}" for i in range(30)]
+        for name in several:
+            await store.create(name, b"payload")
+        await store.delete(["absent", "log/0000000000", "empty", *several])
         assert await store.list("") == []
         assert store.outage_seconds == 0.0
 
@@ -141,3 +146,24 @@ def test_a_directory_that_can_not_be_made_or_written():
         Store.open("/proc/none")
     with pytest.raises(StoreError, match=r"can't create null/0 in /dev: not a directory$"):
         asyncio.run(Store.open("/dev").create("null/0", b"mine"))
+
+
+@pytest.mark.slow
+def test_every_store_keeps_what_is_created(server: Server):
+    async def use(store: Store) -> None:
+        large = random.Random(0).randbytes(20_000_000)
+        assert await store.get("log/0000000000", most_bytes=10) is None
+        assert await store.create("log/0000000000", [b"on", memoryview(b"e")]) is None
+        assert await store.create("log/0000000000", b"one") is None
+        assert await store.create("log/0000000000", b"other") == b"one"
+        assert await store.create("payloads/0/0", [large[:1], memoryview(large)[1:]]) is None
+        assert await store.get("payloads/0/0", most_bytes=20_000_000) == large
+        with pytest.raises(StoreError, match="has 20,000,000 bytes, and may have 19,999,999"):
+            await store.get("payloads/0/0", most_bytes=19_999_999)
+        assert await store.list("") == [("log/0000000000", 3), ("payloads/0/0", 20_000_000)]
+        assert await store.list("payloads") == [("payloads/0/0", 20_000_000)]
+        await store.delete(["absent", "log/0000000000", "payloads/0/0"])
+        assert await store.list("") == [] and await store.list("none") == []
+        await store.delete(["absent"])
+
+    asyncio.run(use(Store.open(server.new_url())))

@@ -189,10 +189,10 @@ class Store:
         try:
             async with asyncio.timeout(limit):
                 result = await request()
-        except (AlreadyExistsError, PreconditionError):
-            self._succeeded()
-            raise
         except (BaseError, OSError) as error:  # TimeoutError is an OSError
+            if kind == "create" and isinstance(error, AlreadyExistsError | PreconditionError):
+                self._succeeded()
+                raise
             answered = self._last_success is not None
             trouble = lasting(error, url=self.url, action=retry.action, answered=answered)
             if trouble is not None:

@@ -22,6 +22,7 @@ _WRONG_CREDENTIALS = {
     "InvalidToken",
     "SignatureDoesNotMatch",
 }
+_DENIED = {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"}
 _TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
 _TRANSIENT_STATUS = {408, 409, 412, 425, 429, 500, 502, 503, 504, 507, 508, 509, 520, 521, 522, 523, 524, 529}
 _TRANSIENT_NUMBERS = {
@@ -94,7 +95,7 @@ def lasting(error: Exception, *, url: str, action: str, answered: bool) -> Store
         return StoreError(
             f"{url}: the store refuses the credentials ({code or status}): check {CREDENTIALS[scheme]}"
         )
-    if status == 403 or isinstance(error, obstore_errors.PermissionDeniedError):
+    if status == 403 or code in _DENIED or isinstance(error, obstore_errors.PermissionDeniedError):
         return StoreError(f"{where}: permission denied: give these credentials the right to it ({code or status})")
     if isinstance(error, obstore_errors.NotSupportedError) or status == 501:
         return StoreError(f"{where}: the store can't create an object only if it is absent: take another store")
@@ -110,8 +111,8 @@ def lasting(error: Exception, *, url: str, action: str, answered: bool) -> Store
 
 
 def _code(text: str) -> str:
-    match = re.search(r"<Code>(\w{1,60})</Code>", text)
-    return match[1] if match else ""
+    match = re.search(r"<Code>(\w{1,60})</Code>|\(code: (\w{1,60})\)", text)
+    return match[1] or match[2] if match else ""
 
 
 def _number(pattern: str, text: str) -> int | None:

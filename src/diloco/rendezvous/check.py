@@ -1,0 +1,247 @@
+"""Check a store: races for the same name, reads after writes, latency and throughput.
+
+A log needs one thing of a store: of all who create the same name, one wins, and everybody reads its bytes from
+then on. Some stores promise it and let every racer win.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Barrier, BrokenBarrierError
+
+from diloco.errors import UserError
+from diloco.rendezvous.store import Store, StoreError
+
+FOLDER = "check"
+"""Where the objects of a check lie below the store's URL, each check's in a folder of its own."""
+_PATIENCE_SECONDS = 20.0
+_BARRIER_SECONDS = 120.0
+_NUM_TIMED = 20
+_SMALL_BYTES = 1000
+_LARGE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One racer's part in one race."""
+
+    was_absent: bool
+    """The name was absent before the race."""
+    won: bool
+    """The store said that this racer had created the object."""
+    read: bytes | None
+    """The object's bytes, or None if it was absent, as this racer read them after its own create."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCheck:
+    """A check's results."""
+
+    url: str
+    num_races: int
+    num_racers: int
+    """Processes that raced for the same name each time."""
+    several_won: int
+    """Races with more than one winner."""
+    none_won: int
+    """Races without a winner."""
+    wrong_reads: int
+    """Reads after a race that gave other bytes than the winner's, or none."""
+    create_seconds: tuple[float, float]
+    """Median and largest time of creating an object of 1 kB."""
+    get_seconds: tuple[float, float]
+    """Median and largest time of reading it."""
+    up_bytes_s: float
+    """Rate of creating one object of 16 MiB, latency included."""
+    down_bytes_s: float
+    """Rate of reading it."""
+    trouble: tuple[str, ...]
+    """Requests that a run makes beside creating and reading, and that the store refuses."""
+
+    def refusal(self) -> str | None:
+        """Why a run can't use the store; None if it can."""
+        return _refusal(self.url, self.several_won, self.none_won, self.wrong_reads, self.num_races)
+
+
+def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
+    """Race for names from several processes, and time requests; what was written is deleted.
+
+    Args:
+        url: of the store, as `Store.open` takes it.
+        racers: processes that create the same name at once, at least 2.
+        rounds: races, one after another.
+
+    Raises:
+        UserError: for a URL that can't be right, or too few racers or races.
+        StoreError: if the store refuses what a run needs, or can't be reached.
+    """
+    if racers < 2:
+        raise UserError(f"racers={racers} must be at least 2", "racers")
+    if rounds < 1:
+        raise UserError(f"rounds={rounds} must be at least 1", "rounds")
+    store, folder = Store.open(url), f"{FOLDER}/{secrets.token_hex(8)}"
+    try:
+        create, get, up, down = asyncio.run(_timed(store, folder))
+        laps = _raced(url, folder, racers, rounds)
+    finally:
+        trouble = asyncio.run(_clean(Store.open(url), folder))
+    several, none, wrong = judged(laps)
+    return StoreCheck(
+        url=store.url,
+        num_races=rounds,
+        num_racers=racers,
+        several_won=several,
+        none_won=none,
+        wrong_reads=wrong,
+        create_seconds=create,
+        get_seconds=get,
+        up_bytes_s=up,
+        down_bytes_s=down,
+        trouble=trouble,
+    )
+
+
+async def assert_sound(store: Store, *, num_racers: int = 4, num_races: int = 4) -> None:
+    """Race for a few names from this process alone, with a client for each racer, before a run trusts the store.
+
+    Raises:
+        StoreError: if two have won, or a read gave other bytes than the winner's.
+    """
+    folder = f"{FOLDER}/{secrets.token_hex(8)}"
+    racers = [store, *(Store.open(store.url) for _ in range(num_racers - 1))]
+    laps = []
+    try:
+        for race in range(num_races):
+            name = f"{folder}/{race}"
+            absent = await asyncio.gather(*(_is_absent(racer, name) for racer in racers))
+            laps.append(await asyncio.gather(*(_lap(r, name, i, absent[i]) for i, r in enumerate(racers))))
+    finally:
+        # A member whose rights don't include it leaves a few bytes.
+        with suppress(StoreError):
+            names = [f"{folder}/{race}" for race in range(num_races)]
+            await store.delete(names, patience_seconds=_PATIENCE_SECONDS)
+    if refusal := _refusal(store.url, *judged(laps), num_races):
+        raise StoreError(refusal)
+
+
+def judged(laps: Iterable[Sequence[Lap]]) -> tuple[int, int, int]:
+    """Races that several won, races that nobody won, and wrong reads, of each race's laps in racers' order."""
+    several = none = wrong = 0
+    for race in laps:
+        winners = [racer for racer, lap in enumerate(race) if lap.won]
+        several += len(winners) > 1
+        none += not winners
+        expected = {_content(racer) for racer in winners}
+        wrong += sum(lap.read not in expected or not lap.was_absent for lap in race)
+    return several, none, wrong
+
+
+def _refusal(url: str, several_won: int, none_won: int, wrong_reads: int, num_races: int) -> str | None:
+    if several_won:
+        return (
+            f"{url}: in {several_won} of {num_races} races the store told more than one racer that it had created "
+            "the object, so no run can trust it: take another store, or a newer version of it"
+        )
+    if none_won:
+        return f"{url}: in {none_won} of {num_races} races nobody created the absent object: take another store"
+    if wrong_reads:
+        return (
+            f"{url}: {wrong_reads} reads after {num_races} races did not give what the winner had written: take "
+            "another store, or one without a cache before it"
+        )
+    return None
+
+
+def _content(racer: int) -> bytes:
+    return b"racer %d" % racer
+
+
+async def _is_absent(store: Store, name: str) -> bool:
+    return await store.get(name, most_bytes=100, patience_seconds=_PATIENCE_SECONDS) is None
+
+
+async def _lap(store: Store, name: str, racer: int, was_absent: bool) -> Lap:
+    won = await store.create(name, _content(racer), patience_seconds=_PATIENCE_SECONDS) is None
+    read = await store.get(name, most_bytes=100, patience_seconds=_PATIENCE_SECONDS)
+    return Lap(was_absent=was_absent, won=won, read=None if read is None else bytes(read))
+
+
+def _raced(url: str, folder: str, num_racers: int, num_races: int) -> list[tuple[Lap, ...]]:
+    """The laps of each race, in racers' order."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(num_racers, timeout=_BARRIER_SECONDS)
+    with ProcessPoolExecutor(num_racers, context, initializer=_be_racer, initargs=(barrier,)) as pool:
+        futures = [pool.submit(_race, url, folder, racer, num_races) for racer in range(num_racers)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        # The first to fail breaks the barrier for the others.
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error
+        return list(zip(*(future.result() for future in futures), strict=True))
+
+
+_barrier: Barrier | None = None
+
+
+def _be_racer(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _race(url: str, folder: str, racer: int, num_races: int) -> list[Lap]:
+    """One racer's laps, in a process of its own."""
+    barrier = _barrier
+    assert barrier is not None, "_be_racer was called"
+
+    async def race() -> list[Lap]:
+        store, laps = Store.open(url), []
+        for number in range(num_races):
+            name = f"{folder}/{number}"
+            was_absent = await _is_absent(store, name)
+            barrier.wait()
+            laps.append(await _lap(store, name, racer, was_absent))
+        return laps
+
+    try:
+        return asyncio.run(race())
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+async def _timed(store: Store, folder: str) -> tuple[tuple[float, float], tuple[float, float], float, float]:
+    """Median and largest seconds of a create and of a read of 1 kB; bytes a second up and down of 16 MiB."""
+    small, large = os.urandom(_SMALL_BYTES), os.urandom(_LARGE_BYTES)
+
+    async def seconds(request: Callable[[str], Awaitable[object]], name: str) -> float:
+        start = time.perf_counter()
+        await request(f"{folder}/{name}")
+        return time.perf_counter() - start
+
+    def create(data: bytes) -> Callable[[str], Awaitable[object]]:
+        return lambda name: store.create(name, data, patience_seconds=_PATIENCE_SECONDS)
+
+    def get(name: str) -> Awaitable[object]:
+        return store.get(name, most_bytes=_LARGE_BYTES, patience_seconds=_PATIENCE_SECONDS)
+
+    await store.create(f"{folder}/first", small, patience_seconds=_PATIENCE_SECONDS)  # connects
+    creates = sorted([await seconds(create(small), f"small/{i}") for i in range(_NUM_TIMED)])
+    gets = sorted([await seconds(get, f"small/{i}") for i in range(_NUM_TIMED)])
+    up, down = await seconds(create(large), "large"), await seconds(get, "large")
+    middle = _NUM_TIMED // 2
+    return (creates[middle], creates[-1]), (gets[middle], gets[-1]), _LARGE_BYTES / up, _LARGE_BYTES / down
+
+
+async def _clean(store: Store, folder: str) -> tuple[str, ...]:
+    """Delete a check's objects; the refusals of listing or deleting."""
+    try:
+        names = [name for name, _ in await store.list(folder, patience_seconds=_PATIENCE_SECONDS)]
+        await store.delete(names, patience_seconds=_PATIENCE_SECONDS)
+    except StoreError as error:
+        return (str(error),)
+    return ()

@@ -1,0 +1,77 @@
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import obstore
+import pytest
+from tests.fault_proxy import FaultProxy
+from tests.servers import Server
+
+from diloco.errors import UserError
+from diloco.rendezvous.check import Lap, assert_sound, check_store, judged
+from diloco.rendezvous.store import Store, StoreError
+
+UseEnvironment = Callable[[Mapping[str, str]], None]
+
+
+def test_a_race_has_one_winner_whose_bytes_all_read():
+    won, lost = Lap(was_absent=True, won=True, read=b"racer 0"), Lap(was_absent=True, won=False, read=b"racer 0")
+    assert judged([[won, lost, lost]]) == (0, 0, 0)
+    assert judged([[won, Lap(was_absent=True, won=True, read=b"racer 1")]]) == (1, 0, 0)
+    assert judged([[lost, lost]]) == (0, 1, 2)
+    stale, early = Lap(was_absent=True, won=False, read=None), Lap(was_absent=False, won=False, read=b"racer 0")
+    other = Lap(was_absent=True, won=False, read=b"racer 1")
+    assert judged([[won, stale], [won, early], [won, other]]) == (0, 0, 3)
+
+
+def test_a_directory_is_sound_at_once(tmp_path: Path):
+    store, started = Store.open(str(tmp_path)), time.monotonic()
+    asyncio.run(assert_sound(store))
+    assert time.monotonic() - started < 1
+    assert asyncio.run(store.list("")) == []
+
+
+def test_a_store_in_which_every_racer_wins_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    put = obstore.put_async
+
+    async def overwrite(*arguments: object, **options: object) -> object:
+        return await put(*arguments, **{**options, "mode": "overwrite"})
+
+    monkeypatch.setattr(obstore, "put_async", overwrite)
+    with pytest.raises(StoreError, match=r"in 4 of 4 races the store told more than one racer .*: take another"):
+        asyncio.run(assert_sound(Store.open(str(tmp_path))))
+
+
+@pytest.mark.parametrize(("racers", "rounds"), [(1, 1), (2, 0)])
+def test_a_race_takes_two(racers: int, rounds: int, tmp_path: Path):
+    with pytest.raises(UserError, match="must be at least"):
+        check_store(str(tmp_path), racers=racers, rounds=rounds)
+
+
+@pytest.mark.slow
+def test_every_store_is_sound(server: Server):
+    url = server.new_url()
+    checked = check_store(url, racers=3, rounds=10)
+    assert checked.refusal() is None and checked.trouble == ()
+    assert 0 < checked.create_seconds[0] <= checked.create_seconds[1] < 5
+    assert min(checked.up_bytes_s, checked.down_bytes_s) > 1e6
+    assert asyncio.run(Store.open(url).list("")) == []
+
+
+@pytest.mark.slow
+def test_real_racers_find_a_server_whose_create_is_broken(moto: Server, use_environment: UseEnvironment):
+    with FaultProxy(moto.port) as proxy:
+        use_environment(moto.through(proxy.url))
+        proxy.set(strip_condition=True)
+        checked = check_store(moto.new_url(), racers=3, rounds=5)
+        assert checked.several_won == 5 and "in 5 of 5 races" in checked.refusal()
+        with pytest.raises(StoreError, match="more than one racer"):
+            asyncio.run(assert_sound(Store.open(moto.new_url())))
+
+
+@pytest.mark.slow
+def test_a_racer_that_fails_fails_the_check(seaweedfs: Server, use_environment: UseEnvironment):
+    use_environment(seaweedfs.user("reader"))
+    with pytest.raises(StoreError, match="permission denied"):
+        check_store(seaweedfs.new_url(), racers=2, rounds=2)
