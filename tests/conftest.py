@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
-from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import moto as moto
 from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server
 from tests.servers import use_environment as use_environment
+from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
 # The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [

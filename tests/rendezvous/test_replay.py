@@ -1,12 +1,17 @@
 """The replay of a run from its log, against a Θ made by NumPy, and on logs that were tampered with."""
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step
+from tests.processes import run_replicas
 from tests.rendezvous.handwritten import Handwritten
 
+import diloco
 from diloco.errors import FileError, UserError
 from diloco.rendezvous import payloads
 from diloco.rendezvous.entries import name_of
@@ -203,3 +208,39 @@ def test_facts_that_are_no_runs_are_refused(tmp_path) -> None:
     other.train(1)
     replay = replayed(str(other.directory))
     assert "Mine, is not diloco's own" in replay.notes[0] and replay.checked.payloads == 4
+
+
+CASE = Case(P=3, H=4, T=40, tau=1, wire="e3m0")
+
+
+def train_among_others(url: str) -> tuple[list[int], list[str]]:
+    """A replica's rounds and the checksums of its Θ; replica 1 leaves early."""
+    model, rank = CASE.model(), dist.get_rank()
+    exchange = diloco.StoreRendezvous(url, name=f"r{rank}", num_replicas=2, timeout_seconds=60)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        schedule=CASE.schedule(),
+        wire=CASE.wire,
+        exchange=exchange,
+    )
+    for t in range(1, CASE.T + 1 - 20 * rank):
+        inner_step(model, rank, t)
+        time.sleep(0.01)
+        engine.step()
+    engine.finish()
+    exchange.leave()
+    rounds = engine._membership.rounds
+    return list(rounds.rounds), [f"{base:016x}" for base in rounds.bases]
+
+
+def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
+    url = str(tmp_path / "run")
+    ends = run_replicas(train_among_others, 2, url)
+    replay = replayed(url, initial=lambda facts: dict(CASE.model().named_parameters()))
+    assert replay.checked.steps == replay.state.num_outer > 10 and not replay.notes
+    assert {member.name for member in replay.state.members if member.tokens} == {"r0", "r1"}
+    for rounds, checksums in ends:
+        assert [replay.checksum(p, last) for p, last in enumerate(rounds)] == checksums
+    last = max(rounds for rounds, _ in ends)
+    assert last == [log.round for log in replay.state.fragments]

@@ -20,7 +20,8 @@ from diloco.rendezvous.entries import Create, LogError
 from diloco.wire.payload import codec
 
 _PLACE = "shape, fragment and place of parameter "
-_INITIAL = "initial parameters (SHA-256)"
+INITIAL = "initial parameters (SHA-256)"
+"""The fact that proves the initial parameters equal."""
 _RULES: dict[str, Callable[[Mapping[str, Any]], OuterRule]] = {
     "Nesterov": lambda of: Nesterov(lr=of["outer rule's learning rate"], momentum=of["outer rule's momentum"])
 }
@@ -73,7 +74,7 @@ class RunFacts:
             form = Form(codec=codec(facts["wire"]), sizes=sizes, seed=int(facts["seed"]))
             name = str(facts["outer rule"])
             rule = _RULES[name](facts) if name in _RULES else None
-            return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[_INITIAL]))
+            return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[INITIAL]))
         except KeyError as error:
             raise LogError(f"entry 0 of the log does not describe a run: it lacks {error}") from None
         except (AttributeError, TypeError, ValueError) as error:

@@ -95,15 +95,22 @@ async def _check_keys(store: Store, first: RunState, state: RunState) -> None:
         raise LogError(f"index {state.number} of the log has keys that the run's creator has not allowed")
 
 
-async def entries_after(store: Store, state: RunState) -> AsyncIterator[tuple[int, Entry, RunState]]:
+async def entries_after(
+    store: Store, state: RunState, *, at_once: int = _AT_ONCE
+) -> AsyncIterator[tuple[int, Entry, RunState]]:
     """The entries after a state: number, entry, and the state after it.
+
+    Args:
+        store: the run's.
+        state: after the entries that are known.
+        at_once: names that are asked for at once.
 
     Raises:
         LogError: naming an entry that is missing, damaged, forged or not valid.
         StoreError: if the store can't be read.
     """
     while True:
-        numbers = range(state.number, state.number + _AT_ONCE)
+        numbers = range(state.number, state.number + at_once)
         window = await asyncio.gather(*(_entry(store, number) for number in numbers))
         for number, data in zip(numbers, window, strict=True):
             if data is None and any(window[number - numbers[0] :]):

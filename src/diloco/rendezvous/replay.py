@@ -115,6 +115,17 @@ class Replay:
                 self._check_round(ref, parts)
                 await self._check_snapshot(ref.body.fragment)
 
+    def checksum(self, fragment: int, last_round: int) -> str | None:
+        """The checksum of Θ_p after a round, in hexadecimal; None where it is not known."""
+        if last_round == self._rounds.get(fragment):
+            return f"{checksum(self._vectors[fragment]['outer']):016x}"
+        return self._bases[fragment].get(last_round)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether Θ is known."""
+        return len(self._vectors) == len(self._run_facts.form.sizes)
+
     def parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, after the last entry.
 
