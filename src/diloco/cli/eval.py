@@ -9,6 +9,7 @@ from typing import Any
 import tyro
 
 from diloco.cli._command import call
+from diloco.cli._source import source
 from diloco.errors import UserError
 from diloco.training.finished import Parameters, evaluate_run
 
@@ -22,7 +23,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(
-    run: tyro.conf.Positional[Path],
+    run: tyro.conf.Positional[str],
     parameters: Parameters = "outer",
     tasks: str = "",
     data: tuple[Path, ...] = (),
@@ -33,21 +34,21 @@ def _evaluate(
     """Held-out loss and zero-shot accuracy of a run.
 
     Args:
-        run: Directory of the run.
+        run: Directory of the run, or the URL of the store in which its replicas meet.
         parameters: outer: the parameters that the replicas share; replica: replica 0's own; average: the mean of
-            all replicas' own. The last two need the run's checkpoints.
+            all replicas' own. The last two need the run's checkpoints, and its directory.
         tasks: Names of tasks, separated by commas; lm-evaluation-harness loads them from the hub unless --data has
             a file for them. Left out, the tasks of --data.
         data: Files of questions, a JSON object a line with query, choices, gold; a file's name begins with its
             task's name.
         limit: Largest number of questions a task; left out, all.
-        prepared: Directory of the run's data, if it was moved.
+        prepared: Directory of the run's data, if it was moved, or the run is in a store.
         json: Print JSON.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} must be at least 1; left out, all questions are asked", "limit")
     files = _files(tasks, data)
-    result = evaluate_run(run, parameters=parameters, tasks=files, limit=limit, prepared=prepared)
+    result = evaluate_run(source(run), parameters=parameters, tasks=files, limit=limit, prepared=prepared)
     if json:
         print(writer.dumps(result))
     else:

@@ -5,6 +5,7 @@ from pathlib import Path
 import tyro
 
 from diloco.cli._command import call
+from diloco.cli._source import source
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
@@ -16,14 +17,14 @@ def run(arguments: list[str]) -> None:
     call(_export, arguments, prog="diloco export")
 
 
-def _export(run: tyro.conf.Positional[Path], to: Format, output: Path, prepared: Path | None = None) -> None:
+def _export(run: tyro.conf.Positional[str], to: Format, output: Path, prepared: Path | None = None) -> None:
     """Write a run's outer parameters, with config and tokenizer, for other programs.
 
     Args:
-        run: Directory of the run.
+        run: Directory of the run, or the URL of the store in which its replicas meet.
         to: safetensors, with this project's names; or hf, for transformers' AutoModelForCausalLM.from_pretrained.
         output: A new directory to write to.
-        prepared: Directory of the run's data, if it was moved.
+        prepared: Directory of the run's data, if it was moved, or the run is in a store.
     """
-    export_run(run, to, output, prepared=prepared)
+    export_run(source(run), to, output, prepared=prepared)
     print(output)

@@ -5,10 +5,12 @@ from pathlib import Path
 import tyro
 
 from diloco.cli._command import call
+from diloco.cli._source import source
 from diloco.errors import UserError
 from diloco.report.html.experiment_section import experiment_section
 from diloco.report.html.page import write_page
 from diloco.report.html.run_section import run_section
+from diloco.report.html.store_section import store_section
 
 HELP = "one HTML page about runs and experiments: diloco report RUN_OR_CSV … [--output FILE]"
 ORDER = 9
@@ -19,15 +21,22 @@ def run(arguments: list[str]) -> None:
     call(_report, arguments, prog="diloco report")
 
 
-def _report(sources: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("report.html")) -> None:
+def _report(sources: tyro.conf.Positional[tuple[str, ...]], output: Path = Path("report.html")) -> None:
     """Write one self-contained HTML page about runs and experiments.
 
     Args:
-        sources: Directories of runs, and CSV files that `diloco experiment` wrote.
+        sources: Directories of runs, URLs of stores in which replicas meet, and CSV files that `diloco experiment`
+            wrote.
         output: File to write the page to.
     """
     if not sources:
         raise UserError("name a run's directory, or an experiment's CSV")
-    sections = [experiment_section(path) if path.suffix == ".csv" else run_section(path) for path in sources]
-    write_page("diloco: " + ", ".join(path.stem for path in sources[:4]), sections, output)
+    names = ", ".join(Path(text).stem for text in sources[:4])
+    write_page(f"diloco: {names}", [_section(source(text)) for text in sources], output)
     print(output)
+
+
+def _section(run: Path | str) -> str:
+    if isinstance(run, str):
+        return store_section(run)
+    return experiment_section(run) if run.suffix == ".csv" else run_section(run)

@@ -1,15 +1,30 @@
 """`diloco store`: the store in which replicas that come and go meet."""
 
+import asyncio
 import dataclasses
 import json as json_module
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import tyro
+from rich.console import Console
+from rich.live import Live
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from diloco.cli._command import choose
+from diloco.errors import DilocoError, FileError, UserError
+from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
+from diloco.rendezvous.history import open_run
+from diloco.rendezvous.look import Look
+from diloco.rendezvous.replay import Initial, Replay
 from diloco.rendezvous.store import StoreError
+from diloco.report.terminal.store_status import rendered
+from diloco.training.store_runs import initial_parameters
 
-HELP = "the store of replicas that come and go: diloco store check URL"
+HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
 ORDER = 12
 
 
@@ -48,4 +63,83 @@ def _print(checked: StoreCheck) -> None:
         print(f"{trouble}: old payloads can't be retired")
 
 
-_COMMANDS = {"check": _check}
+def _status(
+    url: tyro.conf.Positional[str], watch: bool = False, every_seconds: float = 2.0, json: bool = False
+) -> None:
+    """Who takes part in a run, how far it is, what it has moved and about what that costs; nothing is written.
+
+    Args:
+        url: The run's store.
+        watch: Look again and again, until Ctrl-C; speeds are those between two looks.
+        every_seconds: Time between two looks.
+        json: Print JSON.
+    """
+    if not every_seconds > 0:
+        raise UserError(f"every_seconds={every_seconds} must be above 0", "every_seconds")
+    look = Look(url)
+    status = look.again()
+    if json:
+        print(json_module.dumps(dataclasses.asdict(status)))
+        return
+    if not watch:
+        Console().print(rendered(url, status))
+        return
+    with Live(rendered(url, status), auto_refresh=False) as live:
+        before, then = status, time.monotonic()
+        while not status.finished:
+            time.sleep(every_seconds)
+            status, now = look.again(), time.monotonic()
+            live.update(rendered(url, status, before, now - then), refresh=True)
+            if status.outer_steps > before.outer_steps:
+                before, then = status, now
+
+
+def _verify(
+    url: tyro.conf.Positional[str],
+    from_snapshot: bool = False,
+    initial: Path | None = None,
+) -> None:
+    """Check a run offline, from its log: chain, signatures, payloads, outer steps; ends with 1 at a fault.
+
+    Args:
+        url: The run's store.
+        from_snapshot: Begin at the newest index and snapshots; left out, at entry 0.
+        initial: A safetensors file with the parameters with which the run began, by name; the trainer's runs need
+            none.
+    """
+    replay = Replay(open_run(url), initial=_initial(initial), from_snapshot=from_snapshot)
+    try:
+        asyncio.run(replay.run())
+    except UserError as error:
+        if not isinstance(error, FileError):
+            raise
+        print("\n".join(_checked(replay)))
+        raise DilocoError(f"{url} is not sound: {error}") from None
+    print("\n".join(_checked(replay)))
+    if replay.is_whole:
+        print(f"outer hash   {parameters_hash(replay.parameters())}")
+
+
+def _initial(path: Path | None) -> Initial:
+    if path is None:
+        return initial_parameters
+    try:
+        parameters = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"initial={path} can't be read as safetensors: {error}", "initial") from None
+    return lambda facts: parameters
+
+
+def _checked(replay: Replay) -> Iterator[str]:
+    done = replay.checked
+    yield f"entries      {done.entries:,}: chain, signatures, validity"
+    yield (
+        f"payloads     {done.payloads:,}, {done.payload_bytes:,} bytes: SHA-256, signature, codec, norm, base; "
+        f"{done.retired:,} retired"
+    )
+    yield f"outer steps  {done.steps:,} of {done.rounds:,} repeated, with the bits that the log names"
+    yield f"snapshots    {done.snapshots:,}, indexes {done.indexes:,}"
+    yield from (f"note: {note}" for note in replay.notes)
+
+
+_COMMANDS = {"check": _check, "status": _status, "verify": _verify}

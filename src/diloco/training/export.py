@@ -25,25 +25,25 @@ from diloco.training.finished import finished_config, run_parameters
 Format = Literal["safetensors", "hf"]
 
 
-def export_run(directory: Path, to: Format, output: Path, *, prepared: Path | None = None) -> None:
+def export_run(source: Path | str, to: Format, output: Path, *, prepared: Path | None = None) -> None:
     """Write the outer parameters of a run, over or not.
 
     Args:
-        directory: of the run.
+        source: directory of the run, or the URL of its store.
         to: safetensors: `model.safetensors` with the model's own names; hf: a directory that
             `transformers.AutoModelForCausalLM.from_pretrained` loads, for the decoder as Persimmon.
         output: a new directory.
-        prepared: directory of the run's data, if that was moved.
+        prepared: directory of the run's data, if that was moved, or the run is in a store.
 
     Raises:
         UserError: if there is no run, no checkpoint or no data, if `output` is not empty, or if transformers has
             no class for the model.
         FileWriteError: if a file can't be written, with its name and size.
     """
-    config = finished_config(directory, prepared)
+    config = finished_config(source, prepared)
     if output.exists() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: set output to a new directory", "output")
-    model, step = run_parameters(directory, "outer")
+    model, step = run_parameters(source, "outer")
     assert config.data.prepared is not None, "a run's config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
     make_directory(output)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, UserError
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
@@ -20,29 +20,38 @@ from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
 from diloco.training.sizes import check_sizes
+from diloco.training.store_runs import store_config, store_parameters
 from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
 
 Parameters = Literal["outer", "replica", "average"]
 
 
-def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageModel, int]:
+def run_parameters(source: Path | str, parameters: Parameters) -> tuple[LanguageModel, int]:
     """A run's model, on the CPU, and the step that its parameters are from.
 
     Args:
-        directory: of a run, over or not.
+        source: the directory of a run, over or not; or the URL of the store in which its replicas meet.
         parameters: outer: Θ, which a finished run has written; replica: replica 0's own, θ_0; average: the mean of
             all replicas' own. The last two are read from the newest checkpoint, the average from the newest that
             all replicas hold.
 
     Raises:
-        UserError: if there is no run.
+        UserError: if there is no run, or a store does not hold these parameters.
         CheckpointError: if no checkpoint holds these parameters, or it is damaged.
+        FileError: if a store's log is damaged.
     """
-    config = read_config(directory)
+    if isinstance(source, str):
+        if parameters != "outer":
+            raise UserError(
+                f"parameters={parameters}: a store holds the outer parameters alone: name a replica's directory",
+                "parameters",
+            )
+        return store_parameters(source)
+    config = read_config(source)
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_replicas)
-    exported = directory / OUTER_FILE
+    exported = source / OUTER_FILE
     if parameters == "outer" and exported.exists():
         try:
             read_files([exported], model.state_dict(), source=str(exported))
@@ -90,17 +99,19 @@ def _read(
     return parameters
 
 
-def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
+def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     """The config of a run, with the place of its data.
 
     Args:
-        directory: of the run.
-        prepared: directory of the run's data, if that was moved.
+        source: as in `run_parameters`.
+        prepared: directory of the run's data, if that was moved, or the run is in a store.
 
     Raises:
         UserError: if there is no run, or no data.
     """
-    config = read_config(directory)
+    if isinstance(source, str):
+        return store_config(source, prepared)
+    config = read_config(source)
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_data(config, field="prepared")
@@ -108,7 +119,7 @@ def finished_config(directory: Path, prepared: Path | None) -> TrainConfig:
 
 
 def evaluate_run(
-    directory: Path,
+    source: Path | str,
     *,
     parameters: Parameters = "outer",
     tasks: Mapping[str, Path | None] | None = None,
@@ -120,12 +131,12 @@ def evaluate_run(
     """Held-out loss and zero-shot accuracies of a run, as values that `json` writes.
 
     Args:
-        directory: of the run.
+        source: as in `run_parameters`.
         parameters: which of its parameters, as in `run_parameters`.
         tasks: by name, each with its file of questions, or None for lm-evaluation-harness's task of that name.
         limit: largest number of questions of each task, the first ones.
         held_out: measure the held-out loss.
-        prepared: directory of the run's data, if that was moved.
+        prepared: as in `finished_config`.
         device: auto, cpu or cuda.
 
     Raises:
@@ -140,13 +151,13 @@ def evaluate_run(
         from diloco.evaluation.zero_shot import check_tasks
 
         check_tasks(tasks)
-    config = finished_config(directory, prepared)
-    model, step = run_parameters(directory, parameters)
+    config = finished_config(source, prepared)
+    model, step = run_parameters(source, parameters)
     place = torch.device(
         "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     )
     model.to(place)
-    result: dict[str, Any] = {"run": str(directory), "parameters": parameters, "step": step}
+    result: dict[str, Any] = {"run": str(source), "parameters": parameters, "step": step}
     if held_out:
         result |= _held_out(model, config, place)
     result["tasks"] = {}

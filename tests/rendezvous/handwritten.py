@@ -1,0 +1,225 @@
+"""A run written file by file into a directory, without the engine: its Θ is made by NumPy, its mistakes by tests.
+
+Shapes: N elements of one fragment.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous import entries, index, payloads, snapshots
+from diloco.rendezvous.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.keys import NoKeys, Signer
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.state import OuterRef
+from diloco.wire import codec
+from diloco.wire.checksum import checksum
+from diloco.wire.payload import Key
+
+f32 = np.float32
+LR, MOMENTUM, SEED = 0.4, 0.9, 5
+
+
+class Handwritten:
+    """A run in a directory.
+
+    Args:
+        directory: to be made.
+        sizes: N of each fragment.
+        wire: codec.
+        signers: one for each replica that joins, the creator's first; without keys by default.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sizes: Sequence[int] = (7, 300),
+        wire: str = "fp32",
+        signers: Sequence[Signer] = (),
+        facts: Mapping[str, object] | None = None,
+        **rules,
+    ) -> None:
+        self.directory, self.codec, self.signers = directory, codec(wire), list(signers)
+        random = np.random.default_rng(SEED)
+        self.initial = {
+            f"blocks.{p}.weight": torch.from_numpy(random.normal(size=(1, n)).astype(f32))
+            for p, n in enumerate(sizes)
+        }
+        self.outer = [value.numpy().reshape(-1).copy() for value in self.initial.values()]
+        self.velocity = [np.zeros_like(outer_N) for outer_N in self.outer]
+        self.past = [[outer_N.copy()] for outer_N in self.outer]
+        self.random = random
+        self.count: dict[tuple[int, int], int] = {}
+        self.run = ""
+        self.states: list[RunState] = []
+        creator = self.signers[0] if self.signers else NoKeys()
+        body = Create(
+            format=entries.FORMAT,
+            rules=Rules(num_fragments=len(sizes), **rules),
+            facts={**self._facts(wire), **(facts or {})},
+            creator=creator.public,
+            allowed=tuple(signer.public for signer in self.signers),
+        )
+        self.append(body, author=-1, signer=creator)
+
+    def _facts(self, wire: str) -> dict[str, object]:
+        places = {
+            f"shape, fragment and place of parameter {name}": [list(value.shape), p, 0]
+            for p, (name, value) in enumerate(self.initial.items())
+        }
+        return {
+            "outer rule": "Nesterov",
+            "outer rule's learning rate": LR,
+            "outer rule's momentum": MOMENTUM,
+            "wire": codec(wire).spec,
+            "seed": SEED,
+            **places,
+            "initial parameters (SHA-256)": parameters_hash(self.initial),
+        }
+
+    @property
+    def state(self) -> RunState:
+        return self.states[-1]
+
+    def path(self, name: str) -> Path:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def signer(self, replica: int) -> Signer:
+        return self.signers[replica] if self.signers else NoKeys()
+
+    def append(self, body: Body, *, author: int, signer: Signer | None = None) -> int:
+        """Write the next entry, and return its number."""
+        number = len(self.states)
+        previous = self.states[-1].previous if self.states else ""
+        entry = entries.new_entry(body, author=author, previous=previous)
+        data = entries.sealed(entry, (signer or self.signer(author)).sign(entry.line()))
+        self.path(entries.name_of(number)).write_bytes(data)
+        digest = entries.digest(data)
+        self.states.append(self.state.after(entry, digest) if number else RunState.begin(entry, digest))
+        return number
+
+    def join(self, name: str) -> int:
+        replica = len(self.state.members)
+        self.append(Join(name=name, key=self.signer(replica).public), author=replica)
+        return replica
+
+    def send(self, p: int, replica: int, *, stale: int = 0, tokens: int = 100) -> tuple[Contribution, Tensor]:
+        """Upload an outer gradient against an older Θ_p."""
+        base_round = self.state.fragments[p].round - stale
+        nth = self.count[p, replica] = self.count.get((p, replica), -1) + 1
+        delta_N = torch.from_numpy(self.random.normal(size=len(self.outer[p])).astype(f32))
+        key = Key(SEED, p, base_round + 1, replica)
+        base = checksum(torch.from_numpy(self.past[p][base_round]))
+        payload = self.codec.encode(delta_N, key, base=base)
+        decoded_N = self.codec.decode(payload, len(delta_N), key)
+        body = payload.numpy().data
+        header = payloads.Header(
+            run=self.state.run,
+            replica=replica,
+            seq=p + nth * len(self.outer),
+            fragment=p,
+            base_round=base_round,
+            base=f"{base:016x}",
+            tokens=tokens,
+            steps=4,
+            position=1000,
+            wire=self.codec.format,
+            num_elements=len(delta_N),
+            norm=float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),
+            num_bytes=len(body),
+            sha256=hashlib.sha256(body).hexdigest(),
+        )
+        self.path(header.name).write_bytes(payloads.sealed(header, self.signer(replica)) + bytes(body))
+        return payloads.contribution(header), decoded_N
+
+    def step(self, p: int, sent: Sequence[tuple[Contribution, Tensor]]) -> int:
+        """Append an outer entry, and take the outer step in NumPy."""
+        sent = sorted(sent, key=lambda pair: pair[0].replica)
+        most = max(contribution.tokens for contribution, _ in sent)
+        weights = [f32(contribution.tokens / most) for contribution, _ in sent]
+        total_N = np.zeros_like(self.outer[p])
+        for weight, (_, decoded_N) in zip(weights, sent, strict=True):
+            total_N = total_N + weight * decoded_N.numpy()
+        delta_N = total_N / f32(sum(float(c.tokens / most) for c, _ in sent))
+        before = checksum(torch.from_numpy(self.outer[p]))
+        self.velocity[p] = f32(MOMENTUM) * self.velocity[p] + delta_N
+        self.outer[p] = self.outer[p] - f32(LR) * (delta_N + f32(MOMENTUM) * self.velocity[p])
+        self.past[p].append(self.outer[p].copy())
+        body = Outer(
+            fragment=p,
+            round=self.state.fragments[p].round + 1,
+            before=f"{before:016x}",
+            contributions=tuple(contribution for contribution, _ in sent),
+        )
+        return self.append(body, author=sent[-1][0].replica)
+
+    def snapshot(self, p: int, *, author: int = 0, wrong: bool = False) -> int:
+        vectors = {"outer": self.outer[p] + f32(wrong), "velocity": self.velocity[p]}
+        buffers, sha256 = snapshots.sealed({name: torch.from_numpy(v.copy()) for name, v in vectors.items()})
+        last_round = self.state.fragments[p].round
+        self.path(snapshots.name_of(p, last_round, sha256)).write_bytes(b"".join(buffers))
+        return self.append(Snapshot(fragment=p, round=last_round, sha256=(sha256,)), author=author)
+
+    def index(self, *, author: int = 0, **changes) -> int:
+        one = index.Index(author=author, state=replace(self.state, **changes))
+        data = index.sealed(one, self.signer(author).sign(one.line()))
+        self.path(index.name_of(self.state.number)).write_bytes(data)
+        return self.state.number
+
+    def train(self, rounds: int, *, snapshots_after: Sequence[int] = (), index_after: int | None = None) -> None:
+        """Two replicas; a third joins in the middle, and its payloads come a round late."""
+        self.join("a")
+        self.join("b")
+        late: dict[int, tuple[Contribution, Tensor]] = {}
+        for number in range(1, rounds + 1):
+            for p in range(len(self.outer)):
+                sent = [self.send(p, 0), self.send(p, 1, tokens=150)]
+                if p in late:
+                    sent.append(late.pop(p))
+                if number >= 2:
+                    late[p] = self.send(p, self.third, tokens=70)
+                self.step(p, sent)
+            if number in snapshots_after:
+                for p in range(len(self.outer)):
+                    self.snapshot(p)
+            if number == index_after:
+                self.index()
+
+    @property
+    def third(self) -> int:
+        return 2 if len(self.state.members) > 2 else self.join("c")
+
+    def retire(self) -> int:
+        """Delete the payloads that nobody needs any more; returns how many."""
+        needed = {
+            payloads.name_of(c.replica, c.seq)
+            for log in self.state.fragments
+            for ref in log.since
+            for c in ref.body.contributions
+        }
+        counted = {payloads.name_of(c.replica, c.seq) for ref in self.outer_refs() for c in ref.body.contributions}
+        for name in counted - needed:
+            self.path(name).unlink()
+        return len(counted - needed)
+
+    def outer_refs(self) -> list[OuterRef]:
+        refs = []
+        for number in range(len(self.states)):
+            entry, _ = entries.opened(self.path(entries.name_of(number)).read_bytes(), number=number)
+            if isinstance(entry.body, Outer):
+                refs.append(OuterRef(number=number, body=entry.body))
+        return refs
+
+    def theta(self) -> dict[str, Tensor]:
+        """Θ by parameter name."""
+        named = zip(self.initial.items(), self.outer, strict=True)
+        return {name: torch.from_numpy(outer_N).view(value.shape) for (name, value), outer_N in named}

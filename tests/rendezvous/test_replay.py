@@ -1,0 +1,246 @@
+"""The replay of a run from its log, against a Θ made by NumPy, and on logs that were tampered with."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.engine.cases import Case, inner_step
+from tests.processes import run_replicas
+from tests.rendezvous.handwritten import Handwritten
+
+import diloco
+from diloco.errors import FileError, UserError
+from diloco.rendezvous import payloads
+from diloco.rendezvous.entries import name_of
+from diloco.rendezvous.keys import KeyFile, write_key
+from diloco.rendezvous.replay import Replay, replayed
+
+
+def signers(directory: Path) -> list[KeyFile]:
+    for number in range(3):
+        write_key(directory / f"key{number}")
+    return [KeyFile(directory / f"key{number}") for number in range(3)]
+
+
+def check(replay: Replay, run: Handwritten) -> None:
+    theta = replay.parameters()
+    assert theta.keys() == run.theta().keys()
+    assert all(torch.equal(theta[name], value) for name, value in run.theta().items())
+    assert replay.state == run.state
+
+
+@pytest.mark.parametrize("wire", ["fp32", "e3m0", "topk:density=0.5"])
+def test_a_replay_gives_the_bits_that_numpy_gives(wire, tmp_path) -> None:
+    run = Handwritten(tmp_path / "run", wire=wire, signers=signers(tmp_path))
+    run.train(5, snapshots_after=(2, 4), index_after=4)
+    replay = replayed(str(run.directory), initial=lambda facts: run.initial)
+    check(replay, run)
+    done = replay.checked
+    assert (done.entries, done.rounds, done.steps) == (run.state.number, 10, 10)
+    assert (done.payloads, done.retired, done.snapshots, done.indexes) == (10 * 2 + 2 * 3, 0, 4, 1)
+    assert not replay.notes
+
+
+def test_without_initial_parameters_the_outer_parameters_are_checked_from_a_snapshot_on(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run", weights="tokens")
+    run.train(6, snapshots_after=(2, 4))
+    replay = replayed(str(run.directory))
+    check(replay, run)
+    assert (replay.checked.rounds, replay.checked.steps) == (12, 8)
+    assert "from the oldest snapshots on" in replay.notes[0]
+    young = Handwritten(tmp_path / "young")
+    young.train(2)
+    replay = replayed(str(young.directory))
+    assert (replay.checked.payloads, replay.checked.steps) == (8, 0)
+    assert "fragments 0, 1 not at all" in replay.notes[0]
+    with pytest.raises(UserError, match="give the run's initial parameters"):
+        replay.parameters()
+    with pytest.raises(UserError, match="not the parameters with which the run began"):
+        replayed(str(young.directory), initial=lambda facts: {name: v + 1 for name, v in run.initial.items()})
+
+
+def test_from_the_newest_index_and_snapshots_a_replay_reads_little(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run", signers=signers(tmp_path))
+    run.train(8, snapshots_after=(2, 4, 6), index_after=6)
+    num_retired = run.retire()
+    replay = replayed(str(run.directory), from_snapshot=True)
+    check(replay, run)
+    assert replay.checked.entries == 1 + 4 and replay.checked.steps == replay.checked.rounds == 4
+    whole = replayed(str(run.directory), initial=lambda facts: run.initial)
+    check(whole, run)
+    assert whole.checked.retired == num_retired > 0
+    assert whole.checked.rounds == whole.checked.steps == 8  # the oldest snapshots are of round 4
+    for number in range(1, run.state.number - 5):
+        run.path(name_of(number)).unlink()
+    check(replayed(str(run.directory), from_snapshot=True), run)
+
+
+def rewrite(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data and old != new
+    path.write_bytes(data.replace(old, new, 1))
+
+
+def change_an_entry(run: Handwritten) -> None:
+    rewrite(run.path(name_of(4)), b'"tokens":150', b'"tokens":151')
+
+
+def remove_an_entry(run: Handwritten) -> None:
+    run.path(name_of(5)).unlink()
+
+
+def remove_many_entries(run: Handwritten) -> None:
+    for number in range(5, 5 + 40):
+        run.path(name_of(number)).unlink(missing_ok=True)
+    run.path(name_of(60)).write_bytes(b"")
+
+
+def insert_an_entry(run: Handwritten) -> None:
+    for number in range(run.state.number, 5, -1):
+        run.path(name_of(number - 1)).rename(run.path(name_of(number)))
+    shutil.copy(run.path(name_of(4)), run.path(name_of(5)))
+
+
+def swap_two_entries(run: Handwritten) -> None:
+    third, fourth = run.path(name_of(3)), run.path(name_of(4))
+    first, second = third.read_bytes(), fourth.read_bytes()
+    third.write_bytes(second)
+    fourth.write_bytes(first)
+
+
+def forge_a_signature(run: Handwritten) -> None:
+    path = run.path(name_of(4))
+    line, _, signature = path.read_bytes().partition(b"\n")
+    path.write_bytes(line + b"\n" + (b"0" if signature[:1] != b"0" else b"1") + signature[1:])
+
+
+def damage_a_payload(run: Handwritten) -> None:
+    path = run.path(payloads.name_of(1, 0))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def swap_two_payloads(run: Handwritten) -> None:
+    shutil.copy(run.path(payloads.name_of(0, 0)), run.path(payloads.name_of(1, 0)))
+
+
+def lose_a_payload(run: Handwritten) -> None:
+    run.path(payloads.name_of(1, 0)).unlink()
+
+
+def lose_a_snapshot(run: Handwritten) -> None:
+    run.snapshot(0)
+    shutil.rmtree(run.path("snapshots"))
+
+
+def lie_in_a_snapshot(run: Handwritten) -> None:
+    run.snapshot(0, wrong=True)
+
+
+def lie_in_an_index(run: Handwritten) -> None:
+    run.index(positions={0: 5})
+
+
+def lie_about_theta(run: Handwritten) -> None:
+    sent = [run.send(0, 0, stale=1)]
+    run.outer[0][0] += 1
+    run.step(0, sent)
+
+
+def send_against_another_theta(run: Handwritten) -> None:
+    run.past[0][-1][0] += 1
+    run.step(0, [run.send(0, 0)])
+
+
+VIOLATIONS = [
+    (change_an_entry, "entry 4 of the log is forged"),
+    (remove_an_entry, "entry 5 of the log is missing"),
+    (remove_many_entries, "entry 5 of the log is missing"),
+    (insert_an_entry, "entry 5 of the log"),
+    (swap_two_entries, "entry 3 of the log does not follow the entry before it"),
+    (forge_a_signature, "entry 4 of the log is forged"),
+    (damage_a_payload, "entry 3 of the log counts a payload that is not sound: payload payloads/1/00000000"),
+    (swap_two_payloads, "entry 3 of the log counts a payload that is not sound: payload payloads/1/00000000"),
+    (lose_a_payload, "entry 3 of the log counts payloads/1/00000000, which is not in the store"),
+    (lose_a_snapshot, "entry 10 of the log names snapshots/0/3-"),
+    (lie_in_a_snapshot, "snapshot of entry 10 of the log is not what the entries before it make"),
+    (lie_in_an_index, "index 10 of the log does not say what the entries 0 to 9 say"),
+    (lie_about_theta, "entry 10 of the log: the outer parameters of fragment 0 after round 3"),
+    (send_against_another_theta, "entry 10 of the log counts payloads/0/00000006, which was taken against other"),
+]
+
+
+@pytest.mark.parametrize(("tamper", "sentence"), VIOLATIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_run_that_was_tampered_with_is_refused(tamper, sentence, tmp_path) -> None:
+    run = Handwritten(tmp_path / "run", signers=signers(tmp_path))
+    run.train(3)
+    assert run.state.number == 10
+    replayed(str(run.directory), initial=lambda facts: run.initial)
+    tamper(run)
+    with pytest.raises(FileError, match=sentence.replace("(", r"\(")):
+        replayed(str(run.directory), initial=lambda facts: run.initial)
+
+
+def test_a_directory_without_a_run_is_named_and_not_made(tmp_path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        replayed(str(tmp_path / "nothing"))
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_facts_that_are_no_runs_are_refused(tmp_path) -> None:
+    for number, facts in enumerate(
+        [
+            {"wire": "fp8"},
+            {"seed": "x"},
+            {"shape, fragment and place of parameter x": [[3], 0, 9]},
+            {"shape, fragment and place of parameter x": 3},
+            {"outer rule's momentum": 2.0},
+        ]
+    ):
+        run = Handwritten(tmp_path / str(number), facts=facts)
+        with pytest.raises(FileError, match="entry 0 of the log does not describe a run"):
+            replayed(str(run.directory))
+    other = Handwritten(tmp_path / "other", facts={"outer rule": "Mine"})
+    other.train(1)
+    replay = replayed(str(other.directory))
+    assert "Mine, is not diloco's own" in replay.notes[0] and replay.checked.payloads == 4
+
+
+CASE = Case(P=3, H=4, T=40, tau=1, wire="e3m0")
+
+
+def train_among_others(url: str) -> tuple[list[int], list[str]]:
+    """A replica's rounds and the checksums of its Θ; replica 1 leaves early."""
+    model, rank = CASE.model(), dist.get_rank()
+    exchange = diloco.StoreRendezvous(url, name=f"r{rank}", num_replicas=2, timeout_seconds=60)
+    engine = diloco.StreamingDiLoCo(
+        model,
+        fragments=diloco.sequential(model, layers_per_fragment=1),
+        schedule=CASE.schedule(),
+        wire=CASE.wire,
+        exchange=exchange,
+    )
+    for t in range(1, CASE.T + 1 - 20 * rank):
+        inner_step(model, rank, t)
+        time.sleep(0.01)
+        engine.step()
+    engine.finish()
+    exchange.leave()
+    rounds = engine._membership.rounds
+    return list(rounds.rounds), [f"{base:016x}" for base in rounds.bases]
+
+
+def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
+    url = str(tmp_path / "run")
+    ends = run_replicas(train_among_others, 2, url)
+    replay = replayed(url, initial=lambda facts: dict(CASE.model().named_parameters()))
+    assert replay.checked.steps == replay.state.num_outer > 10 and not replay.notes
+    assert {member.name for member in replay.state.members if member.tokens} == {"r0", "r1"}
+    for rounds, checksums in ends:
+        assert [replay.checksum(p, last) for p, last in enumerate(rounds)] == checksums
+    last = max(rounds for rounds, _ in ends)
+    assert last == [log.round for log in replay.state.fragments]

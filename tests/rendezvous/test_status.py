@@ -1,0 +1,60 @@
+"""A run's status, look after look."""
+
+import pytest
+from tests.rendezvous.handwritten import Handwritten
+
+from diloco.rendezvous.entries import Leave
+from diloco.rendezvous.look import Look
+from diloco.rendezvous.prices import R2, S3, Traffic
+
+
+def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run")
+    run.train(4)
+    look = Look(str(run.directory))
+    status = look.again()
+    assert status.entries == run.state.number and status.rounds == (4, 4) and status.outer_steps == 8
+    assert [(r.number, r.name, r.standing, r.slot) for r in status.replicas] == [
+        (0, "a", "active", 0),
+        (1, "b", "active", 1),
+        (2, "c", "active", 2),
+    ]
+    # c's payloads of rounds 2 and 3 were counted a round later: stale by one.
+    assert [(r.counted, r.staleness, r.lag) for r in status.replicas] == [(8, 0, 0), (8, 0, 0), (4, 1, 0)]
+    assert [r.tokens for r in status.replicas] == [400, 600, 140] and status.tokens == 1140
+    assert [r.steps for r in status.replicas] == [16, 16, 8]
+    assert status.contributors == (2 * 2 + 2 * 2 + 4 * 3) / 8
+    # 8 payloads each of a and b, and 4 of c that were counted; the other two read each.
+    sizes = [run.codec.payload_bytes(len(outer_N)) for outer_N in run.outer]
+    assert status.traffic.bytes_up == 20 * sum(sizes) / 2
+    assert status.traffic.bytes_down == 2 * status.traffic.bytes_up
+    assert status.traffic.creates == run.state.number + 20
+
+
+def test_a_later_look_reads_what_is_new_and_nothing_else(tmp_path) -> None:
+    run = Handwritten(tmp_path / "run")
+    run.train(3, snapshots_after=(2,))
+    run.index()
+    for number in range(1, run.state.number - 1):
+        run.path(f"log/{number:010d}").unlink()  # the index says what they said
+    look = Look(str(run.directory))
+    assert look.again().outer_steps == 6
+    store = look._store
+    before = store.requests.total()
+    assert look.again().outer_steps == 6
+    assert store.requests.total() - before == 2
+    run.append(Leave(finished=True), author=1)
+    status = look.again()
+    assert status.finished and status.replicas[1].standing == "left" and status.num_active == 2
+    assert set(store.requests) <= {"get", "list"}
+
+
+def test_a_bill_counts_requests_and_egress() -> None:
+    # A billion parameters in 4 bits, 20 fragments, 8 replicas, H = 100 steps of a second, for a day.
+    payloads = 8 * 20 * 864
+    traffic = Traffic(
+        creates=payloads + 20 * 864, gets=7 * payloads, bytes_up=8 * 864 * 5e8, bytes_down=7 * 8 * 864 * 5e8
+    )
+    assert traffic.bytes_down == pytest.approx(24e12, rel=0.01)
+    assert traffic.dollars(S3) == pytest.approx(2178, abs=2)
+    assert traffic.dollars(R2) == pytest.approx(1.05, abs=0.01)

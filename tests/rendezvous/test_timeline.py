@@ -1,0 +1,61 @@
+"""A run's timeline: how each replica ended; and the section of the report that shows it."""
+
+import re
+
+import pytest
+from tests.rendezvous.handwritten import Handwritten
+
+from diloco.cli.main import main
+from diloco.rendezvous.entries import Keys, Leave
+from diloco.rendezvous.keys import KeyFile, write_key
+from diloco.rendezvous.timeline import read_timeline
+
+
+@pytest.fixture
+def run(tmp_path) -> Handwritten:
+    """a is replaced by a process of its name, b leaves, c dies, and d, which comes late, is active to the end."""
+    run = Handwritten(tmp_path / "run")
+    for name in "abc":
+        run.join(name)
+    run.step(0, [run.send(0, replica) for replica in range(3)])
+    assert run.join("a") == 3
+    run.append(Leave(finished=False), author=1)
+    assert run.join("d") == 4
+    for p in (1, 0, 1, 0, 1):
+        run.step(p, [run.send(p, replica) for replica in (3, 4)])
+    return run
+
+
+def test_each_end_is_told_apart(run) -> None:
+    timeline = read_timeline(str(run.directory))
+    told = [(life.name, life.end, life.joined, life.ended) for life in timeline.lives]
+    assert told == [
+        ("a", "replaced", 0, 1),
+        ("b", "left", 0, 1),
+        ("c", "died", 0, 1),
+        ("a", "active", 1, 6),
+        ("d", "active", 1, 6),
+    ]
+    assert timeline.contributors == [3, 2, 2, 2, 2, 2]
+    assert timeline.lives[4].counted == [2, 3, 4, 5, 6]
+    assert timeline.tokens[-1] == run.state.tokens // 2
+
+
+def test_a_revoked_key_is_told_apart(tmp_path) -> None:
+    for name in "ab":
+        write_key(tmp_path / name)
+    run = Handwritten(tmp_path / "run", signers=[KeyFile(tmp_path / "a"), KeyFile(tmp_path / "b")])
+    run.join("a")
+    run.join("b")
+    run.append(Keys(revoked=(run.signers[1].public,)), author=-1, signer=run.signers[0])
+    assert [life.end for life in read_timeline(str(run.directory)).lives] == ["active", "revoked"]
+
+
+def test_the_report_shows_it(run, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    main(["report", str(run.directory), "--output", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    facts = dict(re.findall(r'<dd data-fact="([^"]+)">([^<]*)</dd>', page))
+    assert (facts["joins"], facts["active"], facts["left"], facts["deaths"]) == ("5", "2", "1", "2")
+    assert page.count("<figure>") == 3
+    assert "<td>c</td><td>0</td><td>1</td><td>died</td>" in page
