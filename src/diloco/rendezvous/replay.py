@@ -75,7 +75,7 @@ class Replay:
         self.state: RunState
         """After the last entry."""
         self.facts: Mapping[str, Any] = {}
-        """Of entry 0."""
+        """The facts of entry 0."""
         self._store, self._initial, self._outer, self._from_snapshot = store, initial, outer, from_snapshot
         self._run_facts: RunFacts
         self._outers: list[OuterRef] = []
