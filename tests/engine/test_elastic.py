@@ -169,7 +169,9 @@ def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:
     first = Replica(str(tmp_path), name="home")
     until(lambda: min(counted(first)) >= 0, first)
     second = Replica(str(tmp_path), name="home")
-    with pytest.raises(ExchangeError, match="another process has joined the run as home, and goes on in the place"):
+    with pytest.raises(
+        ExchangeError, match="another process has joined the run as home, and goes on in the place"
+    ):
         until(lambda: False, first)
     until(lambda: min(counted(second)) >= 0, second)
     second.finish()

@@ -181,4 +181,3 @@ def wait_for_entry(url: str, number: int) -> None:
     while number and not Path(url, "log", f"{number:010d}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-

@@ -1,7 +1,6 @@
 """Real processes that come, go, die and stop: the survivors go on, and the log tells what was trained."""
 
 import numpy as np
-import pytest
 from tests.processes import run_replicas
 from tests.rendezvous.replay import Replayed, replayed
 from tests.rendezvous.replicas import Outcome, Plan, live, theta0
