@@ -56,11 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the modules whose tests are all slow: importing a framework takes seconds."""
-    is_test = collection_path.name.startswith("test_")
-    if config.getoption("markexpr") == "not slow" and is_test:
-        return "\npytestmark = pytest.mark.slow" in collection_path.read_text() or None
-    return None
+    """Leave out helpers, and modules whose tests are all slow: importing a framework takes seconds."""
+    if not collection_path.is_relative_to(Path(__file__).parent) or collection_path.suffix != ".py":
+        return None
+    if not collection_path.name.startswith("test_"):
+        return True
+    only_quick = config.getoption("markexpr") == "not slow"
+    return (only_quick and "\npytestmark = pytest.mark.slow" in collection_path.read_text()) or None
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ def test_keys_are_allowed_and_revoked_by_signed_entries(run, capsys):
     for number in (1, 2, 3):
         data = (run.url / name_of(number)).read_bytes()
         state = state.after(opened(data, number=number)[0], digest(data))
-    assert state.allowed == (second,) and state.members[0].left and state.kept == (2, 3)
+    assert state.allowed == (second,) and state.members[0].fenced and state.kept == (2, 3)
 
 
 def test_an_entry_that_a_replica_writes_first_is_read_and_the_next_is_taken(run, monkeypatch, capsys):

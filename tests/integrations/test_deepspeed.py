@@ -2,18 +2,20 @@
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.processes import init_group, run_replicas
+from tests.processes import free_port, init_group, run_replicas
 from torch import nn
 
 import diloco
 from diloco.integrations.deepspeed import DeepSpeedMasters
 
-pytest.importorskip("deepspeed")
+if find_spec("deepspeed") is None:  # importing takes seconds
+    pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
 
@@ -43,20 +45,9 @@ def deepspeed_model(stage: int, dtype: str):
     return model
 
 
-def start(folder: str, size: int) -> tuple[int, int]:
-    """Join the group of this process's site of some size, without any process of the other."""
-    warnings.simplefilter("ignore")  # DeepSpeed's own
-    number = int(os.environ["DILOCO_REPLICA"])
-    replica, rank = divmod(number, size)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    Path(folder, str(replica)).mkdir(parents=True, exist_ok=True)
-    init_group(f"{folder}/{replica}", rank, size)
-    return replica, number
-
-
-def train(folder: str, stage: int, dtype: str, leader: bool) -> tuple[str, float]:
+def train(number: int, port: int, stage: int, dtype: str, leader: bool) -> tuple[str, float]:
     """The hash of Θ and the last loss; with α = 0 the masters end as Θ, and the parameters as it is rounded."""
-    replica, number = start(folder, size=2)
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
     model = deepspeed_model(stage, dtype)
     engine = diloco.StreamingDiLoCo(
         model.module,
@@ -65,7 +56,7 @@ def train(folder: str, stage: int, dtype: str, leader: bool) -> tuple[str, float
         mixing=0.0,
         wire="fp32",
         masters=DeepSpeedMasters(model),
-        exchange=diloco.connect(replica=replica, num_replicas=2, leader=leader, timeout_seconds=20),
+        exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=leader, timeout_seconds=20),
     )
     data = torch.Generator().manual_seed(number)
     for _ in range(36):
@@ -83,23 +74,16 @@ def train(folder: str, stage: int, dtype: str, leader: bool) -> tuple[str, float
     return engine.outer_hash(), loss.item()
 
 
-@pytest.mark.parametrize(("stage", "dtype", "leader"), [(1, "bf16", True), (2, "bf16", False), (2, "fp32", True)])
-def test_two_sites_with_deepspeed_inside_train_one_model(tmp_path, stage, dtype, leader):
-    results = run_replicas(train, 4, str(tmp_path), stage, dtype, leader, joined=False, timeout_seconds=150)
-    assert len({outer_hash for outer_hash, _ in results}) == 1
-    assert all(loss < 2.0 for _, loss in results), "the variance of the target is 8"
-
-
-def train_without_masters(folder: str) -> str:
+def train_without_masters(number: int, port: int) -> str:
     """The error that ends training."""
-    replica, number = start(folder, size=1)
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
     model = deepspeed_model(1, "bf16")
     engine = diloco.StreamingDiLoCo(
         model.module,
         fragments=diloco.whole(model.module),
         schedule=diloco.Schedule(sync_every=20, num_fragments=1),
         mixing=0.0,
-        exchange=diloco.connect(replica=replica, num_replicas=2, timeout_seconds=20),
+        exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=True, timeout_seconds=20),
     )
     data = torch.Generator().manual_seed(number)
     with pytest.raises(diloco.DilocoError) as undone:  # the other replica's, or its own
@@ -111,8 +95,41 @@ def train_without_masters(folder: str) -> str:
     return str(undone.value)
 
 
-def test_deepspeed_without_the_adapter_is_refused(tmp_path):
-    for message in run_replicas(train_without_masters, 2, str(tmp_path), joined=False, timeout_seconds=150):
+CASES = [(1, "bf16", True), (2, "bf16", False), (2, "fp32", True)]
+"""ZeRO's stage, the type of the parameters, and whether one process speaks for its site."""
+
+
+def train_all(folder: str, ports: list[int]) -> tuple[list[tuple[str, float]], str]:
+    """The results of each case, and the error without masters, in one process of two sites of two."""
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    number = int(os.environ["DILOCO_REPLICA"])
+    site, rank = divmod(number, 2)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    Path(folder, str(site)).mkdir(exist_ok=True)
+    init_group(f"{folder}/{site}", rank, 2)
+    *others, last = ports
+    results = [train(number, port, *case) for port, case in zip(others, CASES, strict=True)]
+    return results, train_without_masters(number, last)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[tuple[list[tuple[str, float]], str]]:
+    """What `train_all` returned in each process: to import DeepSpeed takes longer than to train."""
+    ports = [free_port() for _ in range(len(CASES) + 1)]
+    imports = ["deepspeed.runtime.zero.muon.original_muon"]
+    folder = str(tmp_path_factory.mktemp("sites"))
+    return run_replicas(train_all, 4, folder, ports, joined=False, timeout_seconds=200, imports=imports)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=map(str, CASES))
+def test_two_sites_with_deepspeed_inside_train_one_model(trained, case):
+    results = [results[case] for results, _ in trained]
+    assert len({outer_hash for outer_hash, _ in results}) == 1
+    assert all(loss < 2.0 for _, loss in results), "the variance of the target is 8"
+
+
+def test_deepspeed_without_the_adapter_is_refused(trained):
+    for _, message in trained:
         assert "was undone by the next inner step" in message and "masters=" in message
 
 

@@ -27,11 +27,11 @@ class Log:
 
     def contribution(self, replica: int, fragment: int = 0, **changes) -> Contribution:
         """The next payload of a replica, against the newest round."""
-        log, num_fragments = self.state.fragments[fragment], self.state.rules.num_fragments
+        log = self.state.fragments[fragment]
         start = self.state.members[replica].start if replica < len(self.state.members) else 0
         fields = {
             "replica": replica,
-            "seq": log.last_seq.get(replica, fragment - num_fragments) + num_fragments,
+            "seq": 1 + max(other.last_seq.get(replica, -1) for other in self.state.fragments),
             "sha256": digest(b""),
             "base_round": log.round,
             "tokens": 10,

@@ -22,7 +22,7 @@ opened = functools.lru_cache(1 << 12)(entries.opened)
 
 
 class Fault(enum.Enum):
-    """What happens to a request."""
+    """The fate of a request."""
 
     NONE = enum.auto()
     LOST = enum.auto()
@@ -37,6 +37,7 @@ class NoAnswerError(Exception):
 class Payload(msgspec.Struct, frozen=True):
     """A payload's object; the contribution's SHA-256 is that of `values`."""
 
+    fragment: int
     contribution: Contribution
     values: list[float]
     text: tuple[int, int]
@@ -107,7 +108,7 @@ class Referee:
     rounds: dict[int, int] = field(default_factory=dict)
     outer: OuterParameters | None = None
     checksums: list[tuple[str, ...]] = field(default_factory=list)
-    """Of Θ after each entry, by offline replay."""
+    """The checksums of Θ after each entry, by offline replay."""
 
     @property
     def state(self) -> RunState:
@@ -154,7 +155,7 @@ class Referee:
         for c in body.contributions:
             payload = self.payloads[c.replica, c.seq]
             assert payload.contribution == c
-            assert c.seq % before.rules.num_fragments == p
+            assert payload.fragment == p
             assert (c.replica, c.seq) not in self.counted, "no payload enters two entries"
             self.counted.add((c.replica, c.seq))
             assert self.latest[self.names[c.replica]] == c.replica, "a payload of a fenced replica"

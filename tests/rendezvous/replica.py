@@ -62,7 +62,7 @@ class Replica:
         self.progress, self.told = zeros, [value.copy() for value in zeros]
         self.step = self.position = 0
         self.sent: list[Sent | None] = [None] * self.num_fragments
-        self.num_sent = [0] * self.num_fragments
+        self.num_sent = 0
         self.counted = [(0, 0)] * self.num_fragments
         """Position and step of the last counted send."""
         self.proposal: tuple[int, str, bytes] | None = None
@@ -96,7 +96,7 @@ class Replica:
         position, step = self.counted[p]
         contribution = Contribution(
             replica=self.number,
-            seq=p + self.num_fragments * self.num_sent[p],
+            seq=self.num_sent,
             sha256=payload_digest(values),
             base_round=self.state.fragments[p].round,
             tokens=self.position - position,
@@ -104,8 +104,8 @@ class Replica:
             position=self.position,
             norm=float(np.linalg.norm(values)),
         )
-        self.num_sent[p] += 1
-        return Sent(Payload(contribution, values.tolist(), (position, self.position)), self.step)
+        self.num_sent += 1
+        return Sent(Payload(p, contribution, values.tolist(), (position, self.position)), self.step)
 
     def decide(self, p: int, fault: Fault, hidden: int) -> None:
         """Append an outer entry, if this replica may; `hidden` is a replica whose payloads it does not see yet."""
@@ -131,7 +131,7 @@ class Replica:
     def _visible(self, p: int, hidden: int) -> Iterator[tuple[int, Contribution]]:
         for (replica, seq), payload in sorted(self.store.referee.payloads.items()):
             is_there = f"payloads/{replica}/{seq:08d}" in self.store.objects
-            if is_there and seq % self.num_fragments == p and replica not in (hidden, self.number):
+            if is_there and payload.fragment == p and replica not in (hidden, self.number):
                 yield replica, payload.contribution
 
     def snapshot(self, p: int, fault: Fault) -> None:

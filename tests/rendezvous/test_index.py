@@ -55,7 +55,6 @@ CHANGES = {
     "before": lambda s: of_fragment(s, before=("1" * 16,) * 3),
     "norms": lambda s: of_fragment(s, norms=()),
     "fenced counted": lambda s: of_fragment(s, last_seq={0: 0}),
-    "other fragment": lambda s: of_fragment(s, last_seq={1: 1}),
     "snapshots": lambda s: of_fragment(s, snapshots=s.fragments[0].snapshots[::-1]),
     "since": lambda s: of_fragment(s, since=s.fragments[0].since[1:]),
     "since order": lambda s: of_fragment(s, since=s.fragments[0].since[::-1]),

@@ -1,4 +1,4 @@
-"""What a joiner needs stays; what nobody needs goes."""
+"""Retiring: a joiner finds all that it needs, and the rest goes."""
 
 from tests.rendezvous.cases import Log
 
@@ -13,21 +13,29 @@ def payloads(*names: tuple[int, int]) -> list[str]:
 
 
 def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
-    log = Log(num_fragments=2).join("a", "b").rounds(4, 0, 1).rounds(4, 0, fragment=1)
-    names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(12)))
+    log = Log(num_fragments=2).join("a", "b").rounds(4, 0, 1).rounds(1, 0, 1, fragment=1)
+    names = payloads(*((replica, seq) for replica in (0, 1, 2) for seq in range(7)))
     assert retirable(log.state, names) == [], "without snapshots everything is replayed"
     log.add(Snapshot(fragment=0, round=1, sha256=(A,)), 0)
     assert retirable(log.state, names) == []
     log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
-    assert retirable(log.state, [*names, "payloads/0/00000000/3"]) == [
-        *payloads((0, 0), (1, 0)),
-        "payloads/0/00000000/3",
-    ]
+    shard = "payloads/0/00000000/3"
+    assert retirable(log.state, [*names, shard]) == [*payloads((0, 0), (1, 0)), shard]
     log.add(Snapshot(fragment=0, round=4, sha256=(C,)), 0)
     log.join("b")
-    unused = payloads((1, 1), (1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 10), (1, 11))
-    gone = {*payloads((0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)), *unused}
-    assert set(retirable(log.state, names)) == gone, "and what a fenced replica has uploaded"
+    gone = payloads((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 5), (1, 6))
+    assert retirable(log.state, names) == gone, "and what a fenced replica has uploaded"
+
+
+def test_a_payload_that_was_overtaken_by_those_of_other_fragments_stays():
+    log = Log(num_fragments=2, max_stale=0).join("a").rounds(1, 0, fragment=1)
+    waiting = log.contribution(0, 1)
+    for seq in range(2, 40):
+        log.outer(log.contribution(0, seq=seq))
+    log.add(Snapshot(fragment=0, round=37, sha256=(A,)), 0)
+    log.add(Snapshot(fragment=0, round=38, sha256=(B,)), 0)
+    assert log.state.refusal(1, waiting) is None
+    assert payloads((0, waiting.seq))[0] not in retirable(log.state, payloads((0, waiting.seq)))
 
 
 def test_snapshots_but_the_last_two_go_and_those_under_way_stay():

@@ -47,7 +47,7 @@ def test_a_replica_is_active_for_2p_outer_entries_after_its_join_or_contribution
     ("changes", "reason"),
     [
         ({"replica": 9}, "has not joined"),
-        ({"seq": 7}, "not of fragment 0"),
+        ({"seq": 20}, "counted already"),
         ({"seq": 0}, "counted already"),
         ({"base_round": 13}, "still to come"),
         ({"base_round": 8}, "made against round 8"),
@@ -59,6 +59,7 @@ def test_a_replica_is_active_for_2p_outer_entries_after_its_join_or_contribution
 )
 def test_a_payload_is_refused_with_the_reason(changes, reason):
     log = Log(num_fragments=2).join("a").rounds(12, 0)
+    log.outer(log.contribution(0, 1, seq=20), fragment=1)
     assert log.state.refusal(0, log.contribution(0)) is None
     assert reason in log.state.refusal(0, log.contribution(**({"replica": 0} | changes)))
 

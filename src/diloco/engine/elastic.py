@@ -34,7 +34,7 @@ class ElasticMembership:
         form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed)
         facts = settings.shared_facts() | parameters.facts()
         schedule = settings.schedule
-        joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
+        self._joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
         self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=form)
         self.rounds.catch_up(joined)
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
@@ -87,7 +87,7 @@ class ElasticMembership:
         return [
             p
             for p, step in enumerate(self._next_send)
-            if p not in rounds.in_flight and rounds.num_steps >= (step - early if p in wanted else step)
+            if rounds.has_untold(p) and rounds.num_steps >= (step - early if p in wanted else step)
         ]
 
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
@@ -97,7 +97,7 @@ class ElasticMembership:
         merged = self._drained()
         if flush:
             for p in range(rounds.state.num_fragments):
-                if rounds.last_sent[p] < rounds.num_steps and p not in rounds.in_flight:
+                if rounds.last_sent[p] < rounds.num_steps and rounds.has_untold(p):
                     rounds.send(p)
             merged += self._drained()
         return merged
@@ -121,7 +121,9 @@ class ElasticMembership:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         rounds, named = self.rounds, self.rounds.parameters.all_named
         return {
-            "replica": rounds.replica,
+            "run": self._joined.run,
+            "slot": self._joined.slot,
+            "rounds": list(rounds.rounds),
             "num_steps": rounds.num_steps,
             "tokens": rounds.tokens,
             "bytes_sent": rounds.bytes_sent,
@@ -130,9 +132,6 @@ class ElasticMembership:
             "last_sent": list(rounds.last_sent),
             "next_send": list(self._next_send),
             "told": [list(pair) for pair in rounds.told],
-            "counted": [
-                self._rendezvous.last_counted(rounds.replica, p) for p in range(rounds.state.num_fragments)
-            ],
             OUTER: named(rounds.state.at_home(OUTER)),
             ERROR: named(rounds.state.at_home(ERROR)) if rounds.settings.error_feedback is not None else {},
         }
@@ -144,7 +143,7 @@ class ElasticMembership:
             UserError: if it is another's.
         """
         names = set(self.rounds.parameters.all_named(self.rounds.state.at_home(OUTER)))
-        if not isinstance(state, Mapping) or "counted" not in state or set(state[OUTER]) != names:
+        if not isinstance(state, Mapping) or state.get("run") != self._joined.run or set(state[OUTER]) != names:
             raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
         return dict(state), ()
 
@@ -159,8 +158,10 @@ class ElasticMembership:
         rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])
         rounds.told = [(tokens, steps) for tokens, steps in accepted["told"]]
-        for p, counted in enumerate(accepted["counted"]):
-            is_newer = self._rendezvous.last_counted(accepted["replica"], p) > counted
+        slot = accepted["slot"]
+        for p, last_round in enumerate(accepted["rounds"]):
+            # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
+            is_newer = slot != self._joined.slot or self._rendezvous.last_round(slot, p) > last_round
             then_N = parameters.flat_of(p, accepted[OUTER])
             self._translation[p] = then_N.new_empty(0) if is_newer else then_N
             if accepted[ERROR] and not is_newer:

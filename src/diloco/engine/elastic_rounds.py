@@ -110,14 +110,15 @@ class ElasticRounds(ReplicaRounds):
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
-        p = decision.fragment
+        p, flight = decision.fragment, self.in_flight.get(decision.fragment)
+        if flight is not None and self.rendezvous.last_counted(self.replica, p) >= flight.seq:
+            self._count(p, flight)
+            mixing = self.settings.mixing
         before_N = self.state.use(OUTER, p).clone()
         self._read(p, stored)
         outer_N = self.state.use(OUTER, p)
         with self.parameters.merging(p, self.num_steps) as theta:
             merge_in_place(theta, outer_N, mixing, before_N)
-        if decision.is_own and p in self.in_flight:
-            self._count(p, self.in_flight[p])
         spans, sync = self.parameters.spans[p], Sync(p, stored.round, self.num_steps)
         zeros = partial(torch.zeros, self.form.sizes[p], device=self.parameters.device)
         return observe.described(sync, 0.0, zeros, lambda: iter(()), spans, self._shard_group)
@@ -128,6 +129,10 @@ class ElasticRounds(ReplicaRounds):
         with self.parameters.merging(p, self.num_steps) as theta:
             for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
                 own.copy_(part_n.view(own.shape))
+
+    def has_untold(self, p: int) -> bool:
+        """Whether a fragment has work that no payload on the way tells."""
+        return p not in self.in_flight and self.num_steps > self.told[p][1]
 
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""

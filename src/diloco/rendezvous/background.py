@@ -16,12 +16,12 @@ class Background:
     """A loop that runs from `start` to `stop`."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._work: list[Future[Any]] = []
 
     def start(self) -> None:
         """Start the thread."""
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
 
     def run(self, work: "Coroutine[Any, Any, Any]") -> None:
@@ -55,3 +55,12 @@ class Background:
         self._loop.call_soon_threadsafe(self._loop.call_later, 0.05, self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+    def _serve(self) -> None:
+        """Run the loop until `stop`, and close it."""
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()

@@ -97,8 +97,12 @@ class Decision:
 class Joined:
     """The run as a replica finds it."""
 
+    run: str
+    """SHA-256 of the log's entry 0, which names the run."""
     replica: int
     """This replica's number."""
+    slot: int
+    """This replica's part of the text."""
     snapshots: Mapping[int, StoredSnapshot]
     """For each fragment that has one."""
     num_decisions: int
@@ -170,6 +174,10 @@ class Rendezvous(Protocol):
 
     def last_counted(self, replica: int, fragment: int) -> int:
         """The newest payload of a replica, by its number in `Offer.seq`, that a fragment's rounds have counted."""
+        ...
+
+    def last_round(self, slot: int, fragment: int) -> int:
+        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
         ...
 
     def drain(self) -> None:

@@ -94,7 +94,7 @@ class Contribution:
     seq: Count
     """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
     sha256: Digest
-    """Of its header and body."""
+    """SHA-256 of its header, which holds that of its body."""
     base_round: Count
     """The round after which Θ_p was what the outer gradient was taken against."""
     tokens: Positive
@@ -115,7 +115,7 @@ class Outer:
     round: Positive
     """Outer steps of the fragment, this one included."""
     before: Checksum
-    """Of Θ_p before it."""
+    """The checksum of Θ_p before it."""
     contributions: tuple[Contribution, ...]
     """By replica, ascending, at most one each."""
 
@@ -127,7 +127,7 @@ class Snapshot:
     fragment: Count
     round: Count
     sha256: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=1 << 12)]
-    """Of each shard's file."""
+    """SHA-256 of each shard's file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def opened(data: bytes, *, number: int) -> tuple[Index, str]:
 
 
 def _contradictions(index: Index, number: int) -> Iterator[str]:
-    """What no log leads to, in words."""
+    """The reasons, in words, why no log leads to a state."""
     state = index.state
     members, num_slots = state.members, state.rules.num_slots
     held = [member for member in members if not member.fenced]
@@ -116,6 +116,9 @@ def _contradictions_of(state: RunState, fragment: int, log: FragmentLog) -> Iter
     for replica, seq in log.last_seq.items():
         if replica >= len(members) or members[replica].fenced:
             yield f"payload {seq} of replica {replica} can't have been counted"
+    for slot, number in log.last_round.items():
+        if slot >= rules.num_slots or not 0 < number <= log.round:
+            yield f"round {number} can't have counted the replica of slot {slot}"
     rounds = [ref.round for ref in log.snapshots]
     if len(rounds) > 2 or not _ascends([0, *rounds, log.round + 1]):
         yield f"it has snapshots of the rounds {rounds} after {log.round} rounds"

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.rendezvous.archive import newest_snapshot, newest_state
+from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
 from diloco.rendezvous.entries import (
     FORMAT,
@@ -83,7 +84,7 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     """Entry 0, from this replica or from another that was faster."""
-    # checked: assert_sound
+    await assert_sound(store)
     allowed = (signer.public,) if signer.public else ()
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
     entry = new_entry(body, author=-1, previous="")

@@ -48,7 +48,8 @@ class Log:
         """
         entry = new_entry(body, author=author, previous=self.state.previous)
         data = sealed(entry, self._signer.sign(entry.line()))
-        self.state.after(entry, digest(data))  # refuse it here before anybody else has to
+        # Refuse here what everybody else would have to refuse.
+        self.state.after(opened(data, number=self.state.number)[0], digest(data))
         name = name_of(self.state.number)
         other = await self._store.create(name, data, patience_seconds=patience_seconds)
         return self._taken(data if other is None else other), other is None

@@ -29,7 +29,7 @@ class FencedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(RunRecord):
-    """What the entries 0 … k−1 say, and what one more entry makes of it."""
+    """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
 
     @classmethod
     def begin(cls, entry: Entry, digest: str) -> "RunState":
@@ -160,6 +160,7 @@ class RunState(RunRecord):
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
             norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
+            last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
         )
         return self._with(body.fragment, log)._counted(body.contributions)

@@ -49,7 +49,6 @@ def _may_count(state: RunState, replica: int, seq: int) -> bool:
     """Whether a payload may still enter an entry."""
     if replica >= len(state.members):
         return True  # of a replica that joined after the index
-    # A replica has one payload of each fragment on the way, which is given up after `max_stale` rounds.
-    most_on_the_way = (state.rules.max_stale + 2) * state.rules.num_fragments
-    newest = max(log.last_seq.get(replica, -1) for log in state.fragments)
-    return not state.members[replica].fenced and seq > newest - most_on_the_way
+    # The log does not say of which fragment a payload is that was not counted.
+    oldest = min(log.last_seq.get(replica, -1) for log in state.fragments)
+    return not state.members[replica].fenced and seq > oldest

@@ -1,4 +1,4 @@
-"""What all replicas know after the same entries: the records, and the questions that one can ask of them.
+"""The records that all replicas keep after the same entries, and the questions that one can ask of them.
 
 A replica is *active* if it has joined, or contributed to an outer step, within the last 2P outer entries, and has
 neither left nor been fenced.
@@ -49,9 +49,9 @@ class Member:
     """Counted, over all fragments: P times those of whole rounds."""
     steps: Count = 0
     left: bool = False
-    """Whether it has left: nobody waits for it, and what it has uploaded still counts."""
+    """It has left: nobody waits for it, and what it has uploaded still counts."""
     fenced: bool = False
-    """Whether a later join took its name or its slot, or its key was revoked: its payloads count no more."""
+    """Its name or its slot went to a later joiner, or its key was revoked: its payloads count no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SnapshotRef:
 
     round: Count
     number: Count
-    """Of its entry."""
+    """The number of its entry."""
     sha256: tuple[Digest, ...]
 
 
@@ -74,7 +74,7 @@ class OuterRef:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentLog:
-    """What the log says of one fragment."""
+    """The bookkeeping of one fragment."""
 
     round: Count = 0
     """Outer steps."""
@@ -83,6 +83,8 @@ class FragmentLog:
     norms: tuple[Norm, ...] = ()
     last_seq: dict[Count, Count] = field(default_factory=dict)
     """The newest payload that was counted, of each replica that is not fenced."""
+    last_round: dict[Count, Count] = field(default_factory=dict)
+    """For each slot the newest round that counted a replica which held it."""
     snapshots: tuple[SnapshotRef, ...] = ()
     """The last two."""
     since: tuple[OuterRef, ...] = ()
@@ -91,7 +93,7 @@ class FragmentLog:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What the entries 0 … k−1 say; JSON by msgspec, so that an index can be kept of it."""
+    """The bookkeeping of the entries 0 … k−1."""
 
     number: Count
     """k, the number of the next entry."""

@@ -169,7 +169,13 @@ class StoreRendezvous:
         )
         self._follower = Follower(self._store, entrance.log, entrance.own, form, self._signer, pace)
         self._background.run(self._follower.run(entrance.replay))
-        return Joined(replica=entrance.own, snapshots=entrance.snapshots, num_decisions=len(entrance.replay))
+        return Joined(
+            run=self.state.run,
+            replica=entrance.own,
+            slot=self.slot,
+            snapshots=entrance.snapshots,
+            num_decisions=len(entrance.replay),
+        )
 
     def offer(self, offer: Offer) -> None:
         """Start to upload an outer gradient, and return at once."""
@@ -230,6 +236,10 @@ class StoreRendezvous:
     def last_counted(self, replica: int, fragment: int) -> int:
         """The newest payload of a replica that a fragment's rounds have counted; −1 if there is none."""
         return self.state.fragments[fragment].last_seq.get(replica, -1)
+
+    def last_round(self, slot: int, fragment: int) -> int:
+        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
+        return self.state.fragments[fragment].last_round.get(slot, 0)
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""

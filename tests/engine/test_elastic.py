@@ -1,0 +1,187 @@
+"""Replicas that come and go, in one process and step by step: conservation, errors, leaving, and resuming."""
+
+import copy
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.rendezvous.replay import replayed
+from tests.rendezvous.replicas import P, Replica, theta0
+
+from diloco.errors import ExchangeError, UserError
+
+ALPHA = 0.5
+
+
+def until(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> None:
+    """Let the replicas step until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        for replica in replicas:
+            replica.step()
+        time.sleep(0.003)
+
+
+def counted(replica: Replica) -> list[int]:
+    """The newest payload of a replica that the log has counted, by fragment; −1 for none."""
+    return [log.last_seq.get(replica.exchange.replica, -1) for log in replica.exchange.state.fragments]
+
+
+def untold(replica: Replica) -> list[np.ndarray]:
+    """Θ − θ, by fragment."""
+    return [outer_p - theta_p for outer_p, theta_p in zip(replica.outer(), replica.theta(), strict=True)]
+
+
+def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) -> None:
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
+    sums = [np.zeros(len(theta_p)) for theta_p in theta0()]  # (Θ − θ) + own progress
+    num_translated = num_counted = 0
+    while num_translated < 12 or num_counted < 3:
+        for _ in range(4):
+            fast.step(pause_seconds=0.004)
+        told, before = list(slow.engine._rounds.told), slow.theta()
+        moved = [np.copy(progress) for progress in slow.progress]
+        steps = [outer_step.sync.fragment for outer_step in slow.step()]
+        for p, (untold_p, progress) in enumerate(zip(untold(slow), slow.progress, strict=True)):
+            if slow.engine._rounds.told[p] == told[p]:
+                np.testing.assert_allclose(untold_p + progress, sums[p], atol=2e-5)
+                num_translated += steps.count(p)
+                continue
+            if steps.count(p) == 1:  # counted, and nothing else: the paper's merge
+                theta_p = before[p] + (progress - moved[p])
+                np.testing.assert_allclose(untold_p, ALPHA * (slow.outer()[p] - theta_p), atol=2e-5)
+            num_counted += 1
+            sums[p] = untold_p + progress
+    assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
+    slow.finish()
+    fast.finish()
+
+
+def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", error_feedback=0.5, wire="e3m0", num_replicas=1)
+    silent = Replica(str(tmp_path), name="silent", error_feedback=0.5, wire="e3m0")  # a majority needs it
+    errors = [np.zeros_like(theta_p) for theta_p in theta0()]
+    changes = []
+    for _ in range(60):
+        told = list(ours.engine._rounds.told)
+        ours.step(pause_seconds=0.004)
+        for p in range(P):
+            error = ours.engine._rounds.state.use("error", p).numpy()
+            is_counted = ours.engine._rounds.told[p] != told[p]
+            assert np.array_equal(error, errors[p]) != is_counted
+            errors[p] = error.copy()
+            changes.append(is_counted)
+    assert 3 <= sum(changes) < len(changes) / 4
+    ours.finish()
+    silent.vanish()
+
+
+def test_a_replica_leaves_and_comes_back_with_the_text_where_it_stood(tmp_path) -> None:
+    first = Replica(str(tmp_path), name="home")
+    until(lambda: min(counted(first)) >= 0, first)
+    first.finish()
+    position = first.exchange.state.positions[0]
+    second = Replica(str(tmp_path), name="home")
+    assert (second.exchange.replica, second.exchange.slot) == (1, first.exchange.slot)
+    assert second.exchange.start == position > 0
+    assert all(map(np.array_equal, second.outer(), first.outer()))
+    assert all(map(np.array_equal, second.theta(), first.outer()))
+    until(lambda: min(counted(second)) >= 0, second)
+    second.finish()
+    run = replayed(tmp_path, theta0())
+    assert all(np.array_equal(outer_p, run.outer[p][-1]) for p, outer_p in enumerate(second.outer()))
+
+
+def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("diloco.rendezvous.archive.retirable", lambda state, names: [])  # the replay reads all
+    killed = [Replica(str(tmp_path), name=name, snapshot_rounds=2) for name in "ab"]
+    until(lambda: min(min(counted(replica)) for replica in killed) >= 2 * P, *killed)
+    for replica in killed:
+        replica.vanish()
+    again = [Replica(str(tmp_path), name=name) for name in "ab"]
+    until(lambda: min(min(counted(replica)) for replica in again) >= 0, *again)
+    for replica in again:
+        replica.finish()
+    run = replayed(tmp_path, theta0())
+    for replica in again:
+        for p, outer_p in enumerate(replica.outer()):
+            np.testing.assert_array_equal(outer_p, run.outer[p][replica.rounds[p]])
+
+
+@pytest.mark.parametrize("when", ["nothing_counted_since", "counted_since", "counted_and_not_merged"])
+def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) -> None:
+    tau = 4 if when == "counted_and_not_merged" else 1
+    ours = Replica(str(tmp_path), name="ours", overlap_steps=tau)
+    rounds = ours.engine._rounds
+    until(lambda: min(counted(ours)) >= 0 and (tau == 4 or not rounds.in_flight), ours)
+    if tau == 4:
+        until(lambda: 0 in rounds.in_flight, ours)
+        seq, deadline = rounds.in_flight[0].seq, time.monotonic() + 10
+        while counted(ours)[0] < seq:  # alone, it decides at once; it merges at t + τ
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    untold_then, pending = untold(ours), {p: flight.seq for p, flight in rounds.in_flight.items()}
+    if when == "counted_since":
+        before = counted(ours)
+        until(lambda: min(map(int.__sub__, counted(ours), before)) > 0, ours)
+    ours.vanish()
+    resumed = Replica(str(tmp_path), name="ours", overlap_steps=tau)
+    resumed.model.load_state_dict(theta)
+    resumed.engine.load_state_dict(state)
+    resumed.engine.step()  # an inner step without progress
+    told = {(c["fragment"], c["seq"]) for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0}
+    are_told = [when == "counted_since" or (p, pending.get(p)) in told for p in range(P)]
+    assert are_told[0] == (when != "nothing_counted_since")
+    for untold_p, then_p, is_told in zip(untold(resumed), untold_then, are_told, strict=True):
+        np.testing.assert_allclose(untold_p, 0 * then_p if is_told else then_p, atol=1e-6)
+    resumed.finish()
+
+
+def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._rounds.in_flight, ours)
+    ours.step()
+    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    ours.vanish()
+    for attempt in range(2):
+        resumed = Replica(str(tmp_path), name="ours")
+        resumed.model.load_state_dict(theta)
+        resumed.engine.load_state_dict(state)
+        if attempt == 0:
+            until(lambda: min(counted(resumed)) >= 0, resumed)  # it tells the work of the checkpoint, too
+        else:
+            resumed.engine.step()
+            assert max(np.abs(untold_p).max() for untold_p in untold(resumed)) < 1e-6
+        resumed.vanish()
+
+
+def test_a_state_of_another_run_is_refused(tmp_path) -> None:
+    ours, other = (Replica(str(tmp_path / name), name="ours") for name in ("one", "two"))
+    with pytest.raises(UserError, match="not that of a replica of this run"):
+        ours.engine.load_state_dict(other.engine.state_dict())
+    ours.vanish()
+    other.vanish()
+
+
+def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:
+    first = Replica(str(tmp_path), name="home")
+    until(lambda: min(counted(first)) >= 0, first)
+    second = Replica(str(tmp_path), name="home")
+    with pytest.raises(
+        ExchangeError, match="another process has joined the run as home, and goes on in the place"
+    ):
+        until(lambda: False, first)
+    until(lambda: min(counted(second)) >= 0, second)
+    second.finish()
+
+
+def test_with_the_quorum_all_a_missing_replica_ends_the_wait_with_one_sentence(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", quorum="all", timeout_seconds=1.0)
+    missing = Replica(str(tmp_path), name="missing")
+    missing.vanish()
+    with pytest.raises(ExchangeError, match=r"no decision about fragment 0 came within 1 s: see with"):
+        for _ in range(20):
+            ours.step()

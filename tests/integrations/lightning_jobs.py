@@ -1,0 +1,156 @@
+"""Lightning jobs for tests: a tiny model and its Trainers, in a module that pytest does not collect."""
+
+import logging
+import os
+import signal
+import time
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+import diloco
+from diloco.integrations.lightning import DiLoCoCallback
+from diloco.outer.digest import parameters_hash
+
+EPOCHS, KILLED_AT = 5, 11
+"""The last checkpoint is then that of step 9, in which a fragment is in flight."""
+STEPS = 15
+ACCUMULATED = 2
+
+
+def build(module: nn.Module) -> diloco.StreamingDiLoCo:
+    is_joined = "DILOCO_ADDRESS" in os.environ
+    exchange = diloco.connect(timeout_seconds=60, leader=True) if is_joined else diloco.LoopbackExchange()
+    schedule = diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2)
+    return diloco.StreamingDiLoCo(module, fragments=diloco.whole(module), schedule=schedule, exchange=exchange)
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.validated: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.loss(batch[0])
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch[0])
+        self.validated.append(loss.item())
+        self.log("val_loss", loss)
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch[0]))
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.layers(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)]
+
+
+def data(seed: int, num_rows: int) -> Any:
+    rows = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16)
+
+
+def trainer_of(folder: str, *callbacks: Any, **changes: Any) -> Any:
+    options = {
+        "accelerator": "cpu",
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": ACCUMULATED,
+        "gradient_clip_val": 0.5,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **changes,
+    }
+    if options.get("enable_checkpointing", True):
+        callbacks = (pl.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=-1, save_last=True), *callbacks)
+    return pl.Trainer(default_root_dir=folder, callbacks=[DiLoCoCallback(build), *callbacks], **options)
+
+
+def engine_of(trainer: Any) -> diloco.StreamingDiLoCo:
+    (callback,) = [callback for callback in trainer.callbacks if hasattr(callback, "engine")]
+    return callback.engine
+
+
+def fit(trainer: Any, module: Module, **options: Any) -> None:
+    replica = int(os.environ.get("DILOCO_REPLICA", "0"))
+    trainer.fit(module, data(replica, 16 * ACCUMULATED * STEPS // EPOCHS), data(99, 16), **options)
+
+
+class Kill(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_be_killed(folder: str, port: int) -> None:
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{port}"
+    fit(trainer_of(folder, Kill()), Module())
+
+
+def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
+    """A run that is killed and resumed, and then the same run undisturbed."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    folder = f"{folder}/replica-{os.environ['DILOCO_REPLICA']}"
+    killed = get_context("fork").Process(target=train_and_be_killed, args=(folder, ports[0]))
+    killed.start()
+    killed.join(40)
+    assert killed.exitcode == -signal.SIGKILL
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[1]}"
+    trainer, module = trainer_of(folder), Module()
+    (last,) = Path(folder).rglob("last.ckpt")
+    fit(trainer, module, ckpt_path=str(last))
+    engine = engine_of(trainer)
+    trainer.save_checkpoint(f"{folder}/shipped.ckpt")
+    best = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    loaded = Module.load_from_checkpoint(f"{folder}/shipped.ckpt", weights_only=True)
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[2]}"
+    undisturbed = trainer_of(f"{folder}/undisturbed", limit_val_batches=0, enable_checkpointing=False)
+    fit(undisturbed, Module())
+
+    os.environ["DILOCO_ADDRESS"] = f"127.0.0.1:{ports[3]}"
+    with pytest.raises(diloco.DisagreementError, match="disagree on estimated_stepping_batches: replica 0 has 6"):
+        fit(trainer_of(f"{folder}/uneven", max_steps=6 + int(os.environ["DILOCO_REPLICA"])), Module())
+    return {
+        "hash": engine.outer_hash(),
+        "num_steps": engine.num_steps,
+        "shipped": parameters_hash(dict(loaded.named_parameters())),
+        "undisturbed": engine_of(undisturbed).outer_hash(),
+        "validated": module.validated,
+        "tested": trainer.test(module, data(99, 16), ckpt_path="best", verbose=False),
+        "own_of_best": parameters_hash(best["diloco"]["own"]),
+        "weights_of_best": parameters_hash(best["state_dict"]),
+        "seconds": time.process_time(),
+    }
+
+
+def train_one_of_two(ports: list[int]) -> tuple[str, str, int]:
+    """One of the two processes of a replica with DDP inside, started as torchrun starts them."""
+    warnings.simplefilter("ignore")
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2", "TORCHELASTIC_RUN_ID": "none"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[replica])}
+    trainer, module = trainer_of("", strategy="ddp", devices=2, enable_checkpointing=False, max_steps=6), Module()
+    fit(trainer, module)
+    shipped = parameters_hash(dict(module.named_parameters()))
+    return engine_of(trainer).outer_hash(), shipped, engine_of(trainer).num_steps
+
+
+class SaveInside(pl.Callback):
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint("inside.ckpt")

@@ -1,0 +1,183 @@
+"""Replicas that meet in a directory: the smallest training loop, and one that a plan disturbs.
+
+Legend: P fragments, H sync period, θ a replica's parameters, Θ the outer parameters.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tests.engine.cases import SIZES, inner_step, theta_of
+from torch import nn
+
+import diloco
+from diloco.errors import DilocoError
+
+H, P = 6, 3
+CUTS = np.cumsum([size + 1 for size in SIZES[:P]])[:-1]
+
+
+def new_model() -> nn.Module:
+    """The same on every replica."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(size, 1) for size in SIZES[:P])
+    return model
+
+
+def theta0() -> list[np.ndarray]:
+    """The initial Θ, by fragment."""
+    return np.split(theta_of(new_model()), CUTS)
+
+
+class Replica:
+    """A replica of a run in a directory, which it joins."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "a",
+        sync_every: int = H,
+        overlap_steps: int = 1,
+        error_feedback: float | None = None,
+        wire: str = "fp32",
+        model: nn.Module | None = None,
+        **exchange,
+    ) -> None:
+        self.model = new_model() if model is None else model
+        settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0} | exchange
+        self.exchange = diloco.StoreRendezvous(url, name=name, **settings)
+        self.engine = diloco.StreamingDiLoCo(
+            self.model,
+            fragments=diloco.sequential(self.model, layers_per_fragment=1),
+            schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P, overlap_steps=overlap_steps),
+            wire=wire,
+            error_feedback=error_feedback,
+            exchange=self.exchange,
+        )
+        self.longest_seconds = 0.0
+        """Of all calls of `engine.step()`."""
+        self.rounds = [log.round for log in self.exchange.state.fragments]
+        """Of the Θ that `outer()` gives, by fragment."""
+        self.progress = [np.zeros(len(theta_p)) for theta_p in theta0()]
+        """The sum of the changes that inner steps made to θ, by fragment."""
+
+    def step(self, *, tokens: int = 8, pause_seconds: float = 0.0) -> tuple[diloco.OuterStep, ...]:
+        """One inner step towards a target of this replica's own, and the engine's."""
+        before = self.theta()
+        inner_step(self.model, self.exchange.replica, self.engine.num_steps + 1)
+        for progress, old, new in zip(self.progress, before, self.theta(), strict=True):
+            progress += new.astype(np.float64) - old
+        time.sleep(pause_seconds)
+        start = time.perf_counter()
+        outer_steps = self.engine.step(tokens=tokens)
+        self.longest_seconds = max(self.longest_seconds, time.perf_counter() - start)
+        return self.seen(outer_steps)
+
+    def seen(self, outer_steps: tuple[diloco.OuterStep, ...]) -> tuple[diloco.OuterStep, ...]:
+        """Note the rounds that were taken."""
+        for outer_step in outer_steps:
+            self.rounds[outer_step.sync.fragment] = outer_step.sync.round
+        return outer_steps
+
+    def theta(self) -> list[np.ndarray]:
+        """θ by fragment, copied."""
+        return np.split(theta_of(self.model), CUTS)
+
+    def outer(self) -> list[np.ndarray]:
+        """Θ by fragment, copied."""
+        parameters = self.engine.outer_parameters().values()
+        return np.split(torch.cat([p.reshape(-1) for p in parameters]).numpy(), CUTS)
+
+    def finish(self) -> None:
+        """The end of a loop: finish and leave."""
+        self.seen(self.engine.finish())
+        self.exchange.leave()
+
+    def vanish(self) -> None:
+        """End as a killed process does: nothing more is said."""
+        self.exchange.abort("the test has ended it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The life of one replica process."""
+
+    name: str
+    num_steps: int = 120
+    step_seconds: float = 0.004
+    tokens: int = 8
+    """In each step."""
+    from_entry: int = 0
+    """It starts when the log has this entry."""
+    kill_at: int = 0
+    """The step after which it kills itself with SIGKILL; 0 for never."""
+    stops: tuple[str, int, float] | None = None
+    """Whom it stops with SIGSTOP, after which step, and after how many seconds that one goes on."""
+    clock_hours: float = 0.0
+    """How wrong the process's clock is."""
+    settings: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a replica."""
+
+    replica: int
+    num_steps: int
+    rounds: list[int]
+    outer: list[np.ndarray]
+    longest_seconds: float
+    blocked_seconds: float
+    untold_tokens: float
+    failure: str | None
+
+
+def live(folder: str, plans: list[Plan]) -> Outcome | None:
+    """The life of a process that `run_replicas(…, joined=False)` started, as its plan says."""
+    plan = plans[int(os.environ["DILOCO_REPLICA"])]
+    Path(folder, f"{plan.name}.pid").write_text(str(os.getpid()))
+    if plan.clock_hours:
+        right, seconds = time.time, 3600 * plan.clock_hours
+        time.time = lambda: right() + seconds
+    wait_for_entry(f"{folder}/run", plan.from_entry)
+    replica = Replica(f"{folder}/run", name=plan.name.partition("#")[0], **plan.settings)
+    failure = None
+    try:
+        for t in range(1, plan.num_steps + 1):
+            replica.step(tokens=plan.tokens, pause_seconds=plan.step_seconds)
+            if t == plan.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if plan.stops is not None and t == plan.stops[1]:
+                _stop(int(Path(folder, f"{plan.stops[0]}.pid").read_text()), plan.stops[2])
+        replica.finish()
+    except DilocoError as error:
+        failure = str(error)
+    return Outcome(
+        replica=replica.exchange.replica,
+        num_steps=replica.engine.num_steps,
+        rounds=replica.rounds,
+        outer=replica.outer(),
+        longest_seconds=replica.longest_seconds,
+        blocked_seconds=replica.engine.blocked_seconds,
+        untold_tokens=replica.engine.untold_tokens,
+        failure=failure,
+    )
+
+
+def _stop(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def wait_for_entry(url: str, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while number and not Path(url, "log", f"{number:010d}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,48 @@
+"""Real processes that come, go, die and stop: the survivors go on, and the log tells what was trained."""
+
+import numpy as np
+from tests.processes import run_replicas
+from tests.rendezvous.replay import Replayed, replayed
+from tests.rendezvous.replicas import Outcome, Plan, live, theta0
+
+
+def lives(tmp_path, *plans: Plan) -> tuple[list[Outcome | None], Replayed]:
+    """What became of the replicas, and the run."""
+    mortal = [i for i, plan in enumerate(plans) if plan.kill_at]
+    outcomes = run_replicas(live, len(plans), str(tmp_path), list(plans), joined=False, mortal=mortal)
+    run = replayed(tmp_path / "run", theta0())
+    for outcome in outcomes:
+        if outcome is not None:
+            for p, (number, outer) in enumerate(zip(outcome.rounds, outcome.outer, strict=True)):
+                np.testing.assert_array_equal(outer, run.outer[p][number])
+    return outcomes, run
+
+
+def numbers(run: Replayed, replica: int) -> list[int]:
+    """The places in the log's order of the contributions of one replica."""
+    return [i for i, c in enumerate(run.contributions) if c["replica"] == replica]
+
+
+def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(tmp_path) -> None:
+    outcomes, run = lives(
+        tmp_path,
+        Plan(name="stopper", stops=("stopped", 30, 0.4), clock_hours=-1000.0),
+        Plan(name="stopped"),
+        Plan(name="killed", kill_at=40, settings={"overlap_steps": 1}),
+        Plan(name="slow", num_steps=50, step_seconds=0.01),
+        Plan(name="joiner", num_steps=60, from_entry=20, tokens=24, clock_hours=5.0),
+    )
+    names = [e["body"]["name"] for e in run.entries if e["kind"] == "join"]
+    assert outcomes[2] is None
+    for outcome in (outcomes[i] for i in (0, 1, 3, 4)):
+        assert outcome is not None and outcome.failure is None
+        assert numbers(run, outcome.replica), f"{names[outcome.replica]} was never counted"
+        assert outcome.longest_seconds < 0.5
+    killed = names.index("killed")
+    for c in run.contributions:
+        per_step = 24 if names[c["replica"]] == "joiner" else 8
+        assert c["tokens"] == per_step * c["steps"]
+    assert numbers(run, killed)[-1] < len(run.contributions) - 6, "the others went on"
+    slow, steady = (names.index(name) for name in ("slow", "stopper"))
+    assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
+    assert sum(run.contributions[i]["steps"] for i in numbers(run, steady)) >= 3 * (120 - 24)
