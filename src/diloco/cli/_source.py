@@ -1,4 +1,4 @@
-"""What a command reads: a file or a directory, or the store in which replicas meet."""
+"""The source that a command reads: a file or a directory, or the store in which replicas meet."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What a store's provider takes, in US dollars."""
+    """The prices of a store's provider, in US dollars."""
 
     name: str
     per_million_creates: float

@@ -18,10 +18,11 @@ from diloco.errors import UserError
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.reduction.reduction import add_up
 from diloco.rendezvous import index, snapshots
+from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.counted import CountedPayloads
 from diloco.rendezvous.entries import MOST_BYTES, LogError, Outer, name_of
 from diloco.rendezvous.facts import RunFacts
-from diloco.rendezvous.history import entries_after, first_entry, newest_state, open_run
+from diloco.rendezvous.history import entries_after, first_entry, open_run
 from diloco.rendezvous.keys import check
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.state import OuterRef, SnapshotRef
@@ -75,7 +76,7 @@ class Replay:
         self.state: RunState
         """After the last entry."""
         self.facts: Mapping[str, Any] = {}
-        """Of entry 0."""
+        """The facts of entry 0."""
         self._store, self._initial, self._outer, self._from_snapshot = store, initial, outer, from_snapshot
         self._run_facts: RunFacts
         self._outers: list[OuterRef] = []
