@@ -31,8 +31,10 @@ class Handwritten:
 
     Args:
         directory: to be made.
-        sizes: N of each fragment.
+        sizes: N of each fragment, which is one parameter.
         wire: codec.
+        facts: more of them, or others.
+        initial: parameters that form one fragment, in the place of `sizes`.
         signers: one for each replica that joins, the creator's first; without keys by default.
     """
 
@@ -44,6 +46,7 @@ class Handwritten:
         wire: str = "fp32",
         signers: Sequence[Signer] = (),
         facts: Mapping[str, object] | None = None,
+        initial: Mapping[str, Tensor] | None = None,
         **rules,
     ) -> None:
         self.directory, self.codec, self.signers = directory, codec(wire), list(signers)
@@ -53,6 +56,13 @@ class Handwritten:
             for p, n in enumerate(sizes)
         }
         self.outer = [value.numpy().reshape(-1).copy() for value in self.initial.values()]
+        self.places = {name: (p, 0) for p, name in enumerate(self.initial)}
+        if initial is not None:
+            self.initial = {name: value.detach().clone() for name, value in initial.items()}
+            flat = [value.numpy().reshape(-1) for value in self.initial.values()]
+            starts = np.cumsum([0, *map(len, flat)])[:-1]
+            self.outer = [np.concatenate(flat)]
+            self.places = {name: (0, int(start)) for name, start in zip(self.initial, starts, strict=True)}
         self.velocity = [np.zeros_like(outer_N) for outer_N in self.outer]
         self.past = [[outer_N.copy()] for outer_N in self.outer]
         self.random = random
@@ -62,7 +72,7 @@ class Handwritten:
         creator = self.signers[0] if self.signers else NoKeys()
         body = Create(
             format=entries.FORMAT,
-            rules=Rules(num_fragments=len(sizes), **rules),
+            rules=Rules(num_fragments=len(self.outer), **rules),
             facts={**self._facts(wire), **(facts or {})},
             creator=creator.public,
             allowed=tuple(signer.public for signer in self.signers),
@@ -71,8 +81,8 @@ class Handwritten:
 
     def _facts(self, wire: str) -> dict[str, object]:
         places = {
-            f"shape, fragment and place of parameter {name}": [list(value.shape), p, 0]
-            for p, (name, value) in enumerate(self.initial.items())
+            f"shape, fragment and place of parameter {name}": [list(value.shape), *self.places[name]]
+            for name, value in self.initial.items()
         }
         return {
             "outer rule": "Nesterov",
@@ -221,5 +231,8 @@ class Handwritten:
 
     def theta(self) -> dict[str, Tensor]:
         """Θ by parameter name."""
-        named = zip(self.initial.items(), self.outer, strict=True)
-        return {name: torch.from_numpy(outer_N).view(value.shape) for (name, value), outer_N in named}
+        theta = {}
+        for name, value in self.initial.items():
+            p, start = self.places[name]
+            theta[name] = torch.from_numpy(self.outer[p][start : start + value.numel()]).view(value.shape)
+        return theta

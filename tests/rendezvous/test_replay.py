@@ -234,6 +234,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
     return list(rounds.rounds), [f"{base:016x}" for base in rounds.bases]
 
 
+@pytest.mark.slow
 def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
     url = str(tmp_path / "run")
     ends = run_replicas(train_among_others, 2, url)

@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The model and the outer step, as entry 0 describes them."""
+    """The model and the outer step as entry 0 describes them."""
 
     form: Form
     outer: OuterRule | None

@@ -2,8 +2,9 @@
 
 import asyncio
 
+from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.facts import RunFacts
-from diloco.rendezvous.history import entries_after, first_entry, newest_state, open_run
+from diloco.rendezvous.history import entries_after, first_entry, open_run
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.status import RunStatus, status_of
 

@@ -18,10 +18,11 @@ from diloco.errors import UserError
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.reduction.reduction import add_up
 from diloco.rendezvous import index, snapshots
+from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.counted import CountedPayloads
 from diloco.rendezvous.entries import MOST_BYTES, LogError, Outer, name_of
 from diloco.rendezvous.facts import RunFacts
-from diloco.rendezvous.history import entries_after, first_entry, newest_state, open_run
+from diloco.rendezvous.history import entries_after, first_entry, open_run
 from diloco.rendezvous.keys import check
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.state import OuterRef, SnapshotRef

@@ -1,0 +1,68 @@
+"""A trainer's run in a store, read by those who evaluate and export it."""
+
+import json
+
+import pytest
+import torch
+from tests.rendezvous.handwritten import Handwritten
+
+from diloco.data.index import read_index
+from diloco.errors import UserError
+from diloco.training.export import export_run
+from diloco.training.finished import evaluate_run, run_parameters
+from diloco.training.runs import read_config
+from diloco.training.store_runs import DATA_DIGEST
+from diloco.training.traits import to_json
+
+
+def dotted(values, where=""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{where}{name}.")
+        else:
+            yield where + name, value
+
+
+@pytest.fixture(scope="module")
+def run(finished_run, tmp_path_factory) -> Handwritten:
+    """A run of the model of `finished_run`, on its text, whose Θ has moved twice."""
+    config = read_config(finished_run)
+    own = ("name", "runs", "data.", "recipe", "micro_batch")
+    facts = {name: value for name, value in dotted(to_json(config)) if not name.startswith(own)}
+    facts[DATA_DIGEST] = read_index(config.data.prepared).digest
+    del facts["seed"]  # written with the facts of the codec
+    model = config.model.build(seed=5)
+    directory = tmp_path_factory.mktemp("store") / "elastic"
+    run = Handwritten(directory, facts=facts, initial=dict(model.named_parameters()))
+    run.train(2)
+    run.snapshot(0)
+    run.step(0, [run.send(0, 0)])
+    return run
+
+
+def test_theta_comes_from_the_newest_snapshot_and_the_rounds_after_it(run, finished_run) -> None:
+    model, step = run_parameters(str(run.directory), "outer")
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], value) for name, value in run.theta().items())
+    assert step == 600 // read_config(finished_run).tokens_per_step
+    with pytest.raises(UserError, match="a store holds the outer parameters alone"):
+        run_parameters(str(run.directory), "replica")
+
+
+def test_a_run_is_evaluated_and_exported_from_its_store(run, finished_run, tmp_path) -> None:
+    prepared = read_config(finished_run).data.prepared
+    assert prepared is not None
+    result = evaluate_run(str(run.directory), prepared=prepared)
+    assert result["eval_loss"] > 0 and result["run"] == str(run.directory)
+    export_run(str(run.directory), "safetensors", tmp_path / "out", prepared=prepared)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert "# elastic" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:
+    with pytest.raises(UserError, match="does not hold the run's text: set prepared"):
+        evaluate_run(str(run.directory))
+    index = json.loads((read_config(finished_run).data.prepared / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
+    with pytest.raises(UserError, match="holds another text than the run's"):
+        evaluate_run(str(run.directory), prepared=tmp_path)
