@@ -150,7 +150,7 @@ def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None
         resumed.model.load_state_dict(theta)
         resumed.engine.load_state_dict(state)
         if attempt == 0:
-            until(lambda: min(counted(resumed)) >= 0, resumed)  # it tells the work of the checkpoint, too
+            until(lambda again=resumed: min(counted(again)) >= 0, resumed)  # it tells the work of the checkpoint, too
         else:
             resumed.engine.step()
             assert max(np.abs(untold_p).max() for untold_p in untold(resumed)) < 1e-6
