@@ -120,6 +120,7 @@ class ElasticMembership:
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         rounds, named = self.rounds, self.rounds.parameters.all_named
+        has_error = rounds.settings.error_feedback is not None
         return {
             "replica": rounds.replica,
             "num_steps": rounds.num_steps,
@@ -133,8 +134,9 @@ class ElasticMembership:
             "counted": [
                 self._rendezvous.last_counted(rounds.replica, p) for p in range(rounds.state.num_fragments)
             ],
-            OUTER: named(rounds.state.at_home(OUTER)),
-            ERROR: named(rounds.state.at_home(ERROR)) if rounds.settings.error_feedback is not None else {},
+            # Copies: whoever loads in place must not change the run's Θ.
+            OUTER: named([outer_N.clone() for outer_N in rounds.state.at_home(OUTER)]),
+            ERROR: named([error_N.clone() for error_N in rounds.state.at_home(ERROR)]) if has_error else {},
         }
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -155,6 +157,7 @@ class ElasticMembership:
         """
         rounds, parameters = self.rounds, self.rounds.parameters
         rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
+        rounds.tokens_before = rounds.tokens
         rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
         rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])

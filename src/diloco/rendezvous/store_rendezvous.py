@@ -48,6 +48,7 @@ class StoreRendezvous:
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         poll_seconds: time between two looks into the store; None is 0.02 for a directory, and 0.5 for others.
         timeout_seconds: how long joining, leaving, and with the quorum "all" a decision, may take.
+        facts: further settings that all replicas of the run must share, JSON by name, such as the learning rate.
 
     Raises:
         UserError: for a wrong URL, name or setting.
@@ -67,11 +68,13 @@ class StoreRendezvous:
         key: str | None = None,
         poll_seconds: float | None = None,
         timeout_seconds: float = 600.0,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = _name(name)
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
         self._store = Store.open(self._url)
+        self._facts = facts or {}
         is_local = "://" not in self._url or self._url.startswith("file:")
         self._poll_seconds = poll_seconds or (0.02 if is_local else 0.5)
         self._asked = {
@@ -114,6 +117,19 @@ class StoreRendezvous:
         return self.state.members[self.replica].start
 
     @property
+    def counted_tokens(self) -> int:
+        """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
+        state, bases = self.state, self._following.bases
+        return state.tokens - sum(
+            contribution.tokens
+            for p, log in enumerate(state.fragments)
+            if log.round > bases[p][0]
+            for ref in log.since
+            if ref.body.round > bases[p][0]
+            for contribution in ref.body.contributions
+        )
+
+    @property
     def store(self) -> Store:
         """The store, with its counts of requests and bytes."""
         return self._store
@@ -153,7 +169,7 @@ class StoreRendezvous:
             name=self.name,
             rules=rules,
             asked=frozenset(self._asked),
-            facts=facts,
+            facts={**self._facts, **facts},
             timeout_seconds=self._timeout_seconds,
         )
         self._thread.start()

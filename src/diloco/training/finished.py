@@ -41,7 +41,7 @@ def run_parameters(directory: Path, parameters: Parameters) -> tuple[LanguageMod
     config = read_config(directory)
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
-    replicas = range(config.num_replicas)
+    replicas = range(config.num_local_replicas)
     exported = directory / OUTER_FILE
     if parameters == "outer" and exported.exists():
         try:
