@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch, prepared, under_a_launcher
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import RECIPES
+from diloco.training.recipes import RECIPES, recipe
 from diloco.training.runs import CONFIG_FILE, resumable
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--resume RUN]"
@@ -50,7 +50,10 @@ def run(arguments: list[str]) -> None:
 def _parsed(arguments: Sequence[str]) -> Command:
     """The command; a resume begins with the run's own config, and needs no recipe."""
     configs: dict[str, TrainConfig] = {}
-    if (directory := _resumed(arguments)) is not None:
+    words = _words(arguments)
+    if words.rendezvous is not None:  # each command starts one replica
+        configs = {name: replace(recipe(name), num_replicas=1) for name in RECIPES}
+    if (directory := words.resume) is not None:
         saved = resumable(directory)
         configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
         if saved.recipe in RECIPES and arguments[0] not in RECIPES:
@@ -58,14 +61,15 @@ def _parsed(arguments: Sequence[str]) -> Command:
     return parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco train", configs=configs)
 
 
-def _resumed(arguments: Sequence[str]) -> Path | None:
-    """The directory of the run that a command line resumes."""
+def _words(arguments: Sequence[str]) -> argparse.Namespace:
+    """The directory of the run that a command line resumes, and the rendezvous, on which the defaults depend."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--rendezvous")
     try:
-        return parser.parse_known_args(arguments)[0].resume
+        return parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError:
-        return None  # tyro explains what is wrong with it
+        return argparse.Namespace(resume=None, rendezvous=None)  # tyro explains what is wrong with it
 
 
 def _train(config: TrainConfig, *, is_resume: bool) -> None:
@@ -77,9 +81,9 @@ def _train(config: TrainConfig, *, is_resume: bool) -> None:
         print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
     print(f"run   {config.directory}", flush=True)
     if config.prometheus_port is not None:
-        ports = range(config.prometheus_port, config.prometheus_port + config.num_replicas)
+        ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
         print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
-    launch(_replica, config.num_replicas, config.processes_per_replica, config, is_resume)
+    launch(_replica, config.num_local_replicas, config.processes_per_replica, config, is_resume)
 
 
 def _replica(config: TrainConfig, is_resume: bool) -> None:

@@ -1,4 +1,4 @@
-"""The windows that a replica reads at step t: a pure function of (seed, t, replica, rank).
+"""The windows that a replica reads: a pure function of (seed, step, replica, rank), or of (seed, slot, position).
 
 With W windows and a global batch of B, step t (counted from 1) covers the positions (t−1)B … tB−1.
 Position k is window permutation_{seed,e}(k mod W) of epoch e = ⌊k / W⌋. Of M replicas, replica m takes
@@ -106,3 +106,62 @@ class Batches:
 
     def _windows(self, step: int) -> np.ndarray:
         return self.sampler.windows(step, self.replica, self.num_replicas, self.rank, self.num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSampler:
+    """The order of the windows of one split in each slot, where replicas come and go.
+
+    Slot s goes round the W permuted windows in a circle, epoch by epoch, from an offset of its own:
+    its window i is permutation_{seed,e}((o_s + i) mod W) of epoch e = ⌊i / W⌋, with o_s = ⌊W · φ(s)⌋ and φ the
+    radical inverse in base 2: 0, 1/2, 1/4, 3/4, 1/8, … (van der Corput, 1935).
+
+    So a slot reads each window once an epoch, slots 0 … 2^k − 1 at equal positions read different windows, and
+    together each window once while each of them reads W / 2^k.
+
+    >>> sampler = SlotSampler(num_windows=8)
+    >>> halves = [sampler.windows(slot, 0, 4) for slot in (0, 1)]
+    >>> np.concatenate(halves).tolist() == sampler.windows(0, 0, 8).tolist()
+    True
+    """
+
+    num_windows: int
+    """W: windows in the split, at least 1."""
+    seed: int = 0
+    """Key of the permutations, in [0, 2^64)."""
+
+    def windows(self, slot: int, first: int, count: int) -> np.ndarray:
+        """The windows `first` … `first + count − 1` of a slot: int64, shape (count,)."""
+        assert slot >= 0 and first >= 0, "both are counted from 0"
+        num_bits = slot.bit_length()
+        reversed_bits = int(f"{slot:b}"[::-1], 2)
+        offset = self.num_windows * reversed_bits >> num_bits
+        epoch_K, index_K = np.divmod(np.arange(first, first + count), self.num_windows)
+        index_K = (index_K + offset) % self.num_windows
+        return permute(index_K, size=self.num_windows, seed=self.seed, epoch_K=epoch_K).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotBatches:
+    """The batches of a replica that reads a slot, from where it took it over."""
+
+    shards: TokenShards
+    """The split to read."""
+    sampler: SlotSampler
+    """The order in which to read it."""
+    sequence_length: int
+    """Tokens in a sequence; a window holds one more, the last token's target."""
+    size: int
+    """Sequences of a batch."""
+    slot: int
+    """s."""
+    start: int
+    """Where the replica begins in its slot, in tokens."""
+    after_step: int = 0
+    """Steps that it had taken before."""
+
+    def batch(self, step: int) -> np.ndarray:
+        """The tokens to read at `step`, counted from 1: int64, shape (size, sequence_length + 1)."""
+        first = self.start // self.sequence_length + (step - self.after_step - 1) * self.size
+        windows = self.sampler.windows(self.slot, first, self.size)
+        return np.stack([self.shards.window(int(i), self.sequence_length) for i in windows])

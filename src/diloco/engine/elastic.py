@@ -120,6 +120,7 @@ class ElasticMembership:
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         rounds, named = self.rounds, self.rounds.parameters.all_named
+        has_error = rounds.settings.error_feedback is not None
         return {
             "run": self._joined.run,
             "slot": self._joined.slot,
@@ -132,8 +133,9 @@ class ElasticMembership:
             "last_sent": list(rounds.last_sent),
             "next_send": list(self._next_send),
             "told": [list(pair) for pair in rounds.told],
-            OUTER: named(rounds.state.at_home(OUTER)),
-            ERROR: named(rounds.state.at_home(ERROR)) if rounds.settings.error_feedback is not None else {},
+            # Copies: whoever loads in place must not change the run's Θ.
+            OUTER: named([outer_N.clone() for outer_N in rounds.state.at_home(OUTER)]),
+            ERROR: named([error_N.clone() for error_N in rounds.state.at_home(ERROR)]) if has_error else {},
         }
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -154,6 +156,7 @@ class ElasticMembership:
         """
         rounds, parameters = self.rounds, self.rounds.parameters
         rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
+        rounds.tokens_before = rounds.tokens
         rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
         rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])

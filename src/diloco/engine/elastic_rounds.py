@@ -64,6 +64,8 @@ class ElasticRounds(ReplicaRounds):
     told: list[tuple[int, int]] = field(default_factory=list)
     """For each fragment the tokens and inner steps up to its last send that was counted."""
     next_seq: int = 0
+    tokens_before: int = 0
+    """Tokens that earlier processes of this replica have read."""
 
     def __post_init__(self) -> None:
         """Begin with the run's first Θ."""
@@ -83,6 +85,10 @@ class ElasticRounds(ReplicaRounds):
     def untold_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
         return self.tokens - sum(tokens for tokens, _ in self.told) / len(self.told)
+
+    def is_initial(self, p: int) -> bool:
+        """Whether no outer step of a fragment was taken."""
+        return not self.rounds[p]
 
     def catch_up(self, joined: Joined) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
@@ -153,7 +159,7 @@ class ElasticRounds(ReplicaRounds):
             norm=norm_of(decoded_N.cpu()),
             tokens=tokens or steps,
             steps=steps,
-            position=self.tokens or self.num_steps,
+            position=self.tokens - self.tokens_before or self.num_steps,
             step=self.num_steps,
             overlap_steps=self.overlap_steps,
         )
@@ -267,4 +273,5 @@ class ElasticRounds(ReplicaRounds):
                 yield self.form.codec.decode_into(to_N, decision.payloads[member], key)
 
         spans = self.parameters.spans[decision.fragment]
-        return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group)
+        cohort = decision.cohort
+        return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group, cohort)

@@ -36,7 +36,7 @@ def finish(rounds: Rounds, *, flush: bool) -> tuple[OuterStep, ...]:
 
 def warn_of_unsent(rounds: ReplicaRounds) -> None:
     """Name the fragments that were never sent; the warning points to the caller's caller."""
-    unsent = [p for p, last_sent in enumerate(rounds.last_sent) if not last_sent]
+    unsent = [p for p in range(len(rounds.last_sent)) if rounds.is_initial(p)]
     if unsent and rounds.num_steps:
         names = ", ".join(
             f"fragment {p} ({rounds.settings.fragments[p].parameters[0]}, …) was never sent" for p in unsent

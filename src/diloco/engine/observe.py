@@ -116,10 +116,11 @@ def described(
     make_deltas: Callable[[], Iterator[Tensor]],
     spans: Mapping[str, tuple[int, int]],
     shard_group: dist.ProcessGroup | None,
+    cohort: Cohort | None = None,
 ) -> OuterStep:
     """An outer step, from what makes its vectors again; see `OuterStep`."""
     add_up = partial(sum_over_shards, group=shard_group)
-    return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up)
+    return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
 
 
 def non_finite(step: int, replica: int, fragment: int, parameter: str | None) -> NonFiniteError:

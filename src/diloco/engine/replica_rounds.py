@@ -76,6 +76,10 @@ class ReplicaRounds:
         """When the other replicas answered; None where that is not known."""
         return None
 
+    def is_initial(self, p: int) -> bool:
+        """Whether Θ_p is the initial one, as far as this replica's sends say."""
+        return not self.last_sent[p]
+
     def expect_next(self) -> None:
         """Announce the fragment that is used next, if that is known."""
 

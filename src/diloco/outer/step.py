@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from diloco.reduction.cohort import Cohort
 from diloco.schedule import Sync
 
 
@@ -29,6 +30,8 @@ class OuterStep:
     """For each block of the fragment, its first element in these vectors, and the one after its last."""
     sum_over_shards: Callable[[Tensor], Tensor]
     """Adds up a value of every process of a sharded replica."""
+    cohort: Cohort | None = None
+    """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
 
     @cached_property
     def average(self) -> Tensor:

@@ -106,7 +106,8 @@ def _compare(data: bytes, wish: Wish) -> None:
         if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
             raise DisagreementError(
                 f"this replica differs from the run in {name}: the run has {_short(body.facts.get(name))}, and "
-                f"this replica {_short(mine.get(name))}; start it with the run's settings, or in another place"
+                f"this replica {_short(mine.get(name))}; start it with the run's settings, or in another place",
+                name,
             )
     for field in fields(Rules):
         theirs, ours = getattr(body.rules, field.name), getattr(wish.rules, field.name)

@@ -45,6 +45,7 @@ class StoreRendezvous(StoreView):
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         poll_seconds: time between two looks into the store; None is 0.02 for a directory, and 0.5 for others.
         timeout_seconds: how long joining, leaving, and with the quorum "all" a decision, may take.
+        facts: further settings that all replicas of the run must share, JSON by name, such as the learning rate.
 
     Raises:
         UserError: for a wrong URL, name or setting.
@@ -65,12 +66,14 @@ class StoreRendezvous(StoreView):
         key: str | None = None,
         poll_seconds: float | None = None,
         timeout_seconds: float = 600.0,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = _name(name)
         self._asked_local_steps = max_local_steps
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
         self._store = Store.open(self._url)
+        self._facts = facts or {}
         is_local = "://" not in self._url or self._url.startswith("file:")
         self._poll_seconds = poll_seconds or (0.02 if is_local else 0.5)
         self._asked = {
@@ -110,7 +113,7 @@ class StoreRendezvous(StoreView):
             name=self.name,
             rules=rules,
             asked=frozenset(self._asked),
-            facts=facts,
+            facts={**self._facts, **facts},
             sizes=form.sizes,
             timeout_seconds=self._timeout_seconds,
         )

@@ -35,6 +35,20 @@ class StoreView:
         return self.state.members[self.replica].start
 
     @property
+    def counted_tokens(self) -> int:
+        """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
+        assert self._follower is not None, "the engine has joined"
+        state, bases = self.state, self._follower.bases
+        return state.tokens - sum(
+            contribution.tokens
+            for p, log in enumerate(state.fragments)
+            if log.round > bases[p][0]
+            for ref in log.since
+            if ref.body.round > bases[p][0]
+            for contribution in ref.body.contributions
+        )
+
+    @property
     def store(self) -> Store:
         """The store, with its counts of requests and bytes."""
         return self._store

@@ -37,13 +37,15 @@ class Checkpoints:
     Args:
         directory: of the run's checkpoints; the replica's own directory in it is made when it is first needed.
         replica: the replica's number.
-        group: the replica's processes, on gloo, used for nothing else.
+        group: the replica's processes, on gloo, used for nothing else; None if it is one without a group.
         keep: number of the newest checkpoints to keep.
     """
 
-    def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup, *, keep: int) -> None:
+    def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup | None, *, keep: int) -> None:
         self._directory, self._group, self._keep = _directory(directory, replica), group, keep
-        self._shard, self._num_shards = dist.get_rank(group), dist.get_world_size(group)
+        self._shard, self._num_shards = (
+            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        )
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -169,7 +171,8 @@ class Checkpoints:
                 mine[index] = torch.frombuffer(bytearray(function(items[index])), dtype=torch.uint8)
         except Exception as error:
             mine[-1, 0], failure = 1, error
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+        if self._group is not None:
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
         if failure is not None:
             raise failure
         if mine[-1, 0]:

@@ -11,8 +11,15 @@ from diloco.errors import UserError
 from diloco.integrations.trackers import TrackerName
 from diloco.models.spec import ModelConfig
 from diloco.presets import Method
-from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig, out_of_range
-from diloco.training.traits import trait
+from diloco.training.sections import (
+    AdamWConfig,
+    CheckpointConfig,
+    DilocoConfig,
+    ElasticConfig,
+    EvaluationConfig,
+    out_of_range,
+)
+from diloco.training.traits import get, trait
 
 _MOST_PROCESSES = 1 << 16
 """More than a run can mean of processes, or of connections; what is counted by them stays small."""
@@ -25,13 +32,22 @@ class TrainConfig:
     recipe: tyro.conf.Suppress[str] = field(default="", metadata=trait(incidental=True))
     """The recipe it was made from."""
     name: str = field(default="", metadata=trait(incidental=True))
-    """The run's directory below `runs`; left out, the recipe's name and the time."""
+    """The run's directory below `runs`; left out, the recipe's name and the time. With a rendezvous it is the
+    replica's own, and the name by which the others know it: a later process of that name takes its place."""
     runs: Path = field(default=Path("runs"), metadata=trait(incidental=True, own_to_a_replica=True))
     """Directory of all runs."""
     method: Method = field(default="streaming_overlapped_fp4", metadata=trait(planned=True))
     """Preset of the DiLoCo settings that are left out; data_parallel exchanges gradients at every step instead."""
     num_replicas: int = field(default=2, metadata=trait(column="replicas"))
-    """M, how many replicas train; they are local processes, or under torchrun those of its world."""
+    """M, how many replicas train; they are local processes, or under torchrun those of its world. With a
+    rendezvous a command starts one replica, and M, by default 1, must have joined before the first step."""
+    rendezvous: str | None = field(default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True))
+    """Directory or bucket in which replicas that come and go meet: a path, s3://bucket/prefix, gs://… or az://….
+    The first command creates the run there, and others join it at any time, each as one replica under its name."""
+    replica_batch: int | None = field(
+        default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
+    )
+    """Sequences a step of this replica, with a rendezvous; None is global_batch / num_replicas."""
     shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row; None is 1, on a resume the
     run's own."""
@@ -52,6 +68,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig, metadata=trait(own_to_a_replica=True))
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig, metadata=trait(own_to_a_replica=True))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     num_connections: int = field(default=1, metadata=trait(may_change_on_resume=True))
@@ -78,7 +95,7 @@ class TrainConfig:
     )
     """Port of 127.0.0.1 on which a machine's first replica serves /metrics for Prometheus; its next replicas take
     the ports after it. None serves nothing."""
-    log_layer_cosine: bool = False
+    log_layer_cosine: bool = field(default=False, metadata=trait(own_with_rendezvous=True))
     """Log the cosine between replicas' outer gradients for every block, not only for every fragment."""
 
     def __post_init__(self) -> None:
@@ -105,9 +122,10 @@ class TrainConfig:
         if self.prometheus_port is not None and not 0 < self.prometheus_port < 1 << 16:
             raise out_of_range("prometheus_port", "above 0 and below 65536", self.prometheus_port)
         if self.method == "data_parallel":
-            self._check_data_parallel()
-        self._check_batch()
-        self._check_checkpoints()
+            _check_data_parallel(self)
+        _check_rendezvous(self)
+        _check_batch(self)
+        _check_checkpoints(self)
 
     @property
     def tokens_per_step(self) -> int:
@@ -130,14 +148,19 @@ class TrainConfig:
         return self.num_shards * self.num_ddp
 
     @property
+    def num_local_replicas(self) -> int:
+        """Replicas that one command starts, and whose files its directory holds: M, with a rendezvous 1."""
+        return self.num_replicas if self.rendezvous is None else 1
+
+    @property
     def num_processes(self) -> int:
-        """Processes of all replicas."""
-        return self.num_replicas * self.processes_per_replica
+        """Processes of all of these replicas."""
+        return self.num_local_replicas * self.processes_per_replica
 
     @property
     def process_batch(self) -> int:
         """Sequences a step of one process."""
-        return self.global_batch // self.num_processes
+        return self.replica_batch or self.global_batch // (self.num_replicas * self.processes_per_replica)
 
     @property
     def num_steps(self) -> int:
@@ -154,64 +177,11 @@ class TrainConfig:
         """The directory of its checkpoints."""
         return self.directory / "checkpoints"
 
-    def _check_data_parallel(self) -> None:
-        if self.num_connections > 1:
-            raise UserError(
-                f"num_connections={self.num_connections} means nothing to data_parallel, which leaves gradients "
-                "to DistributedDataParallel: leave it out",
-                "num_connections",
-            )
-        for name in ("shards_per_replica", "ddp_per_replica"):
-            if (getattr(self, name) or 1) > 1:
-                raise UserError(
-                    f"{name}={getattr(self, name)} with method=data_parallel: its replicas are one process each; "
-                    "raise num_replicas instead",
-                    *(name, "method", "num_replicas"),
-                )
-
-    def _check_batch(self) -> None:
-        if self.global_batch % self.num_processes:
-            divisor = f"num_replicas={self.num_replicas}"
-            for name in ("shards_per_replica", "ddp_per_replica"):
-                divisor += f" · {name}={getattr(self, name)}" if (getattr(self, name) or 1) > 1 else ""
-            raise UserError(
-                f"global_batch={self.global_batch} must be a multiple of {divisor}: "
-                "each process takes an equal share",
-                *("global_batch", "num_replicas", "shards_per_replica", "ddp_per_replica"),
-            )
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.process_batch % self.micro_batch):
-            raise UserError(
-                f"micro_batch={self.micro_batch} must divide a process's share of the batch, {self.process_batch}",
-                "micro_batch",
-            )
-        per_step = self.tokens_per_step
-        if rest := self.num_tokens % per_step:
-            below = self.num_tokens - rest
-            choice = f"{below} or {below + per_step}" if below else f"{per_step} or more"
-            raise UserError(
-                f"num_tokens={self.num_tokens} is no whole number of steps of global_batch·sequence_length="
-                f"{per_step} tokens: take {choice}",
-                *("num_tokens", "global_batch", "sequence_length"),
-            )
-
-    def _check_checkpoints(self) -> None:
-        every, keep = self.checkpoint.every_steps, self.checkpoint.keep
-        if every < 0:
-            raise out_of_range("checkpoint.every_steps", "at least 0", every)
-        if keep is not None and keep < 1:
-            raise out_of_range("checkpoint.keep", "at least 1", keep)
-        if keep is not None and keep < self.checkpoints_needed:
-            raise UserError(
-                f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {self.steps_apart} "
-                f"steps apart, so keep at least {self.checkpoints_needed} checkpoints, or save less often",
-                *("checkpoint.keep", "checkpoint.every_steps"),
-            )
-
     @property
     def checkpoints_needed(self) -> int:
         """Number of newest checkpoints of each replica that always share one step, however far apart they are."""
         every = self.checkpoint.every_steps
-        return 1 if not every or self.num_replicas == 1 else 2 - -self.steps_apart // every
+        return 1 if not every or self.num_local_replicas == 1 else 2 - -self.steps_apart // every
 
     @property
     def default_keep(self) -> int:
@@ -226,3 +196,89 @@ class TrainConfig:
             return 1
         first_offset = min(diloco.offsets) if diloco.offsets and diloco.first_sync == "full_period" else 0
         return diloco.sync_every + first_offset + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
+
+
+def _check_data_parallel(config: TrainConfig) -> None:
+    if config.num_connections > 1:
+        raise UserError(
+            f"num_connections={config.num_connections} means nothing to data_parallel, which leaves gradients "
+            "to DistributedDataParallel: leave it out",
+            "num_connections",
+        )
+    for name in ("shards_per_replica", "ddp_per_replica"):
+        if (getattr(config, name) or 1) > 1:
+            raise UserError(
+                f"{name}={getattr(config, name)} with method=data_parallel: its replicas are one process each; "
+                "raise num_replicas instead",
+                *(name, "method", "num_replicas"),
+            )
+
+
+def _check_rendezvous(config: TrainConfig) -> None:
+    """Refuse what replicas that come and go can't do, and what only they can."""
+    if config.replica_batch is not None and config.replica_batch < 1:
+        raise out_of_range("replica_batch", "at least 1", config.replica_batch)
+    if config.rendezvous is None:
+        for name, value in (("replica_batch", config.replica_batch), *vars(config.elastic).items()):
+            if value is not None:
+                name = name if name == "replica_batch" else f"elastic.{name}"
+                raise UserError(
+                    f"{name}={value} means nothing without rendezvous: set it to a URL", name, "rendezvous"
+                )
+        return
+    diloco = config.diloco
+    refused = {
+        "method": (config.method == "data_parallel", "it needs every replica at every step: take another"),
+        "shards_per_replica": (config.num_shards > 1, "a replica is one process there: leave it out"),
+        "ddp_per_replica": (config.num_ddp > 1, "a replica is one process there: leave it out"),
+        "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
+        "diloco.combine": (diloco.combine != "gather", "reduce_scatter needs a fixed group: take gather"),
+        "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
+        "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
+    }
+    for name, (is_set, reason) in refused.items():
+        if is_set:
+            raise UserError(
+                f"{name}={get(config, name)} with rendezvous={config.rendezvous}: {reason}", name, "rendezvous"
+            )
+
+
+def _check_batch(config: TrainConfig) -> None:
+    num_processes = config.num_replicas * config.processes_per_replica
+    if config.replica_batch is None and config.global_batch % num_processes:
+        divisor = f"num_replicas={config.num_replicas}"
+        for name in ("shards_per_replica", "ddp_per_replica"):
+            divisor += f" · {name}={getattr(config, name)}" if (getattr(config, name) or 1) > 1 else ""
+        raise UserError(
+            f"global_batch={config.global_batch} must be a multiple of {divisor}: "
+            "each process takes an equal share",
+            *("global_batch", "num_replicas", "shards_per_replica", "ddp_per_replica"),
+        )
+    if config.micro_batch is not None and (config.micro_batch < 1 or config.process_batch % config.micro_batch):
+        raise UserError(
+            f"micro_batch={config.micro_batch} must divide a process's share of the batch, {config.process_batch}",
+            "micro_batch",
+        )
+    per_step = config.tokens_per_step
+    if rest := config.num_tokens % per_step:
+        below = config.num_tokens - rest
+        choice = f"{below} or {below + per_step}" if below else f"{per_step} or more"
+        raise UserError(
+            f"num_tokens={config.num_tokens} is no whole number of steps of global_batch·sequence_length="
+            f"{per_step} tokens: take {choice}",
+            *("num_tokens", "global_batch", "sequence_length"),
+        )
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    every, keep = config.checkpoint.every_steps, config.checkpoint.keep
+    if every < 0:
+        raise out_of_range("checkpoint.every_steps", "at least 0", every)
+    if keep is not None and keep < 1:
+        raise out_of_range("checkpoint.keep", "at least 1", keep)
+    if keep is not None and keep < config.checkpoints_needed:
+        raise UserError(
+            f"checkpoint.keep={keep} with checkpoint.every_steps={every}: replicas may be {config.steps_apart} "
+            f"steps apart, so keep at least {config.checkpoints_needed} checkpoints, or save less often",
+            *("checkpoint.keep", "checkpoint.every_steps"),
+        )

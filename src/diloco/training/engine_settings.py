@@ -79,7 +79,7 @@ def check(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = config.model.build(seed=config.seed)
     settings = engine_settings(config, model)
-    settings.check(model, config.num_replicas)
+    settings.check(model, config.num_replicas if config.rendezvous is None else None)
     schedule = settings.schedule
     last = max(range(schedule.num_fragments), key=schedule.send_step)
     if (step := schedule.send_step(last)) > config.num_steps:

@@ -50,7 +50,7 @@ def run_parameters(source: Path | str, parameters: Parameters) -> tuple[Language
     config = read_config(source)
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
-    replicas = range(config.num_replicas)
+    replicas = range(config.num_local_replicas)
     exported = source / OUTER_FILE
     if parameters == "outer" and exported.exists():
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from diloco.data.sampling import Batches, Sampler
+from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.exchange.control import agree, failing_together
 from diloco.integrations.trackers import tracker
@@ -52,7 +52,8 @@ def train(
         if on_start is not None:
             on_start(run.state.step)
         since = time.perf_counter()
-        for step in range(run.state.step + 1, config.num_steps + 1):
+        while not run.state.is_over:
+            step = run.state.step + 1
             metrics = train_step(run.state, run.batches.batch(step), config, run.world, since=since)
             since = time.perf_counter()
             if _is_due(step, config.evaluation.every_steps):
@@ -63,7 +64,7 @@ def train(
             if on_step is not None:
                 on_step(metrics)
             every_steps = config.checkpoint.every_steps
-            if _is_due(step, every_steps) or (every_steps and step == config.num_steps):
+            if _is_due(step, every_steps) or (every_steps and run.state.is_over):
                 run.save()
         return run.conclude()
 
@@ -78,7 +79,7 @@ class _Run:
 
     config: TrainConfig
     world: World
-    batches: Batches
+    batches: Batches | SlotBatches
     held_out: TokenShards
     state: TrainState
     checkpoints: Checkpoints
@@ -101,10 +102,12 @@ class _Run:
         self.state.save(self.checkpoints)
 
     def conclude(self) -> Outcome | None:
-        """Wait for the last checkpoint, evaluate, and sum up in the first process."""
+        """Wait for the last checkpoint, leave the run, evaluate, and sum up in the first process."""
         self.checkpoints.wait()
         if self.log is not None:
             self.log.close()
+        if self.world.rendezvous is not None:
+            self.world.rendezvous.leave(finished=True)
         loss = evaluate(self.state, self.config, self.world, self.held_out, together=True)
         return conclude(self.state, self.config, self.world, loss) if self.world.replica == 0 else None
 
@@ -117,11 +120,10 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         stack.enter_context(failing_together(world.exchange))
         stack.enter_context(lack_of_memory_explained(config, world))
         corpus, held_out = _open_corpus(config, world)
+        state = initial_state(config, world)
         if not resume:
             claim_together(config, world)
-        batches = open_batches(config, world, corpus)
-        state = initial_state(config, world)
-        assert config.checkpoint.keep is not None and world.own_group is not None, "the run has been joined"
+        assert config.checkpoint.keep is not None, "the config is resolved"
         checkpoints = stack.enter_context(
             Checkpoints(config.checkpoints, world.replica, world.own_group, keep=config.checkpoint.keep)
         )
@@ -135,6 +137,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         if world.rank == 0:
             log = _open_log(config, world.replica, state.step)
             _serve_metrics(config, state, world.replica, stack)
+        batches = open_batches(config, world, corpus, after_step=state.step)
         yield _Run(config, world, batches, held_out, state, checkpoints, log)
 
 
@@ -154,7 +157,7 @@ def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: 
         return
     from diloco.integrations.prometheus import MetricsServer
 
-    index_on_machine = int(os.environ["LOCAL_RANK"]) // config.processes_per_replica
+    index_on_machine = int(os.environ.get("LOCAL_RANK", "0")) // config.processes_per_replica
     server = MetricsServer(state.sync, config.prometheus_port + index_on_machine, replica=replica)
     stack.callback(server.close)
 
@@ -173,9 +176,21 @@ def _open_corpus(config: TrainConfig, world: World) -> tuple[TokenShards, TokenS
     return corpus, held_out
 
 
-def open_batches(config: TrainConfig, world: World, corpus: TokenShards) -> Batches:
-    """This process's share of every batch."""
+def open_batches(
+    config: TrainConfig, world: World, corpus: TokenShards, *, after_step: int = 0
+) -> Batches | SlotBatches:
+    """This process's share of every batch; with a rendezvous, those of its slot after a step."""
     num_windows = corpus.num_windows(config.sequence_length)
+    if world.rendezvous is not None:
+        return SlotBatches(
+            shards=corpus,
+            sampler=SlotSampler(num_windows=num_windows, seed=config.seed),
+            sequence_length=config.sequence_length,
+            size=config.process_batch,
+            slot=world.rendezvous.slot,
+            start=world.rendezvous.start,
+            after_step=after_step,
+        )
     return Batches(
         shards=corpus,
         sampler=Sampler(num_windows=num_windows, global_batch=config.global_batch, seed=config.seed),

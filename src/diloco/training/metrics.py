@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,8 @@ class OuterStepMetrics:
     """Mean cosine between the replicas' outer gradients; None if there is no pair."""
     layer_cosine: Mapping[str, float | None] = field(default_factory=dict)
     """The same for each block, if it is logged."""
+    contributors: Mapping[str, float] = field(default_factory=dict)
+    """With a rendezvous, the replicas that were in it by name, and their weights, the largest of which is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,11 @@ class StepMetrics:
     """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
 
 
-def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> OuterStepMetrics:
-    """The fragment, round, norm and cosines of an outer step."""
-    blocks = outer_step.spans if log_layer_cosine else ()
+def describe(
+    outer_step: OuterStep, *, log_layer_cosine: bool, names: Callable[[int], str] = str
+) -> OuterStepMetrics:
+    """The fragment, round, norm, cosines and contributors of an outer step, by the names of the replicas."""
+    blocks, cohort = outer_step.spans if log_layer_cosine else (), outer_step.cohort
     return OuterStepMetrics(
         fragment=outer_step.sync.fragment,
         round=outer_step.sync.round,
@@ -79,6 +83,7 @@ def describe(outer_step: OuterStep, *, log_layer_cosine: bool) -> OuterStepMetri
         outer_gradient_norm=outer_step.norm(),
         cosine=outer_step.mean_cosine(),
         layer_cosine={block: outer_step.mean_cosine(block) for block in blocks},
+        contributors={names(m): w for m, w in zip(cohort.members, cohort.weights, strict=True)} if cohort else {},
     )
 
 
@@ -126,8 +131,9 @@ class MetricsLog:
         values = asdict(metrics)
         written = {k: v for k, v in values.items() if v not in (None, (), {})}
         for outer_step in values["outer_steps"]:
-            if not outer_step["layer_cosine"]:
-                del outer_step["layer_cosine"]
+            for name in ("layer_cosine", "contributors"):
+                if not outer_step[name]:
+                    del outer_step[name]
         with writing(self._path):
             self._file.write(json.dumps(written) + "\n")
         curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}

@@ -1,5 +1,6 @@
 """From the settings asked for to a run that can start: one call, before any replica exists."""
 
+import secrets
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -10,9 +11,10 @@ from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import load_tokenizer
-from diloco.errors import UserError
+from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
+from diloco.rendezvous.store import Store
 from diloco.training.config import TrainConfig
 from diloco.training.engine_settings import check
 from diloco.training.launcher import under_a_launcher
@@ -43,7 +45,10 @@ def prepare_run(
     _check_device(asked)
     if not asked.name and under_a_launcher():
         raise UserError("under torchrun set name: all replicas must know their run by it", "name")
-    asked = replace(asked, name=asked.name or f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    if asked.rendezvous is not None:
+        with setting("rendezvous", asked.rendezvous):
+            Store.open(asked.rendezvous)
+    asked = replace(asked, name=asked.name or _name(asked))
     if not under_a_launcher():
         check_unclaimed(asked.directory)
     directory = resolve_data(asked.data, progress=progress)
@@ -84,6 +89,12 @@ def refuse_what_means_nothing(asked: TrainConfig) -> None:
             "leave it out, or set diloco.fragments to strided or sequential",
             *("diloco.layers_per_fragment", "diloco.fragments"),
         )
+
+
+def _name(asked: TrainConfig) -> str:
+    """The recipe's name and the time, which another replica of a rendezvous may have, too."""
+    name = f"{asked.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    return name if asked.rendezvous is None else f"{name}-{secrets.token_hex(3)}"
 
 
 def _check_libraries(asked: TrainConfig) -> None:

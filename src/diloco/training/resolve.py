@@ -1,5 +1,6 @@
 """From the settings asked for to the settings that run: values that follow from others are filled in."""
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,23 @@ def shared_facts(config: TrainConfig) -> dict[str, Any]:
     """The settings that all replicas of a run must share, by field, as JSON; text is compared by its digest."""
     own = fields_with(TrainConfig, "own_to_a_replica")
     return {name: value for name, value in to_json(config).items() if name not in own}
+
+
+def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
+    """The settings that replicas which come and go must share, by dotted name, as JSON."""
+    own = {
+        name
+        for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
+        for name in fields_with(TrainConfig, kind)
+    }
+    return dict(_flat(to_json(config), without=own))
+
+
+def _flat(values: Mapping[str, Any], *, without: Collection[str], where: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if where + name in without:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, without=without, where=f"{where}{name}.")
+        else:
+            yield where + name, value

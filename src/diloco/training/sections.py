@@ -57,7 +57,9 @@ class DilocoConfig:
 
     sync_every: int = field(default=30, metadata=trait(planned=True, column="sync_every"))
     """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int | tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
+    overlap_steps: int | tuple[int, ...] | None = field(
+        default=None, metadata=trait(planned=True, own_with_rendezvous=True)
+    )
     """τ: inner steps between sending a fragment and merging it, one number or one a replica; None is the method's
     own."""
     offsets: tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
@@ -95,6 +97,27 @@ class DilocoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Replicas that come and go: which of their payloads an outer step needs; only with a rendezvous."""
+
+    quorum: Literal["majority", "all"] | None = None
+    """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
+    patience, and then for nobody. all: it waits for all, as in a fixed group. None is the run's, or majority."""
+    patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    """Inner steps; None is sync_every."""
+    weights: Literal["tokens", "tokens_squared_per_step"] | None = None
+    """Weight of a replica's outer gradient in the average; None is the run's, or tokens."""
+    max_stale: int | None = None
+    """Rounds of a fragment after which a late payload is not counted any more; None is the run's, or 3."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers below 0."""
+        for name in ("patience", "max_stale"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1 << 31:
+                raise out_of_range(f"elastic.{name}", "at least 0 and below 2^31", value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints for a resume, on each replica's own disk."""
 
@@ -108,9 +131,9 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Held-out loss of the outer parameters."""
 
-    every_steps: int = 0
+    every_steps: int = field(default=0, metadata=trait(own_with_rendezvous=True))
     """Steps between two evaluations while training, each replica on its share of the text; 0 is the end only."""
-    num_tokens: int = 262_144
+    num_tokens: int = field(default=262_144, metadata=trait(own_with_rendezvous=True))
     """Largest number of held-out tokens to evaluate on."""
     batch: int = field(default=16, metadata=trait(may_change_on_resume=True))
     """Sequences a forward pass."""

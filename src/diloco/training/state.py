@@ -16,6 +16,7 @@ from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import DataParallel, data_parallel, settle_buckets
 from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.mean_loss import MeanLoss
+from diloco.training.progress import ElasticProgress, FixedProgress, Progress
 from diloco.training.sections import AdamWConfig
 from diloco.training.sizes import check_sizes
 from diloco.training.synchronizer import Synchronizer
@@ -34,14 +35,18 @@ class TrainState:
     """AdamW."""
     sync: Synchronizer
     """Θ, the outer momentum and what is in flight; or the baseline."""
+    progress: Progress
+    """How far the whole run is."""
     passes: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
     """Context of a forward and backward pass, given whether the pass is the last of its step."""
     frozen: Callable[[int], Iterable[nn.Parameter]] = lambda step: ()
     """The parameters that are not trained at a step."""
     mean_loss: MeanLoss | None = None
-    """The losses of all replicas, for logs; None for the baseline."""
+    """The losses of all replicas, for logs; None for the baseline, and with a rendezvous."""
     step: int = 0
     """Inner steps taken."""
+    is_over: bool = False
+    """Whether the last of them was taken."""
     seconds: float = 0.0
     """Time that they took, in every part of a run that was interrupted."""
     blocked_seconds: float = 0.0
@@ -64,6 +69,7 @@ class TrainState:
         moments = dict(enumerate(tensors["optimizer"].values()))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.sync.load_state_dict(facts.sync | tensors["sync"])
+        self.is_over = self.progress.is_over(self.step)
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""
@@ -113,10 +119,18 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
         baseline = DataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
-        return TrainState(model, baseline.forward, optimizer, baseline, passes=baseline.passes)
+        return TrainState(
+            model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
+        )
     settings = engine_settings(config, model)
-    engine = StreamingDiLoCo(model, exchange=world.exchange, offload=config.diloco.offload, **vars(settings))
-    state = TrainState(model, forward, optimizer, engine, mean_loss=MeanLoss(world.exchange))
+    exchange = world.rendezvous or world.exchange
+    engine = StreamingDiLoCo(model, exchange=exchange, offload=config.diloco.offload, **vars(settings))
+    if world.rendezvous is not None:
+        progress = ElasticProgress(config, engine, world.rendezvous)
+        return TrainState(model, forward, optimizer, engine, progress)
+    state = TrainState(
+        model, forward, optimizer, engine, FixedProgress(config), mean_loss=MeanLoss(world.exchange)
+    )
     if config.num_ddp > 1:
         state.forward = inside = data_parallel(forward, world.own_device_group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)

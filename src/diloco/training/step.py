@@ -37,26 +37,28 @@ def train_step(
     """
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
-    rate = learning_rate(config, step)
+    rate = learning_rate(config, state.progress.tokens(step) / config.tokens_per_step)
     loss, grad_norm = inner_step(state, batch, config, world, rate)
-    outer_steps = [*sync.step()]
+    outer_steps = [*sync.step(tokens=len(batch) * config.sequence_length)]
     if state.mean_loss is not None:
         state.mean_loss.add(loss)
         if sync.bytes_sent > sent_before:
             state.mean_loss.send(step)
-    if step == config.num_steps:
+    state.is_over = state.progress.is_over(step)
+    if state.is_over:
         outer_steps += sync.finish()
     mean_loss = None
     if state.mean_loss is not None and outer_steps:
         mean_loss = state.mean_loss.receive(max(o.sync.step for o in outer_steps))
-    described = tuple(describe(o, log_layer_cosine=config.log_layer_cosine) for o in outer_steps)
+    layers = config.log_layer_cosine
+    described = tuple(describe(o, log_layer_cosine=layers, names=world.name_of) for o in outer_steps)
     blocked_seconds = world.over_ranks(sync.blocked_seconds - blocked_before, dist.ReduceOp.MAX)
     seconds = time.perf_counter() - since
     state.step, state.seconds = step, state.seconds + seconds
     state.blocked_seconds += blocked_seconds
     return StepMetrics(
         step=step,
-        tokens=step * config.tokens_per_step,
+        tokens=state.progress.tokens(step),
         loss=loss,
         learning_rate=rate,
         grad_norm=grad_norm,
@@ -115,12 +117,15 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
     return world.over_ranks(loss, dist.ReduceOp.SUM) / world.num_ranks, gathered(grad_norm).item()
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up to the peak, then a cosine to `final_fraction` of it at the last step."""
+def learning_rate(config: TrainConfig, step: float) -> float:
+    """Linear warm-up to the peak, then a cosine to `final_fraction` of it at the last step, and after that.
+
+    Between two steps it is defined, too: where replicas come and go, the run need not stand at a whole step.
+    """
     inner, num_steps = config.optimizer, config.num_steps
     assert inner.warmup_steps is not None, "the config is resolved"
     if step <= inner.warmup_steps:
         return inner.learning_rate * step / inner.warmup_steps
-    progress = (step - inner.warmup_steps) / (num_steps - inner.warmup_steps)
+    progress = (min(step, num_steps) - inner.warmup_steps) / (num_steps - inner.warmup_steps)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * cosine)

@@ -1,8 +1,8 @@
 """Evaluate a run, and write its outer parameters and its summary."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +22,7 @@ from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.rendezvous import Contributor, contributors
 from diloco.training.state import TrainState
 from diloco.training.traits import to_json
 from diloco.training.world import World
@@ -59,7 +60,7 @@ class Summary:
     method: str = ""
     """The run's method."""
     num_replicas: Count = 1
-    """M."""
+    """M; with a rendezvous the number of contributors."""
     shards_per_replica: Count = 1
     """S."""
     ddp_per_replica: Count = 1
@@ -74,6 +75,8 @@ class Summary:
     """Where the replicas computed."""
     precision: str = ""
     """bf16 or fp32."""
+    contributors: Mapping[str, Contributor] = field(default_factory=dict)
+    """With a rendezvous, the replicas whose work the outer steps have counted, by name."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +158,16 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
 
 def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
+    counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
+    num_replicas = len(counted) or config.num_replicas
     return {
         "method": config.method,
-        "num_replicas": config.num_replicas,
+        "num_replicas": num_replicas,
         "shards_per_replica": config.num_shards,
         "ddp_per_replica": config.num_ddp,
         "num_params": num_params,
-        "num_tokens": config.num_tokens,
-        "num_steps": config.num_steps,
+        "num_tokens": state.progress.tokens(state.step),
+        "num_steps": state.step,
         "eval_loss": loss.loss,
         "eval_standard_error": loss.standard_error,
         "eval_bits_per_byte": loss.bits_per_byte,
@@ -170,11 +175,10 @@ def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         "wall_seconds": state.seconds,
         "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
-        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, config.num_replicas)
-        * config.num_steps,
+        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, num_replicas) * state.step,
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32",
-    }
+    } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
 
 
 def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:

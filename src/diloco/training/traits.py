@@ -17,6 +17,7 @@ def trait(
     *,
     incidental: bool = False,
     own_to_a_replica: bool = False,
+    own_with_rendezvous: bool = False,
     may_change_on_resume: bool = False,
     planned: bool = False,
     column: str | None = None,
@@ -26,6 +27,7 @@ def trait(
     Args:
         incidental: no part of the run's identity, since no number depends on it.
         own_to_a_replica: replicas of one run may differ in it.
+        own_with_rendezvous: those that come and go may.
         may_change_on_resume: a resumed run is the same run with another value.
         planned: `diloco plan` chooses it.
         column: the column of a sweep's table from which it follows.

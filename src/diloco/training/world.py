@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -18,8 +18,10 @@ from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange
 from diloco.exchange.transport import Transport
+from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training import launcher
 from diloco.training.config import TrainConfig
+from diloco.training.rendezvous import meeting
 
 _LOG = logging.getLogger("diloco")
 
@@ -44,10 +46,12 @@ class World:
     """Whether this process writes the files that the processes of one machine share."""
     autocast: bool
     """Whether the forward pass runs in bfloat16."""
+    rendezvous: StoreRendezvous | None = None
+    """The run of replicas that come and go, in the place of the exchanges, which have nobody to reach then."""
 
     @property
     def replica(self) -> int:
-        """This replica, from 0."""
+        """This replica, from 0; with a rendezvous 0, since its directory is its own."""
         return self.exchange.replica
 
     @property
@@ -64,6 +68,10 @@ class World:
     def rank(self) -> int:
         """This process within its replica, from 0."""
         return self.everyone.replica % self.num_ranks
+
+    def name_of(self, replica: int) -> str:
+        """The name of a replica in an outer step's cohort."""
+        return str(replica) if self.rendezvous is None else self.rendezvous.state.members[replica].name
 
     def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
         """Reduce a number over the processes of the replica; each of them must call it."""
@@ -83,6 +91,14 @@ def join(config: TrainConfig) -> Iterator[World]:
         DisagreementError: if the processes were started with other numbers of replicas, processes or connections.
         TimeoutError: if the other processes don't join in time, or can't be reached.
     """
+    if config.rendezvous is not None:
+        device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+        _check_one_process(config)
+        with meeting(config) as rendezvous:
+            yield replace(
+                alone(config), device=device, autocast=use_autocast(config, device), rendezvous=rendezvous
+            )
+        return
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError as missing:
@@ -120,6 +136,16 @@ def join(config: TrainConfig) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def _check_one_process(config: TrainConfig) -> None:
+    """Refuse a launcher's group of processes where each command is one replica."""
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(
+            f"the launcher started {world_size} processes with rendezvous={config.rendezvous}, where a replica is "
+            "one process: start each by a command of its own, without a launcher",
+            "rendezvous",
+        )
 
 
 def _warn_of_open_ports() -> None:

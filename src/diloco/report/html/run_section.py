@@ -32,7 +32,7 @@ def run_section(directory: Path) -> str:
         FileError: if one of its files is damaged.
     """
     config = read_config(directory)
-    metrics = {replica: read_metrics(directory, replica) for replica in range(config.num_replicas)}
+    metrics = {replica: read_metrics(directory, replica) for replica in range(config.num_local_replicas)}
     metrics = {replica: steps for replica, steps in metrics.items() if steps}
     if not metrics:
         raise UserError(f"{directory} has no metrics of any step yet")
@@ -43,7 +43,7 @@ def run_section(directory: Path) -> str:
         facts(_facts(config, summary, metrics)),
         figures(_figures(config, summary, metrics)),
     ]
-    absent = [str(replica) for replica in range(config.num_replicas) if replica not in metrics]
+    absent = [str(replica) for replica in range(config.num_local_replicas) if replica not in metrics]
     if absent:
         parts.insert(1, paragraph(f"The metrics of replica {', '.join(absent)} are on another machine."))
     if not summary:

@@ -1,7 +1,7 @@
 """A run in a terminal: its data while it is prepared, its steps while it trains, and its results."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -62,17 +62,23 @@ class TrainingProgress:
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
         self._num_steps, self._seconds, self._blocked_seconds, self._bytes_sent = 0, 0.0, 0.0, 0
+        self._tokens_before = 0
         self._loss = 0.0
         self._last_line = time.monotonic()
 
     def resumed(self, step: int) -> None:
         """Show the step from which the run goes on."""
-        line = f"going on from step {step}" if step else "no step was saved by every replica: starting over"
+        anew = "no step was saved by every replica: starting over"
+        if self._config.rendezvous is not None:
+            anew = "no checkpoint was saved: starting from the run's outer parameters"
+        line = f"going on from step {step}" if step else anew
         self._console.print(line, highlight=False)
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
         self._loss = 0.9 * self._loss + 0.1 * metrics.loss if self._num_steps else metrics.loss
+        if not self._num_steps:
+            self._tokens_before = metrics.tokens - self._config.tokens_per_step
         self._num_steps += 1
         self._seconds += metrics.step_seconds
         self._blocked_seconds += metrics.blocked_seconds
@@ -80,8 +86,8 @@ class TrainingProgress:
         if self._console.is_terminal:
             self._view.start()
             self._line.plain = self._status(metrics)
-            self._bar.update(self._task, completed=metrics.step, eta=self._eta(metrics))
-        elif self._is_time_for_a_line() or metrics.step == self._config.num_steps:
+            self._bar.update(self._task, completed=self._run_step(metrics), eta=self._eta(metrics))
+        elif self._is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
             self._console.print(f"{self._status(metrics)}  {self._eta(metrics)}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -89,15 +95,23 @@ class TrainingProgress:
         self._view.stop()
 
     def _status(self, metrics: StepMetrics) -> str:
+        where = f"step {metrics.step}/{self._config.num_steps}"
+        if self._config.rendezvous is not None:
+            where = f"step {metrics.step}, {metrics.tokens / self._config.num_tokens:.1%} of the run"
         return (
-            f"step {metrics.step}/{self._config.num_steps}  loss {self._loss:.3f}  "
-            f"{self._num_steps * self._config.tokens_per_step / self._seconds:,.0f} tokens/s  "
+            f"{where}  loss {self._loss:.3f}  "
+            f"{(metrics.tokens - self._tokens_before) / self._seconds:,.0f} tokens/s  "
             f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
             f"sent {megabytes(self._bytes_sent)}"
         )
 
+    def _run_step(self, metrics: StepMetrics) -> float:
+        """How far the run is, in steps of the global batch."""
+        return metrics.tokens / self._config.tokens_per_step
+
     def _eta(self, metrics: StepMetrics) -> str:
-        seconds = (self._config.num_steps - metrics.step) * self._seconds / self._num_steps
+        num_left = max(0, self._config.num_tokens - metrics.tokens)
+        seconds = num_left * self._seconds / (metrics.tokens - self._tokens_before)
         return f"ETA {int(seconds // 60)}:{int(seconds % 60):02}"
 
     def _is_time_for_a_line(self) -> bool:
@@ -118,6 +132,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
         "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
         "trained on": f"{summary['num_tokens']:,} tokens in {summary['wall_seconds']:.0f} s: "
         f"{summary['num_params']:,} parameters, {summary['num_replicas']} replicas",
+        **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
         "compute utilization": f"{summary['compute_utilization']:.1%}",
         "sent per replica": megabytes(sent),
         "Data-Parallel": f"would have sent {megabytes(data_parallel)}"
@@ -128,6 +143,11 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     for name, value in rows.items():
         console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+
+
+def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
+    total = sum(part["tokens"] for part in contributors.values())
+    return ", ".join(f"{name} {part['tokens'] / total:.1%}" for name, part in contributors.items())
 
 
 def megabytes(num_bytes: float) -> str:

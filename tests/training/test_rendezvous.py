@@ -1,0 +1,273 @@
+"""Replicas that come and go: real processes of the trainer, which meet in a directory."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.processes import run_replicas
+from tests.training.runs import TIMEOUT_SECONDS, call, command, lines, summary
+
+from diloco.errors import DisagreementError, UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.rendezvous.entries import Join, Leave, digest, opened
+from diloco.rendezvous.log import begun
+from diloco.rendezvous.machine import RunState
+from diloco.training.config import TrainConfig
+from diloco.training.finished import run_parameters
+from diloco.training.loop import train
+from diloco.training.prepare import prepare_run
+from diloco.training.recipes import recipe
+from diloco.training.rendezvous import contributors
+from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig, EvaluationConfig
+from diloco.training.step import learning_rate
+
+STEPS = 48
+
+
+@pytest.fixture(scope="module")
+def config(small_corpus, tmp_path_factory) -> TrainConfig:
+    """A run that takes milliseconds a step; it begins with two replicas."""
+    folder = tmp_path_factory.mktemp("elastic")
+    asked = replace(
+        recipe("tiny"),
+        name="a",
+        runs=folder / "runs",
+        rendezvous=str(folder / "store"),
+        num_tokens=STEPS * 8 * 32,
+        sequence_length=32,
+        model=DecoderConfig(num_layers=2, num_heads=2, width=16),
+        diloco=DilocoConfig(sync_every=6, layers_per_fragment=1, overlap_steps=2),
+        checkpoint=CheckpointConfig(every_steps=2),
+        evaluation=EvaluationConfig(num_tokens=512),
+        precision="fp32",
+        trackers=(),
+        timeout_seconds=30.0,
+    )
+    data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
+    return prepare_run(replace(asked, data=data), resume=None)
+
+
+def state_of(store: str) -> RunState:
+    """The state that the entries of a log make."""
+    paths = sorted(Path(store, "log").iterdir())
+    state = begun(paths[0].read_bytes())
+    for number, path in enumerate(paths[1:], 1):
+        data = path.read_bytes()
+        entry = opened(data, number=number)[0]
+        state = state.after(entry, digest(data))
+    return state
+
+
+def bodies(store: str, kind: type) -> list:
+    paths = sorted(Path(store, "log").iterdir())
+    entries = (opened(path.read_bytes(), number=number)[0].body for number, path in enumerate(paths))
+    return [body for body in entries if isinstance(body, kind)]
+
+
+def wait_for(path: Path, num_lines: int = 0) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or path.read_text().count("\n") < num_lines:
+        assert time.monotonic() < deadline, path
+        time.sleep(0.005)
+
+
+def of(config: TrainConfig, name: str, **changes) -> TrainConfig:
+    return replace(config, name=name, **changes)
+
+
+def come_and_go(config: TrainConfig) -> None:
+    """Replicas a and b begin; c joins them, is killed, and comes back from its checkpoint."""
+    names = ("a", "b", "c", "c")
+    rank = int(os.environ["DILOCO_REPLICA"])
+    others_metrics, is_back = config.directory / "metrics-0.jsonl", config.runs / "is-back"
+    saved = config.runs / "c" / "checkpoints" / "replica-0" / "step-00000004.sha256"
+
+    def wait_for_the_last(metrics) -> None:
+        if metrics.step == STEPS // 3:
+            wait_for(is_back)
+
+    def die(metrics) -> None:
+        if metrics.step == 5:
+            wait_for(saved)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    batch = (4, 2, 4, 4)[rank]
+    mine = of(config, names[rank], replica_batch=batch, micro_batch=batch)
+    if rank < 2:
+        train(mine, on_step=wait_for_the_last)
+    elif rank == 2:
+        wait_for(others_metrics, num_lines=8)
+        train(mine, on_step=die)
+    else:
+        wait_for(mine.directory / "metrics-0.jsonl", num_lines=5)
+        wait_for(saved)
+        train(mine, resume=True, on_start=lambda step: is_back.write_text(str(step)))
+
+
+@pytest.fixture(scope="module")
+def eventful(config) -> TrainConfig:
+    """The config of such a run, which is over."""
+    run_replicas(come_and_go, 4, config, joined=False, mortal=(2,), imports=["diloco.training.loop"])
+    return config
+
+
+def test_a_run_ends_though_replicas_come_and_go(eventful):
+    state = state_of(eventful.rendezvous)
+    assert state.finished
+    assert [member.name for member in state.members][2:] == ["c", "c"]
+    first, second = state.members[2:]
+    assert first.fenced and first.slot == second.slot and len({member.slot for member in state.members}) == 3
+    assert (eventful.runs / "is-back").read_text() == "4"
+    totals = {name: summary(eventful.runs / name) for name in "abc"}
+    assert max(total["num_tokens"] for total in totals.values()) >= eventful.num_tokens
+    for name, total in totals.items():
+        steps = [line["step"] for line in lines(eventful.runs / name, 0)]
+        assert steps == list(range(1, len(steps) + 1)) and total["num_steps"] == steps[-1]
+        assert total["eval_loss"] < 5
+    assert set(contributors(state)) == {"a", "b", "c"}
+
+
+def test_each_outer_step_says_who_contributed_with_what_weight(eventful):
+    state, seen = state_of(eventful.rendezvous), {}
+    for line in lines(eventful.runs / "b", 0):
+        for outer_step in line.get("outer_steps", []):
+            seen[outer_step["fragment"], outer_step["round"]] = outer_step["contributors"]
+    assert {name for part in seen.values() for name in part} == {"a", "b", "c"}
+    assert all(max(part.values()) == 1 for part in seen.values())
+    assert any(part.keys() >= {"a", "b"} and part["b"] < part["a"] for part in seen.values())
+    last = summary(eventful.runs / "b")["contributors"]
+    assert sum(part["tokens"] for part in last.values()) <= state.tokens // state.rules.num_fragments
+    assert last["a"]["tokens"] > last["b"]["tokens"] > 0
+
+
+def test_learning_rate_and_progress_never_go_back(eventful):
+    for name in "ab":
+        metrics = lines(eventful.runs / name, 0)
+        tokens = [line["tokens"] for line in metrics]
+        assert tokens == sorted(tokens)
+        rates = [line["learning_rate"] for line in metrics if line["tokens"] > eventful.num_tokens // 4]
+        assert rates == sorted(rates, reverse=True)
+
+
+def test_a_replicas_directory_is_that_of_a_run(eventful):
+    model, step = run_parameters(eventful.directory, "outer")
+    assert step == STEPS and sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": DecoderConfig(num_layers=3, num_heads=2, width=16, vocab_size=257)}, "model.num_layers"),
+        ({"seed": 1}, "seed"),
+        ({"diloco": {"wire": "bf16"}}, "diloco.wire"),
+        ({"diloco": {"sync_every": 5}}, "diloco.sync_every"),
+        ({"optimizer": {"learning_rate": 1e-4}}, "optimizer.learning_rate"),
+        ({"elastic": {"quorum": "all"}}, "quorum"),
+    ],
+)
+def test_a_joiner_with_other_settings_is_refused_with_the_field_and_both_values(eventful, change, field):
+    changes = {
+        name: replace(getattr(eventful, name), **value) if isinstance(value, dict) else value
+        for name, value in change.items()
+    }
+    other = of(eventful, "other", **changes)
+    with pytest.raises(DisagreementError) as error:
+        train(other)
+    assert error.value.field == field and field in str(error.value)
+    assert not other.directory.exists()
+
+
+def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):
+    data = replace(eventful.data, prepared=None, held_out_fraction=0.2, cache=tmp_path)
+    other = prepare_run(of(eventful, "other", data=data), resume=None)
+    with pytest.raises(DisagreementError, match="differs from the run in digest of the data: the run has"):
+        train(other)
+
+
+def test_a_joiner_of_a_run_that_is_over_is_told_so(eventful):
+    with pytest.raises(UserError, match=r"^the run refuses this replica: .* a run that has ended$"):
+        train(of(eventful, "late"))
+    assert len(bodies(eventful.rendezvous, Join)) == 4
+
+
+def train_together(config: TrainConfig) -> list[float]:
+    """Two fixed members, of which the second is interrupted where the config says so."""
+    rank = int(os.environ["DILOCO_REPLICA"])
+    train(of(config, "ab"[rank]))
+    return [line["learning_rate"] for line in lines(config.runs / "ab"[rank], 0)]
+
+
+def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
+    fixed = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
+    everyones = run_replicas(train_together, 2, fixed, joined=False, imports=["diloco.training.loop"])
+    expected = [learning_rate(config, step) for step in range(1, STEPS + 1)]
+    assert max(map(len, everyones)) == STEPS
+    for rates in everyones:  # who sees first that the other has finished may stop some steps earlier
+        assert rates[:-1] == expected[: len(rates) - 1] and len(rates) > STEPS - 8
+    assert len({summary(tmp_path / name)["outer_hash"] for name in "ab"}) == 1
+    tokens = [line["tokens"] for line in lines(tmp_path / "a", 0)]
+    assert tokens[:-1] == [step * 8 * 32 for step in range(1, len(tokens))]
+
+
+def interrupt(config: TrainConfig) -> str:
+    """Replica b presses Ctrl-C; its payloads are counted, and a goes on."""
+    rank = int(os.environ["DILOCO_REPLICA"])
+    if rank == 0:
+        train(of(config, "a"))
+        return "finished"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press(metrics) -> None:
+        if metrics.bytes_sent and metrics.step > 12:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        train(of(config, "b"), on_step=press)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "not interrupted"
+
+
+def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"))
+    assert run_replicas(interrupt, 2, run, joined=False, imports=["diloco.training.loop"]) == [
+        "finished",
+        "interrupted",
+    ]
+    state = state_of(run.rendezvous)
+    assert [leave.finished for leave in bodies(run.rendezvous, Leave)] == [False, True]
+    b = next(number for number, member in enumerate(state.members) if member.name == "b")
+    sent = len(list(Path(run.rendezvous, "payloads", str(b)).iterdir()))
+    last = max(log.last_seq.get(b, -1) for log in state.fragments)
+    assert last == sent - 1, "the payload that was on its way at Ctrl-C"
+
+
+@pytest.mark.slow
+def test_a_command_joins_and_ctrl_c_ends_it_with_130(folder):
+    flags = ["--rendezvous", "bucket", "--runs", "elastic"]
+    with subprocess.Popen(
+        command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            wait_for(folder / "elastic" / "stopped" / "metrics-0.jsonl", num_lines=25)
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert re.fullmatch(r"diloco: stopped by SIGINT; go on with: .* --resume elastic/stopped\n", errors)
+    assert [leave.finished for leave in bodies(str(folder / "bucket"), Leave)] == [False]
+    refused = call(command("--name", "other", *flags, "--diloco.sync-every", "7"), folder)
+    assert refused.returncode == 2
+    assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr
