@@ -43,7 +43,7 @@ class Server:
 
     name: str
     url: str
-    """Of the bucket, or the directory."""
+    """The URL of the bucket, or of the directory."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables with which `Store.open` opens `url`."""
     port: int = 0

@@ -114,7 +114,7 @@ def train_all(folder: str, ports: list[int]) -> tuple[list[tuple[str, float]], s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> list[tuple[list[tuple[str, float]], str]]:
-    """What `train_all` returned in each process: to import DeepSpeed takes longer than to train."""
+    """The results of `train_all` in each process: to import DeepSpeed takes longer than to train."""
     ports = [free_port() for _ in range(len(CASES) + 1)]
     imports = ["deepspeed.runtime.zero.muon.original_muon"]
     folder = str(tmp_path_factory.mktemp("sites"))

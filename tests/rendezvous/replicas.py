@@ -62,9 +62,9 @@ class Replica:
             exchange=self.exchange,
         )
         self.longest_seconds = 0.0
-        """Of all calls of `engine.step()`."""
+        """The longest call of `engine.step()`."""
         self.rounds = [log.round for log in self.exchange.state.fragments]
-        """Of the Θ that `outer()` gives, by fragment."""
+        """The round of each fragment of the Θ that `outer()` gives."""
         self.progress = [np.zeros(len(theta_p)) for theta_p in theta0()]
         """The sum of the changes that inner steps made to θ, by fragment."""
 
@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a replica."""
+    """The end of a replica."""
 
     replica: int
     num_steps: int

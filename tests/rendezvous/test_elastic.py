@@ -7,7 +7,9 @@ from tests.rendezvous.replicas import Outcome, Plan, live, theta0
 
 
 def lives(tmp_path, *plans: Plan) -> tuple[list[Outcome | None], Replayed]:
-    """What became of the replicas, and the run."""
+    """The ends of the replicas, and the run."""
+    for plan in plans:
+        plan.settings.setdefault("snapshot_rounds", 1000)  # nothing is deleted: the replay reads all
     mortal = [i for i, plan in enumerate(plans) if plan.kill_at]
     outcomes = run_replicas(live, len(plans), str(tmp_path), list(plans), joined=False, mortal=mortal)
     run = replayed(tmp_path / "run", theta0())

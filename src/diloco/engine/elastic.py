@@ -57,7 +57,7 @@ class ElasticMembership:
             raise
 
     def is_due(self) -> bool:
-        """Whether something is sent, decided, waited for, or to be looked at."""
+        """True if something is sent, decided, waited for, or to be looked at."""
         rounds = self.rounds
         self._rendezvous.at_step(rounds.num_steps)
         return bool(

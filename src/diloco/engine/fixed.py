@@ -43,7 +43,7 @@ class FixedMembership:
         return failing_together(self._transport)
 
     def is_due(self) -> bool:
-        """Whether something is sent, merged, in flight, or to be looked at."""
+        """True if something is sent, merged, in flight, or to be looked at."""
         rounds = self.rounds
         self._due = due = self._schedule.due(rounds.num_steps, self._transport.replica)
         return bool(due.send or due.merge or rounds.in_flight or rounds.parameters.watch.merges)

@@ -30,7 +30,7 @@ from diloco.wire.payload import Key
 
 @dataclass(eq=False)
 class ReplicaRounds:
-    """What rounds change on this replica, and the counters; a subclass knows the other replicas."""
+    """The state that rounds change on this replica, and the counters; a subclass knows the other replicas."""
 
     settings: Settings
     parameters: FragmentParameters

@@ -59,7 +59,7 @@ class Rounds(ReplicaRounds):
     in_flight: list[Round] = field(default_factory=list)
     """In the order in which they were sent."""
     drained_step: int = 0
-    """What was sent up to this step was merged by `finish`."""
+    """The last step at which `finish` merged everything that was sent."""
 
     def __post_init__(self) -> None:
         """Count the bytes of each fragment."""

@@ -15,7 +15,7 @@ from diloco.rendezvous.entries import Contribution, LogError
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.payloads import Header
-from diloco.rendezvous.store import Store
+from diloco.rendezvous.store import Store, TooLargeError
 from diloco.rendezvous.verify import verified
 
 _LOG = logging.getLogger("diloco")
@@ -85,7 +85,12 @@ class Inbox:
         while True:
             public = state().members[replica].key
             name = payloads.name_of(replica, seq)
-            data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
+            try:
+                data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
+            except TooLargeError as error:
+                _LOG.warning("%s: it is left out", error)
+                seq += 1
+                continue
             if data is not None or seq <= counted:
                 seq += 1
             if data is not None:

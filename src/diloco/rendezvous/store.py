@@ -16,13 +16,19 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from diloco.rendezvous.entries import MOST_BYTES
-from diloco.rendezvous.store_errors import StoreError, StoreUnreachableError, first_line, lasting
+from diloco.rendezvous.store_errors import (
+    StoreError,
+    StoreUnreachableError,
+    TooLargeError,
+    first_line,
+    lasting,
+)
 from diloco.rendezvous.store_url import opened_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError"]
+__all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError", "TooLargeError"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
@@ -171,7 +177,7 @@ class Store:
         except FileNotFoundError:
             return None
         if (size := result.meta["size"]) > most_bytes:
-            raise StoreError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
+            raise TooLargeError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
         data = await self._request("", result.bytes_async, retry, size)
         self.bytes_down += len(data)
         if len(data) != size:

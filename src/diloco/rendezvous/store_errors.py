@@ -42,6 +42,10 @@ class StoreError(DilocoError):
     """A store refuses what a run needs of it: no permission, no bucket, no credentials, or an object too large."""
 
 
+class TooLargeError(StoreError):
+    """An object is larger than what can lie under its name."""
+
+
 class StoreUnreachableError(StoreError):
     """A store has not answered for as long as the caller would wait."""
 

@@ -17,13 +17,13 @@ from diloco.rendezvous.entries import Rules
 from diloco.rendezvous.follower import Follower, Pace
 from diloco.rendezvous.joining import Entrance, Wish, enter
 from diloco.rendezvous.keys import KeyFile, Signer, signer_of_environment
-from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
+from diloco.rendezvous.store_view import StoreView
 
 _T = TypeVar("_T")
 
 
-class StoreRendezvous:
+class StoreRendezvous(StoreView):
     """A run in a store: a directory that all replicas see, or a bucket of S3, GCS or Azure.
 
     Each machine builds one with the same URL; the first creates the run, and the others join it, whenever they
@@ -91,50 +91,9 @@ class StoreRendezvous:
         self._step_of_contact = 0
 
     @property
-    def replica(self) -> int:
-        """This replica's number in the run."""
-        assert self._entrance is not None, "the engine has joined"
-        return self._entrance.own
-
-    @property
-    def state(self) -> RunState:
-        """The state that the log makes, as far as this replica has read it."""
-        return self._following.state
-
-    @property
-    def slot(self) -> int:
-        """This replica's part of the text, of `state.rules.num_slots`."""
-        return self.state.members[self.replica].slot
-
-    @property
-    def start(self) -> int:
-        """Where in the slot this replica began, in tokens."""
-        return self.state.members[self.replica].start
-
-    @property
-    def store(self) -> Store:
-        """The store, with its counts of requests and bytes."""
-        return self._store
-
-    @property
     def failure(self) -> str | None:
         """Why this replica can't go on; None as far as is known."""
         return self._aborted or self._following.failure
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `decided` has something to give."""
-        return bool(self._following.decisions)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a decision is waited for at t + τ."""
-        return self.state.rules.quorum == "all"
-
-    @property
-    def max_stale(self) -> int:
-        """Rounds after which a payload that was not counted never will be."""
-        return self.state.rules.max_stale
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
         """Join the run, or create it.
@@ -233,14 +192,6 @@ class StoreRendezvous:
         """Decide without waiting for steps that are not taken any more, until the next `at_step`."""
         self._following.draining_since = time.monotonic()
 
-    def last_counted(self, replica: int, fragment: int) -> int:
-        """The newest payload of a replica that a fragment's rounds have counted; −1 if there is none."""
-        return self.state.fragments[fragment].last_seq.get(replica, -1)
-
-    def last_round(self, slot: int, fragment: int) -> int:
-        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
-        return self.state.fragments[fragment].last_round.get(slot, 0)
-
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.run(self._keep(fragment, round, vectors))
@@ -260,11 +211,6 @@ class StoreRendezvous:
         """Stop at once, after an error; the other replicas go on."""
         self._aborted = self._aborted or reason
         self._background.stop()
-
-    @property
-    def _following(self) -> Follower:
-        assert self._follower is not None, "the engine has joined"
-        return self._follower
 
     async def _keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
         self._following.append(await keep_snapshot(self._store, fragment, last_round, vectors))

@@ -1,0 +1,68 @@
+"""The part of a StoreRendezvous that is read: the run's state, and this replica's place in it."""
+
+from diloco.rendezvous.follower import Follower
+from diloco.rendezvous.joining import Entrance
+from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.store import Store
+
+
+class StoreView:
+    """The run of a store, as one replica sees it after it has joined."""
+
+    _store: Store
+    _entrance: Entrance | None
+    _follower: Follower | None
+
+    @property
+    def replica(self) -> int:
+        """This replica's number in the run."""
+        assert self._entrance is not None, "the engine has joined"
+        return self._entrance.own
+
+    @property
+    def state(self) -> RunState:
+        """The state that the log makes, as far as this replica has read it."""
+        return self._following.state
+
+    @property
+    def slot(self) -> int:
+        """This replica's part of the text, of `state.rules.num_slots`."""
+        return self.state.members[self.replica].slot
+
+    @property
+    def start(self) -> int:
+        """Where in the slot this replica began, in tokens."""
+        return self.state.members[self.replica].start
+
+    @property
+    def store(self) -> Store:
+        """The store, with its counts of requests and bytes."""
+        return self._store
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `decided` has something to give."""
+        return bool(self._following.decisions)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a decision is waited for at t + τ."""
+        return self.state.rules.quorum == "all"
+
+    @property
+    def max_stale(self) -> int:
+        """Rounds after which a payload that was not counted never will be."""
+        return self.state.rules.max_stale
+
+    def last_counted(self, replica: int, fragment: int) -> int:
+        """The newest payload of a replica that a fragment's rounds have counted; −1 if there is none."""
+        return self.state.fragments[fragment].last_seq.get(replica, -1)
+
+    def last_round(self, slot: int, fragment: int) -> int:
+        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
+        return self.state.fragments[fragment].last_round.get(slot, 0)
+
+    @property
+    def _following(self) -> Follower:
+        assert self._follower is not None, "the engine has joined"
+        return self._follower

@@ -1,0 +1,219 @@
+"""Bad stores, joiners, logs and payloads: each is refused with one sentence, and the others go on."""
+
+import copy
+import logging
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.test_elastic import counted, until, untold
+from tests.rendezvous.replay import replayed
+from tests.rendezvous.replicas import Replica, new_model, theta0
+from tests.wire import reference as wire_reference
+from torch import nn
+
+from diloco.errors import DilocoError, DisagreementError, ExchangeError
+from diloco.rendezvous import payloads
+from diloco.rendezvous.keys import NoKeys
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`small_disk(options)`: a file system in memory; called again, it is mounted with other options."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    is_mounted = False
+
+    def mount(options: str) -> Path:
+        nonlocal is_mounted
+        options = f"remount,{options}" if is_mounted else options
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("a file system can't be mounted here")
+        is_mounted = True
+        return place
+
+    yield mount
+    if is_mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_read_only_directory_is_refused(small_disk: Callable[[str], Path]) -> None:
+    place = small_disk("size=1m,ro")
+    with pytest.raises(DilocoError, match=r"can't create log/0000000000 in .*: read-only file system"):
+        Replica(str(place))
+
+
+def test_a_full_disk_ends_a_replica_and_loses_none_of_its_work(small_disk: Callable[[str], Path]) -> None:
+    place = small_disk("size=48k")
+    ours = Replica(str(place), snapshot_rounds=100)
+    with pytest.raises(ExchangeError, match=r"can't create .* in .*: no space left on device"):
+        until(lambda: False, ours)
+    state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    untold_then, rounds = untold(ours), list(ours.rounds)
+    ours.vanish()
+    small_disk("size=4m")
+    again = Replica(str(place))
+    again.model.load_state_dict(theta)
+    again.engine.load_state_dict(state)
+    again.engine.step()
+    for p, untold_p in enumerate(untold(again)):
+        is_told = again.exchange.last_round(again.exchange.slot, p) > rounds[p]
+        np.testing.assert_allclose(untold_p, 0 * untold_p if is_told else untold_then[p], atol=1e-6)
+    until(lambda: min(counted(again)) >= 0, again)
+    again.finish()
+    replayed(place, theta0())
+
+
+def another_model() -> nn.Module:
+    model = new_model()
+    with torch.no_grad():
+        model.blocks[0].bias += 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": another_model()}, 'in initial parameters .*: the run has "[0-9a-f]*", and this replica "'),
+        ({"sync_every": 8}, "in sync_every: the run has 6, and this replica 8"),
+        ({"wire": "e3m0"}, 'in wire: the run has "fp32", and this replica "e3m0'),
+        ({"error_feedback": 0.5}, "in error feedback: the run has null, and this replica 0.5"),
+        ({"quorum": "all"}, "quorum=all, and the run was created with quorum=majority"),
+    ],
+    ids=["model", "schedule", "codec", "feedback", "quorum"],
+)
+def test_a_joiner_that_differs_is_refused_with_both_values(changes: dict, sentence: str, tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    num_entries = len(list((tmp_path / "log").iterdir()))
+    with pytest.raises(DisagreementError, match=sentence) as refusal:
+        Replica(str(tmp_path), name="other", **changes)
+    assert "\n" not in str(refusal.value)
+    assert len(list((tmp_path / "log").iterdir())) == num_entries
+    until(lambda: min(counted(ours)) >= 0, ours)
+    ours.vanish()
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    ours = Replica(str(folder), snapshot_rounds=100)
+    until(lambda: ours.exchange.state.number > 10, ours)
+    ours.vanish()
+    return folder
+
+
+def changed(log: list[Path]) -> None:
+    data = log[5].read_bytes()
+    log[5].write_bytes(data.replace(b'"tokens":', b'"tokens":1', 1))
+
+
+def removed(log: list[Path]) -> None:
+    log[5].unlink()
+
+
+def inserted(log: list[Path]) -> None:
+    for path in reversed(log[5:]):
+        path.rename(path.with_name(f"{int(path.name) + 1:010d}"))
+    shutil.copy(log[4], log[5])
+
+
+def reordered(log: list[Path]) -> None:
+    data = log[5].read_bytes()
+    log[5].write_bytes(log[6].read_bytes())
+    log[6].write_bytes(data)
+
+
+def cut(log: list[Path]) -> None:
+    log[5].write_bytes(log[5].read_bytes()[:-70])
+
+
+@pytest.mark.parametrize("tamper", [changed, removed, inserted, reordered, cut])
+def test_a_log_that_was_tampered_with_is_refused_naming_the_entry(
+    tamper: Callable[[list[Path]], None], whole_run: Path, tmp_path
+) -> None:
+    shutil.copytree(whole_run, tmp_path / "run")
+    tamper(sorted((tmp_path / "run" / "log").iterdir()))
+    with pytest.raises(DilocoError, match=r"entry [56] of the log ") as refusal:
+        Replica(str(tmp_path / "run"), name="joiner")
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_entry_that_is_not_sound_ends_those_who_read_it_with_its_number(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    number = 2  # the log has its creation and one join
+    Path(tmp_path, "log", f"{number:010d}").write_bytes(b"rogue")
+    with pytest.raises(ExchangeError, match=r"entry 2 of the log can't be read"):
+        until(lambda: False, ours)
+    ours.vanish()
+
+
+class Rogue:
+    """Writes payloads in the name of a replica that has joined and is silent."""
+
+    def __init__(self, folder: Path, replica: int, run: str) -> None:
+        self.folder, self.replica, self.run, self.seq = folder, replica, run, 0
+
+    def put(self, data: bytes) -> None:
+        path = self.folder / payloads.name_of(self.replica, self.seq)
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.with_name("new").write_bytes(data)
+        path.with_name("new").rename(path)
+        self.seq += 1
+
+    def sound(self, value: float, base_round: int, *, nan: bool = False) -> bytes:
+        """A payload of fragment 0 in the right form."""
+        delta = np.full(4, value, np.float32)
+        body = wire_reference.encode("fp32", delta)
+        if nan:
+            body = wire_reference.sealed(body[:24], np.full(4, np.nan, np.float32).tobytes())
+        header = payloads.Header(
+            run=self.run,
+            replica=self.replica,
+            seq=self.seq,
+            fragment=0,
+            base_round=base_round,
+            base="0" * 16,
+            tokens=1,
+            steps=1,
+            position=1,
+            wire="fp32",
+            num_elements=4,
+            norm=float(np.linalg.norm(delta.astype(np.float64))),
+            num_bytes=len(body),
+            sha256=payloads.digest(body),
+        )
+        return payloads.sealed(header, NoKeys()) + body
+
+
+def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    members = [Replica(str(tmp_path), name=name, snapshot_rounds=100) for name in ("a", "b", "silent")]
+    a, b, silent = members
+    silent.vanish()
+    rogue = Rogue(tmp_path, silent.exchange.replica, a.exchange.state.run)
+    until(lambda: len(a.exchange.state.fragments[0].norms) >= 8, a, b)
+    with caplog.at_level(logging.WARNING, "diloco"):
+        rogue.put(b"forged")
+        rogue.put(rogue.sound(0.1, 1)[:-3])
+        rogue.put(bytes(1 << 20))
+        rogue.put(rogue.sound(0.1, a.rounds[0], nan=True))
+        rogue.put((tmp_path / payloads.name_of(0, 0)).read_bytes())
+        rogue.put(rogue.sound(0.1, 1).replace(b'"norm":0.2', b'"norm":0.1'))
+        until(lambda: sum("left out" in record.getMessage() for record in caplog.records) >= 12, a, b)
+        rogue.put(rogue.sound(5e5, a.rounds[0]))
+        rounds = a.rounds[0] + 2
+        until(lambda: a.rounds[0] >= rounds and b.rounds[0] >= rounds, a, b)
+        last = rogue.seq
+        while not (run := a.exchange.state).fragments[0].last_seq.get(2):
+            rogue.put(rogue.sound(0.1, run.fragments[0].round))
+            until(lambda: a.exchange.state.fragments[0].round > run.fragments[0].round, a, b)
+    messages = " ".join(record.getMessage() for record in caplog.records)
+    assert all(payloads.name_of(2, seq) in messages for seq in range(6))
+    a.finish()
+    b.finish()
+    seqs = [c["seq"] for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 2]
+    assert seqs and min(seqs) >= last
