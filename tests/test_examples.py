@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from tests.processes import free_port, run_replicas
 
+from diloco.rendezvous.look import Look
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SNIPPETS = ROOT / "docs" / "snippets"
@@ -111,6 +113,14 @@ def test_replicas_agree_through_a_directory(tmp_path):
 )
 def test_snippets_run(snippet):
     runpy.run_path(str(SNIPPETS / snippet))
+
+
+@pytest.mark.slow
+def test_the_snippet_of_a_store_trains_and_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_STORE", str(tmp_path / "run"))
+    values = runpy.run_path(str(SNIPPETS / "store_run.py"))
+    status = Look(str(tmp_path / "run")).again()
+    assert status.finished and status.tokens >= values["BUDGET"] and min(status.rounds) > 5
 
 
 def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str]:

@@ -92,7 +92,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rendezvous/log.py": "rendezvous/test_elastic.py",
     "rendezvous/outbox.py": "rendezvous/test_elastic.py",
     "rendezvous/store_view.py": "rendezvous/test_store_rendezvous.py",
-    "training/store_runs.py": "cli/test_finished_runs.py",
     "rendezvous/facts.py": "rendezvous/test_replay.py",
     "rendezvous/history.py": "rendezvous/test_replay.py",
     "rendezvous/look.py": "rendezvous/test_status.py",

@@ -1,0 +1,39 @@
+"""One replica of a run whose replicas come and go: start it on any machine, at any time."""
+
+import os
+import tempfile
+
+import torch
+
+import diloco
+
+STORE = os.environ.get("RUN_STORE") or tempfile.mkdtemp()
+torch.manual_seed(0)  # all replicas begin with the same parameters: the run compares them
+block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+model = torch.nn.TransformerEncoder(block, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+# --8<-- [start:engine]
+rendezvous = diloco.StoreRendezvous(STORE)  # such as s3://bucket/run; credentials are in the environment
+fragments = diloco.strided(model, layers_per_fragment=2)
+engine = diloco.StreamingDiLoCo(
+    model,
+    fragments=fragments,
+    schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=2),
+    exchange=rendezvous,
+)
+# --8<-- [end:engine]
+
+# --8<-- [start:loop]
+BUDGET = 10_000
+text = torch.Generator().manual_seed(rendezvous.slot)  # each replica reads its own slot of the text
+while not rendezvous.state.finished and rendezvous.state.tokens < BUDGET * len(fragments):
+    batch = torch.randn(4, 16, 8, generator=text)
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.step(tokens=64)  # never waits for the store or for another replica
+
+engine.finish()
+rendezvous.leave(finished=True)
+# --8<-- [end:loop]
