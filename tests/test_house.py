@@ -114,6 +114,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "scaling/parametric.py": "scaling/test_power_laws.py",
     "scaling/published.py": "scaling/test_prediction.py",
     "scaling/table.py": "scaling/test_prediction.py",
+    "training/progress.py": "training/test_rendezvous.py",
     "training/ancestor.py": "training/test_launcher.py",
     "training/checkpoint_files.py": "training/test_checkpoints.py",
     "training/engine_settings.py": "training/test_prepare.py",

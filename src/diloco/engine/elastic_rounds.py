@@ -224,7 +224,7 @@ class ElasticRounds(ReplicaRounds):
             return self._jump(decision, decision.snapshot, mixing)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
-            average = self._average(decision, to_N)
+            average = _average(self.form, decision, to_N)
         flight = self.in_flight.get(p) if decision.is_own else None
         sync = Sync(p, decision.round, self.num_steps if flight is None else flight.step)
         self.take(sync, average, decision.cohort, mixing)
@@ -237,13 +237,6 @@ class ElasticRounds(ReplicaRounds):
             vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
             self.rendezvous.snapshot(p, decision.round, vectors)
         return self._described(decision, sync)
-
-    def _average(self, decision: Decision, to_N: Tensor) -> Average:
-        return add_up(self.form.codec, decision.payloads, to_N, self._keys(decision), decision.cohort)
-
-    def _keys(self, decision: Decision) -> list[Key]:
-        bases = decision.base_rounds
-        return [self.form.key(decision.fragment, bases[m], m) for m in decision.cohort.members]
 
     def _count(self, p: int, flight: Flight) -> None:
         """An own payload was counted."""
@@ -265,13 +258,22 @@ class ElasticRounds(ReplicaRounds):
         size, device = self.form.sizes[decision.fragment], self.parameters.device
 
         def make_average() -> Tensor:
-            return self._average(decision, torch.empty(size, device=device)).divided()
+            return _average(self.form, decision, torch.empty(size, device=device)).divided()
 
         def make_deltas() -> Iterator[Tensor]:
-            for member, key in zip(decision.cohort.members, self._keys(decision), strict=True):
+            for member, key in zip(decision.cohort.members, _keys(self.form, decision), strict=True):
                 to_N = torch.empty(size, device=device)
                 yield self.form.codec.decode_into(to_N, decision.payloads[member], key)
 
         spans = self.parameters.spans[decision.fragment]
         cohort = decision.cohort
         return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group, cohort)
+
+
+def _average(form: Form, decision: Decision, to_N: Tensor) -> Average:
+    return add_up(form.codec, decision.payloads, to_N, _keys(form, decision), decision.cohort)
+
+
+def _keys(form: Form, decision: Decision) -> list[Key]:
+    bases = decision.base_rounds
+    return [form.key(decision.fragment, bases[m], m) for m in decision.cohort.members]
