@@ -14,6 +14,7 @@ from diloco.rendezvous.machine import RunState
 A, B, CREATOR = "a" * 64, "b" * 64, "c" * 64
 
 
+@pytest.mark.timeout(7200)  # of ten thousand
 @settings(settings.get_profile("hostile"))
 @given(st.binary(min_size=300, max_size=900))
 def test_no_schedule_breaks_an_invariant(schedule):

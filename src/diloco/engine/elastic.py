@@ -107,7 +107,7 @@ class ElasticMembership:
         rounds = self.rounds
         self._rendezvous.drain()
         for flight in rounds.in_flight.values():
-            flight.step = min(flight.step, rounds.num_steps - rounds.overlap_steps)
+            flight.due_step = min(flight.due_step, rounds.num_steps)
         return rounds.merge(wait=True)
 
     def adopt(self) -> None:

@@ -45,6 +45,8 @@ class Flight:
     base_round: int
     step: int
     """The inner step after which it was offered."""
+    due_step: int
+    """The inner step after which it is merged at the earliest."""
     tokens: int
     """`tokens` of the rounds at that step."""
     error_N: Tensor | None
@@ -164,7 +166,8 @@ class ElasticRounds(ReplicaRounds):
             overlap_steps=self.overlap_steps,
         )
         self.rendezvous.offer(offer)
-        self.in_flight[p] = Flight(self.next_seq, self.rounds[p], self.num_steps, self.tokens, error_N)
+        due_step = self.num_steps + self.overlap_steps
+        self.in_flight[p] = Flight(self.next_seq, self.rounds[p], self.num_steps, due_step, self.tokens, error_N)
         self.next_seq += 1
         self.bytes_sent += payload.numel()
         self.last_sent[p] = self.num_steps
@@ -195,7 +198,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _is_over(self, p: int) -> bool:
         """Whether a fragment is in flight, and its overlap has passed."""
-        return p in self.in_flight and self.num_steps >= self.in_flight[p].step + self.overlap_steps
+        return p in self.in_flight and self.num_steps >= self.in_flight[p].due_step
 
     def _listen(self, wait_for: int | None = None) -> None:
         for decision in self.rendezvous.decided(wait_for=wait_for):

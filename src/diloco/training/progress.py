@@ -71,5 +71,5 @@ class ElasticProgress:
         return self._most
 
     def is_over(self, step: int) -> bool:
-        """Whether the budget is spent, or another replica has said so."""
+        """True once the budget is spent, here or by the word of another replica."""
         return self.tokens(step) >= self._budget or self._rendezvous.state.finished
