@@ -82,7 +82,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "engine/member.py": "engine/test_arguments.py",
     "engine/membership.py": "engine/test_streaming.py",
     "engine/replica_rounds.py": "engine/test_rounds.py",
-    "rendezvous/archive.py": "rendezvous/test_elastic.py",
     "rendezvous/background.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/contract.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/counted.py": "rendezvous/test_replay.py",

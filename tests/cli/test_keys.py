@@ -32,12 +32,13 @@ class Run:
         for name in ("creator", "first", "second"):
             write_key(folder / name)
             self.signers[name] = KeyFile(folder / name)
-        self.previous, self.number = "", 0
+        self.previous, self.number, self.keys = "", 0, 0
 
     def write(self, body, author: int, signer: Signer) -> bytes:
-        entry = new_entry(body, author=author, previous=self.previous)
+        entry = new_entry(body, author=author, previous=self.previous, keys=self.keys)
         data = sealed(entry, signer.sign(entry.line()))
         (self.url / name_of(self.number)).write_bytes(data)
+        self.keys = self.number if isinstance(body, Keys) else self.keys
         self.previous, self.number = digest(data), self.number + 1
         return data
 

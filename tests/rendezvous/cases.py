@@ -12,11 +12,11 @@ class Log:
         self.state = RunState.begin(self.entry(body, -1, ""), digest(b"0"))
 
     @staticmethod
-    def entry(body: Body, author: int, previous: str) -> Entry:
-        return Entry(author=author, previous=previous, nonce="0" * 32, body=body)
+    def entry(body: Body, author: int, previous: str, keys: int = 0) -> Entry:
+        return Entry(author=author, previous=previous, keys=keys, nonce="0" * 32, body=body)
 
     def add(self, body: Body, author: int) -> RunState:
-        entry = self.entry(body, author, self.state.previous)
+        entry = self.entry(body, author, self.state.previous, self.state.keys)
         self.state = self.state.after(entry, digest(str(self.state.number).encode()))
         return self.state
 

@@ -110,7 +110,8 @@ class Handwritten:
         """Write the next entry, and return its number."""
         number = len(self.states)
         previous = self.states[-1].previous if self.states else ""
-        entry = entries.new_entry(body, author=author, previous=previous)
+        keys = self.states[-1].keys if self.states else 0
+        entry = entries.new_entry(body, author=author, previous=previous, keys=keys)
         data = entries.sealed(entry, (signer or self.signer(author)).sign(entry.line()))
         self.path(entries.name_of(number)).write_bytes(data)
         digest = entries.digest(data)

@@ -156,7 +156,7 @@ class Replica:
         number = self.state.number
         if self.proposal is None or self.proposal[0] != number or isinstance(body, Leave):
             author = len(self.state.members) if isinstance(body, Join) else self.number
-            entry = new_entry(body, author=author, previous=self.state.previous)
+            entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
             self.proposal = (number, entry.nonce, sealed(entry, signed(self.key, entry.line())))
         self.store.create(entries.name_of(number), self.proposal[2], fault)
 

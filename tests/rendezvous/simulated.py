@@ -41,11 +41,11 @@ class Run:
         self.creator = public_key("creator") if self.keyed else ""
         allowed = tuple(map(public_key, self.names)) if self.keyed else ()
         body = Create(format=1, rules=self.rules, facts={"H": 4}, creator=self.creator, allowed=allowed)
-        self._admit(body, previous="")
+        self._admit(body)
 
-    def _admit(self, body: Create | Keys, *, previous: str) -> None:
+    def _admit(self, body: Create | Keys, *, previous: str = "", keys: int = 0) -> None:
         """Write an entry of the run's creator, who never loses a race here."""
-        entry = new_entry(body, author=-1, previous=previous)
+        entry = new_entry(body, author=-1, previous=previous, keys=keys)
         name = entries.name_of(len(self.referee.states))
         self.store.create(name, sealed(entry, signed(self.creator, entry.line())), Fault.NONE)
 
@@ -108,7 +108,7 @@ class Run:
     def _rekey(self, name: str, *, is_revoked: bool) -> None:
         keys = (public_key(name),)
         body = Keys(revoked=keys) if is_revoked else Keys(allowed=keys)
-        self._admit(body, previous=self.referee.state.previous)
+        self._admit(body, previous=self.referee.state.previous, keys=self.referee.state.keys)
 
     def finish(self) -> None:
         """Without faults from here on: late requests arrive, and the log grows while there is a replica."""

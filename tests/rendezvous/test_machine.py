@@ -98,6 +98,8 @@ def test_the_creator_alone_changes_the_allow_list_and_a_revoked_key_shuts_out_at
     assert log.state.signer(keys) == CREATOR
     state = log.add(keys.body, -1)
     assert state.allowed == (B,) and state.kept == (state.number - 1,)
+    with pytest.raises(LogError, match="names entry 0 as the newest change of the allow-list"):
+        state.after(log.entry(Join(name="b", key=B), 1, state.previous, keys=0), A)
     assert "was replaced" in state.refusal(0, log.contribution(0, seq=1)), "its payloads count no more"
     log.join("a", key=B)
     assert log.state.signer(log.entry(Leave(finished=False), 1, "")) == B

@@ -82,7 +82,23 @@ async def newest_state(store: Store, first: RunState) -> RunState:
     before = await store.get(entry_name(number - 1), most_bytes=MOST_ENTRY_BYTES)
     if before is None or digest(bytes(before)) != state.previous:
         raise LogError(f"{source} does not follow entry {number - 1}: the log or the index was changed")
+    _check_newest_keys(bytes(before), state, source)
     return state
+
+
+def _check_newest_keys(before: bytes, state: RunState, source: str) -> None:
+    """Compare an index with the entry before it, whose author signed which change of the allow-list is the newest.
+
+    Without it, a replica that was revoked could write an index that leaves its revocation out.
+    """
+    number = state.number - 1
+    entry, signature = opened_entry(before, number=number)
+    if not -1 <= entry.author < len(state.members):
+        raise LogError(f"{source} leaves out replica {entry.author}")
+    key = state.creator if entry.author == -1 else state.members[entry.author].key
+    check(key, signature, entry.line(), what=f"entry {number} of the log")
+    if state.keys != (number if isinstance(entry.body, Keys) else entry.keys):
+        raise LogError(f"{source} leaves out a change of the allow-list")
 
 
 async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple[str, ...]:

@@ -159,6 +159,8 @@ class Entry:
     """The replica that wrote it; −1 for the run's creator (create, keys)."""
     previous: str
     """SHA-256 of the entry before it; empty in entry 0."""
+    keys: int
+    """Number of the newest entry before it that changes the allow-list; 0 if none does."""
     nonce: str
     """Random, so that whoever lost the answer to a request knows its own entry again."""
     body: Body
@@ -174,6 +176,7 @@ class Entry:
             "kind": self.kind,
             "author": self.author,
             "previous": self.previous,
+            "keys": self.keys,
             "nonce": self.nonce,
             "body": msgspec.to_builtins(self.body),
         }
@@ -187,6 +190,7 @@ class _Form:
     kind: str
     author: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
     previous: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    keys: Annotated[int, msgspec.Meta(ge=0)]
     nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     body: dict[str, Any]
 
@@ -196,9 +200,9 @@ def name_of(number: int) -> str:
     return f"log/{number:010d}"
 
 
-def new_entry(body: Body, *, author: int, previous: str) -> Entry:
+def new_entry(body: Body, *, author: int, previous: str, keys: int = 0) -> Entry:
     """An entry with a nonce of its own."""
-    return Entry(author=author, previous=previous, nonce=secrets.token_hex(16), body=body)
+    return Entry(author=author, previous=previous, keys=keys, nonce=secrets.token_hex(16), body=body)
 
 
 def sealed(entry: Entry, signature: str) -> bytes:
@@ -221,7 +225,7 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
         if form.kind not in _KINDS:
             raise LogError(f"{source} is of an unknown kind, {form.kind!r:.50}: install the newest diloco")
         body = converted(form.body, _KINDS[form.kind], source=source)
-        entry = Entry(author=form.author, previous=form.previous, nonce=form.nonce, body=body)
+        entry = Entry(author=form.author, previous=form.previous, keys=form.keys, nonce=form.nonce, body=body)
         signature = rest.removesuffix(b"\n").decode("ascii")
         if sealed(entry, signature) != data or not SIGNATURE.fullmatch(signature):
             raise LogError(f"{source} can't be read: its bytes are not in the form in which diloco writes them")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,6 +29,8 @@ from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.log import Log, begun
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
+
+_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,12 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     entry = new_entry(body, author=-1, previous="")
     data = sealed(entry, signer.sign(entry.line()))
     other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
+    if other is None and not signer.public:
+        _LOG.warning(
+            "this run trusts everybody who can write to %s: to choose who may join, create it with a key (see "
+            "diloco keys)",
+            store.url,
+        )
     return data if other is None else other
 
 

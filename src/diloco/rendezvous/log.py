@@ -46,7 +46,7 @@ class Log:
             LogError: if the entry would not be valid, or another's is not.
             StoreError: if the store can't be written.
         """
-        entry = new_entry(body, author=author, previous=self.state.previous)
+        entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
         data = sealed(entry, self._signer.sign(entry.line()))
         # Refuse here what everybody else would have to refuse.
         self.state.after(opened(data, number=self.state.number)[0], digest(data))

@@ -66,6 +66,8 @@ class RunState(RunRecord):
         """
         if entry.previous != self.previous:
             self._refuse("does not follow the entry before it: the log was changed")
+        if entry.keys != self.keys:
+            self._refuse(f"names entry {entry.keys} as the newest change of the allow-list, and it is {self.keys}")
         body = entry.body
         if isinstance(body, Join):
             state = self._joined(entry, body)

@@ -119,6 +119,11 @@ class RunRecord:
     finished: bool = False
     """Whether a replica has left because the token budget was spent."""
 
+    @property
+    def keys(self) -> int:
+        """Number of the newest entry that changes the allow-list; 0 if none does."""
+        return self.kept[-1] if self.kept else 0
+
     def is_active(self, replica: int) -> bool:
         """Whether decisions wait for a replica."""
         member = self.members[replica]
