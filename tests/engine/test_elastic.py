@@ -10,6 +10,7 @@ from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 from diloco.errors import ExchangeError, UserError
+from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
 
 ALPHA = 0.5
 
@@ -57,6 +58,21 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
     assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
     slow.finish()
     fast.finish()
+
+
+def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
+    settings = {"snapshot_rounds": 1000, "memory_bytes": 1}  # each payload is downloaded again
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0, **settings), Replica(str(tmp_path), **settings)
+    until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
+    until(lambda: min(fast.rounds) >= 12, fast)
+    waiting = slow.exchange._following.decisions
+    assert len(waiting) == MOST_DECISIONS_A_FRAGMENT * P, "as in a long evaluation"
+    until(lambda: slow.rounds >= fast.rounds, slow)
+    run = replayed(tmp_path, theta0())
+    for p, number in enumerate(slow.rounds):
+        np.testing.assert_array_equal(slow.outer()[p], run.outer[p][number])
+    fast.finish()
+    slow.finish()
 
 
 def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(tmp_path) -> None:

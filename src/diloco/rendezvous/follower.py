@@ -23,6 +23,9 @@ from diloco.rendezvous.machine import FencedError, RunState
 from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.store import Store
 
+MOST_DECISIONS_A_FRAGMENT = 2
+"""Decisions with payloads that wait for the training thread, which may be evaluating, or stopped."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
@@ -30,6 +33,8 @@ class Pace:
 
     poll_seconds: float
     """Time between two looks into the store."""
+    memory_bytes: int
+    """Size of the others' payloads in memory."""
     patience: int
     """Inner steps after t + τ, from which on a replica decides with whoever is there."""
     drain_seconds: float
@@ -66,7 +71,14 @@ class Follower:
         self._signer, self._pace = signer, pace
         self._changed = asyncio.Event()
         run, poll = log.state.run, pace.poll_seconds
-        self.inbox = Inbox(store, form, run, poll_seconds=poll, on_arrival=self._on_arrival)
+        self.inbox = Inbox(
+            store,
+            form,
+            run,
+            memory_bytes=pace.memory_bytes,
+            poll_seconds=poll,
+            on_arrival=self._on_arrival,
+        )
         start = log.state.members[own].start
         self.outbox = Outbox(store, signer, form, run=run, own=own, start=start, inbox=self.inbox)
         self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
@@ -206,6 +218,8 @@ class Follower:
         """Hand each outer step over, in the log's order, once its payloads are here."""
         while True:
             number, author, body = await self._to_deliver.get()
+            while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
+                await asyncio.sleep(self._pace.poll_seconds)  # until the training thread has taken some
             parts, state = body.contributions, self.state
             keys = [state.members[c.replica].key for c in parts]
             tensors = await asyncio.gather(*map(partial(self.inbox.payload, body.fragment), parts, keys))

@@ -14,6 +14,7 @@ from diloco.rendezvous.contract import Form
 from diloco.rendezvous.entries import Contribution, LogError
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.payload_cache import PayloadCache
 from diloco.rendezvous.payloads import Header
 from diloco.rendezvous.store import Store, TooLargeError
 from diloco.rendezvous.verify import verified
@@ -25,11 +26,11 @@ _SLOWER = 16
 
 @dataclass(frozen=True)
 class Arrived:
-    """A payload that is here and sound."""
+    """A payload that was here and sound."""
 
     contribution: Contribution
-    payload: Tensor
-    """Flat uint8."""
+    payload: Tensor | None = None
+    """Flat uint8: an own one, which is kept until it is counted."""
 
 
 class Inbox:
@@ -39,25 +40,37 @@ class Inbox:
         store: where they lie.
         form: of payloads.
         run: SHA-256 of entry 0.
+        memory_bytes: size of the payloads that are kept in memory.
         poll_seconds: time between two looks for a payload.
         on_arrival: called after one has arrived.
     """
 
     def __init__(
-        self, store: Store, form: Form, run: str, *, poll_seconds: float, on_arrival: Callable[[], None]
+        self,
+        store: Store,
+        form: Form,
+        run: str,
+        *,
+        memory_bytes: int,
+        poll_seconds: float,
+        on_arrival: Callable[[], None],
     ) -> None:
         self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
         """By fragment and replica."""
         self._store, self._form, self._run = store, form, run
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
+        self._cache = PayloadCache(memory_bytes)
         largest = max(map(form.codec.payload_bytes, form.sizes))
         self._most_bytes = largest + payloads.MOST_HEAD_BYTES
         self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
         self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
 
-    def put(self, contribution: Contribution, fragment: int, payload: Tensor) -> None:
-        """Keep a payload until it is counted."""
-        self.here[fragment][contribution.replica] = Arrived(contribution, payload)
+    def put(self, contribution: Contribution, fragment: int, payload: Tensor | None = None) -> None:
+        """Tell of a payload that can be counted; an own one comes with its bytes."""
+        replica = contribution.replica
+        if (older := self.here[fragment].get(replica)) is not None:
+            self._cache.drop(payloads.name_of(replica, older.contribution.seq))
+        self.here[fragment][replica] = Arrived(contribution, payload)
         self._on_arrival()
 
     def forget(self, fragment: int, contributions: Iterable[Contribution]) -> None:
@@ -66,6 +79,7 @@ class Inbox:
             arrived = self.here[fragment].get(counted.replica)
             if arrived is not None and arrived.contribution.seq <= counted.seq:
                 del self.here[fragment][counted.replica]
+                self._cache.drop(payloads.name_of(counted.replica, arrived.contribution.seq))
 
     def wanted(self, state: RunState, own: int) -> tuple[int, ...]:
         """The fragments for whose next outer step another replica's payload of the open round is here."""
@@ -95,11 +109,11 @@ class Inbox:
                 seq += 1
             if data is not None:
                 try:
-                    header, payload = await self._opened(data, name, public)
+                    header, _ = await self._opened(data, name, public, keep=True)
                 except PayloadError as error:
                     _LOG.warning("%s: it is left out", error)
                 else:
-                    self.put(payloads.contribution(header), header.fragment, payload)
+                    self.put(payloads.contribution(header), header.fragment)
             elif seq > counted:
                 now = state()
                 if now.members[replica].left or now.members[replica].fenced:
@@ -113,9 +127,11 @@ class Inbox:
             LogError: if what lies in the store is not what was counted.
         """
         arrived = self.here[fragment].get(counted.replica)
-        if arrived is not None and arrived.contribution == counted:
-            return arrived.payload
         name = payloads.name_of(counted.replica, counted.seq)
+        if arrived is not None and arrived.contribution == counted:
+            payload = self._cache.get(name) if arrived.payload is None else arrived.payload
+            if payload is not None:
+                return payload
         data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
         if data is None:
             return None
@@ -127,10 +143,19 @@ class Inbox:
             raise LogError(f"the log counts {name} otherwise than it lies in the store")
         return payload
 
-    async def _opened(self, data: "payloads.Buffer", name: str, public: str) -> tuple[Header, Tensor]:
-        """A payload after all checks, which run beside the loop."""
+    async def _opened(
+        self, data: "payloads.Buffer", name: str, public: str, *, keep: bool = False
+    ) -> tuple[Header, Tensor]:
+        """A payload after all checks, which run beside the loop; in the cache, if it is to be kept."""
+
+        def work() -> tuple[Header, Tensor]:
+            header, payload = self._checked(data, name, public)
+            if keep:
+                self._cache.keep(name, payload)
+            return header, payload
+
         async with self._verifying:
-            return await asyncio.to_thread(self._checked, data, name, public)
+            return await asyncio.to_thread(work)
 
     def _checked(self, data: "payloads.Buffer", name: str, public: str) -> tuple[Header, Tensor]:
         header, body = payloads.opened(data, name=name, run=self._run, public=public)

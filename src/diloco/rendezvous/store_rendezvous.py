@@ -43,6 +43,8 @@ class StoreRendezvous(StoreView):
         snapshot_rounds: rounds of a fragment between two snapshots of it; None is the run's, or 8.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
+        memory_bytes: size of the others' payloads that are kept in memory until they are counted. Up to 16 times
+            as much lies in files of the temporary directory; what exceeds that is downloaded again.
         poll_seconds: time between two looks into the store; None is 0.02 for a directory, and 0.5 for others.
         timeout_seconds: how long joining, leaving, and with the quorum "all" a decision, may take.
         facts: further settings that all replicas of the run must share, JSON by name, such as the learning rate.
@@ -64,6 +66,7 @@ class StoreRendezvous(StoreView):
         snapshot_rounds: int | None = None,
         max_local_steps: int | None = None,
         key: str | None = None,
+        memory_bytes: int = 1 << 30,
         poll_seconds: float | None = None,
         timeout_seconds: float = 600.0,
         facts: Mapping[str, Any] | None = None,
@@ -73,7 +76,7 @@ class StoreRendezvous(StoreView):
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
         self._store = Store.open(self._url)
-        self._facts = facts or {}
+        self._facts, self._memory_bytes = facts or {}, memory_bytes
         is_local = "://" not in self._url or self._url.startswith("file:")
         self._poll_seconds = poll_seconds or (0.02 if is_local else 0.5)
         self._asked = {
@@ -126,6 +129,7 @@ class StoreRendezvous(StoreView):
         self._max_local_steps = self._asked_local_steps or 50 * sync_every
         pace = Pace(
             poll_seconds=self._poll_seconds,
+            memory_bytes=self._memory_bytes,
             patience=sync_every if self._patience is None else self._patience,
             drain_seconds=max(2.0, 10 * self._poll_seconds),
         )
@@ -173,10 +177,13 @@ class StoreRendezvous(StoreView):
         Raises:
             ExchangeError: if it did not come in time, or this replica can't go on.
         """
-        follower = self._following
+        follower, decisions = self._following, list[Decision]()
 
         def is_here() -> bool:
-            fragments = {decision.fragment for decision in follower.decisions}
+            """Take what has come, since no more than a few decisions may wait."""
+            decisions.extend(follower.decisions)
+            follower.decisions.clear()
+            fragments = {decision.fragment for decision in decisions}
             return wait_for is None or bool(fragments if wait_for == -1 else wait_for in fragments)
 
         with follower.news:
@@ -187,8 +194,6 @@ class StoreRendezvous(StoreView):
                 )
             if not is_here():
                 raise ExchangeError(str(self.failure))
-            decisions = tuple(follower.decisions)
-            follower.decisions.clear()
         return decisions
 
     def drain(self) -> None:
