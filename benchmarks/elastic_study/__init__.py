@@ -1,0 +1,1 @@
+"""The parts of elastic_join.py and elastic_rounds.py."""
