@@ -13,7 +13,7 @@ from torch import nn
 
 import diloco
 from diloco.fragments import Fragment
-from diloco.rendezvous.contract import Decision, Offer
+from diloco.rendezvous.contract import Decision, Form, Joined, Offer
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -32,6 +32,14 @@ class Timed(diloco.StoreRendezvous):
         super().__init__(url, **settings)
         self.sends: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
+        self.num_replayed = 0
+        """Outer steps that were taken in order to join."""
+
+    def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
+        """Join, and note how much is replayed."""
+        joined = super().join(facts, form, sync_every=sync_every)
+        self.num_replayed = joined.num_decisions
+        return joined
 
     def offer(self, offer: Offer) -> None:
         """Note the time, and offer."""
