@@ -166,9 +166,7 @@ def _delays(answers: Sequence[Row]) -> tuple[list[float], list[float], list[int]
                 own[p, decision["round"]][answer["replica"]] = max(sent), at
     seconds = [at - sent for round_ in own.values() for sent, at in round_.values()]
     whole = [round_ for key, round_ in own.items() if len(round_) == members[key]]
-    all_seconds = [
-        at - max(sent for sent, _ in round_.values()) for round_ in whole for _, at in round_.values()
-    ]
+    all_seconds = [at - max(sent for sent, _ in round_.values()) for round_ in whole for _, at in round_.values()]
     return seconds, all_seconds, list(members.values())
 
 

@@ -87,7 +87,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rendezvous/counted.py": "rendezvous/test_replay.py",
     "rendezvous/follower.py": "rendezvous/test_elastic.py",
     "rendezvous/inbox.py": "rendezvous/test_elastic.py",
-    "rendezvous/joining.py": "rendezvous/test_elastic.py",
     "rendezvous/log.py": "rendezvous/test_elastic.py",
     "rendezvous/outbox.py": "rendezvous/test_elastic.py",
     "rendezvous/store_view.py": "rendezvous/test_store_rendezvous.py",

@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+
+from torch import Tensor
 
 from diloco.errors import DilocoError
 from diloco.rendezvous.archive import newest_snapshot, write_index
@@ -25,6 +26,8 @@ from diloco.rendezvous.store import Store
 
 MOST_DECISIONS_A_FRAGMENT = 2
 """Decisions with payloads that wait for the training thread, which may be evaluating, or stopped."""
+_AHEAD = 4
+"""Outer entries whose payloads are downloaded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,17 +219,19 @@ class Follower:
 
     async def _deliver(self) -> None:
         """Hand each outer step over, in the log's order, once its payloads are here."""
+        assert self._tasks is not None, "the follower runs"
+        ahead: deque[tuple[int, int, Outer, asyncio.Task[list[Tensor | None]]]] = deque()
         while True:
-            number, author, body = await self._to_deliver.get()
+            while not ahead or (len(ahead) < _AHEAD and not self._to_deliver.empty()):
+                outer = await self._to_deliver.get()
+                ahead.append((*outer, self._tasks.create_task(self.inbox.of_entry(outer[2], self.state))))
+            number, author, body, payloads = ahead.popleft()
             while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
                 await asyncio.sleep(self._pace.poll_seconds)  # until the training thread has taken some
-            parts, state = body.contributions, self.state
-            keys = [state.members[c.replica].key for c in parts]
-            tensors = await asyncio.gather(*map(partial(self.inbox.payload, body.fragment), parts, keys))
+            parts, state, tensors = body.contributions, self.state, await payloads
             self.inbox.forget(body.fragment, parts)
-            snapshot = None
-            if not all(tensor is not None for tensor in tensors):
-                snapshot = await self._snapshot_after(number, body)
+            is_whole = all(tensor is not None for tensor in tensors)
+            snapshot = None if is_whole else await self._snapshot_after(number, body)
             decision = Decision(
                 number=number,
                 fragment=body.fragment,

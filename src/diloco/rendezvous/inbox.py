@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Contribution, LogError
+from diloco.rendezvous.entries import Contribution, LogError, Outer
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.payload_cache import PayloadCache
@@ -119,6 +120,15 @@ class Inbox:
                 if now.members[replica].left or now.members[replica].fenced:
                     return
                 await asyncio.sleep(self._poll_seconds * (1 if now.is_active(replica) else _SLOWER))
+
+    async def of_entry(self, body: Outer, state: RunState) -> list[Tensor | None]:
+        """The payloads that an outer entry counts, in its order; None for one that was deleted.
+
+        Raises:
+            LogError: as `payload`.
+        """
+        keys = [state.members[counted.replica].key for counted in body.contributions]
+        return await asyncio.gather(*map(partial(self.payload, body.fragment), body.contributions, keys))
 
     async def payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
         """The payload of a contribution, from here or from the store; None if it was deleted.

@@ -1,11 +1,15 @@
 """The log as one replica reads and writes it: entries in the store, checked, and the state that they make."""
 
+import asyncio
+
 from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, digest, name_of, new_entry, opened, sealed
 from diloco.rendezvous.keys import Signer, check
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
 
 FOR_EVER = float("inf")
+_MOST_AT_ONCE = 16
+"""Entries that a replica which is behind asks for at once."""
 
 
 class Log:
@@ -26,13 +30,15 @@ class Log:
             LogError: naming an entry that is damaged, forged or not valid.
             StoreError: if the store can't be read.
         """
-        entries = []
+        entries: list[tuple[int, Entry]] = []
         while True:
-            name = name_of(self.state.number)
-            data = await self._store.get(name, most_bytes=MOST_BYTES, patience_seconds=patience_seconds)
-            if data is None:
-                return entries
-            entries.append(self._taken(bytes(data)))
+            # Mostly there is one new entry, or none: only who finds more asks for several at once.
+            names = map(name_of, range(self.state.number, self.state.number + _num_at_once(len(entries))))
+            gets = (self._store.get(n, most_bytes=MOST_BYTES, patience_seconds=patience_seconds) for n in names)
+            for data in await asyncio.gather(*gets):
+                if data is None:
+                    return entries
+                entries.append(self._taken(bytes(data)))
 
     async def append(
         self, body: Body, *, author: int, patience_seconds: float = FOR_EVER
@@ -61,6 +67,11 @@ class Log:
         check(self.state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
         self.state = self.state.after(entry, digest(data))
         return number, entry
+
+
+def _num_at_once(num_read: int) -> int:
+    """Entries to ask for at once after so many new ones."""
+    return min(max(1, num_read), _MOST_AT_ONCE)
 
 
 def begun(data: bytes) -> RunState:
