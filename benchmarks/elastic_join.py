@@ -1,12 +1,14 @@
-"""The time to join a run in a store: against the length of its log, and the size of its model.
+"""The time to join a run in a store, against the length of its log and the size of its model; the joiner's loss.
 
     python benchmarks/elastic_join.py length --output DIR
     python benchmarks/elastic_join.py size --output DIR
+    python benchmarks/elastic_join.py loss --output DIR -- laptop --data.train TRAIN.jsonl …
 
-The time is that from `StoreRendezvous(…)` to the end of the first inner step, which itself does nothing, in a process
-that has imported everything. The logs are real: three replicas that do nothing between outer steps make them as fast as
-a directory allows, and are dead when others join. `length` joins each log in the directory, and in SeaweedFS behind a
-proxy that adds latency to each request, at several lengths close by, since an index is written every 8 rounds.
+The time is that from `StoreRendezvous(…)` to the end of the first inner step, which itself does nothing, in a
+process that has imported everything. The logs are real: three replicas that do nothing between outer steps make
+them as fast as a directory allows, and are dead when others join. `length` joins each log in the directory, and in
+SeaweedFS behind a proxy that adds latency to each request, at several lengths close by, since an index is written
+every 8 rounds. `loss` trains with two replicas, and with a third from the middle on.
 
 Every measurement is written at once to DIR/length.jsonl and DIR/size.jsonl; a later call measures what is missing.
 """
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from elastic_study import joiner_loss
 from elastic_study.replica import Replica, Server, environment, network, running_seaweedfs
 
 from diloco.rendezvous.store import Store
@@ -49,6 +52,11 @@ def main() -> None:
     size.add_argument("--latency-ms", type=float, default=40.0)
     size.add_argument("--repeats", type=int, default=3)
     size.set_defaults(run=measure_size)
+    loss = commands.add_parser("loss", help="the joiner's loss beside the others'")
+    loss.add_argument("--output", type=Path, required=True)
+    loss.add_argument("--num-tokens", type=int, default=1_500_000)
+    loss.add_argument("train", nargs="+", help="after --: recipe and flags of diloco train")
+    loss.set_defaults(run=lambda of: joiner_loss.measure(of.output, of.num_tokens, of.train))
     for command in (length, size):
         command.add_argument("--output", type=Path, required=True)
         command.add_argument("--fragments", type=int, default=4)

@@ -4,9 +4,9 @@
     python benchmarks/elastic_rounds.py bill --output DIR
 
 `time`: three replicas, each a process with a network of its own (a proxy that adds latency to each request and
-limits bandwidth each way) to one SeaweedFS on this machine. Inner steps sleep. τ is as many steps as ELASTIC's rule asks
-for, 2 looks + 4 round trips + size / up + (M − 1) size / down, and H is 3 τ. For each payload: the time from the call of
-`engine.step()` that sends it to that which knows the decision that counts it.
+limits bandwidth each way) to one SeaweedFS on this machine. Inner steps sleep. τ is as many steps as the rule asks
+for, 2 looks + 4 round trips + size / up + (M − 1) size / down, and H is 3 τ. For each payload: the time from the
+call of `engine.step()` that sends it to that which knows the decision that counts it.
 
 `bill`: eight replicas with P = 20 and H = 100, all times a tenth of those of a run with steps of 1 s: requests for
 an outer step, and from these the dollars of a run of 10⁹ parameters.
@@ -76,8 +76,8 @@ def measure_times(arguments: argparse.Namespace) -> None:
                 with file.open("a") as lines:
                     lines.write(json.dumps(rows[-1]) + "\n")
     print(
-        "| Mbit/s | round trip ms | the rule s | send to decided s, p50 | p99 | all payloads sent to decided s, p50 "
-        "| p99 | within the rule | contributors | requests a round | kB up | kB down |"
+        "| Mbit/s | round trip ms | the rule s | send to decided s, p50 | p99 | last send to decided s, p50 | p99 "
+        "| within the rule | contributors | requests a round | kB up | kB down |"
     )
     print("|---" * 12 + "|")
     for row in sorted(rows, key=lambda row: (row["mbit_s"], row["latency_ms"])):
@@ -154,7 +154,7 @@ def _replicas(
 
 
 def _delays(answers: Sequence[Row]) -> tuple[list[float], list[float], list[int]]:
-    """Seconds from each counted send to its decision, from a round's last send to its decision, and contributors."""
+    """Seconds from each counted send, and from its round's last, to the decision; contributors of each round."""
     own: dict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
     members: dict[tuple[int, int], int] = {}
     for answer in answers:
