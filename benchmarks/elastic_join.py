@@ -54,7 +54,7 @@ def main() -> None:
     size.set_defaults(run=measure_size)
     loss = commands.add_parser("loss", help="the joiner's loss beside the others'")
     loss.add_argument("--output", type=Path, required=True)
-    loss.add_argument("--num-tokens", type=int, default=1_500_000)
+    loss.add_argument("--num-tokens", type=int, default=1_499_136)
     loss.add_argument("train", nargs="+", help="after --: recipe and flags of diloco train")
     loss.set_defaults(run=lambda of: joiner_loss.measure(of.output, of.num_tokens, of.train))
     for command in (length, size):

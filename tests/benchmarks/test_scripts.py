@@ -88,6 +88,43 @@ def test_weak_scaling():
     assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]
 
 
+def test_elastic_join_against_the_length_of_the_log(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--entries", "30,60", "--copies", 1, "--latency-ms", 2]
+    rows = run("elastic_join.py", "length", *arguments).splitlines()[-2:]
+    assert [row.split()[1] for row in rows] == ["30", "60"]
+    assert run("elastic_join.py", "length", *arguments).splitlines()[-2:] == rows, "nothing is measured twice"
+
+
+def test_elastic_join_against_the_size_of_the_model(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--parameters", "1e4,1e5", "--repeats", 1, "--latency-ms", 2]
+    rows = run("elastic_join.py", "size", *arguments).splitlines()[-2:]
+    assert [row.split()[1] for row in rows] == ["10,000", "100,000"]
+
+
+def test_elastic_join_shows_the_loss_of_a_joiner(tmp_path: Path, text: list[str]):
+    flags = [
+        "--data.train",
+        text[1],
+        "--data.held-out",
+        text[3],
+        "--replica-batch",
+        4,
+        "--evaluation.every-steps",
+        1,
+    ]
+    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 307200, "--", "tiny", *flags)
+    assert output.splitlines()[2].startswith("| 1 to 5 | ")
+
+
+def test_elastic_rounds(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--latencies", 2, "--bandwidths", 1000, "--elements", 1000, "--periods", 1]
+    row = run("elastic_rounds.py", "time", *arguments).splitlines()[-1].split()
+    assert row[1:4:2] == ["1000", "2"] and 0 < float(row[7]) <= float(row[9])
+    sizes = ["--replicas", 2, "--fragments", 2, "--sync-every", 10, "--step-seconds", 0.05]
+    output = run("elastic_rounds.py", "bill", "--output", tmp_path, *sizes)
+    assert re.search(r"\| egress \| [0-9.]+ TB \| [0-9.,]+ \| 0.00 \|", output)
+
+
 def test_engine_overhead():
     assert re.search(r"engine.step\(\) [0-9.]+ ms: [0-9.]+%", run("engine_overhead.py", "--steps", 8))
 
