@@ -169,18 +169,18 @@ class Follower:
 
     async def _write(self) -> bool:
         """Write one entry, if there is one to write; whether the log has a new entry."""
-        body = self._to_append[0] if self._to_append else self._decision()
-        if body is None:
+        queued = self._to_append[0] if self._to_append else None  # more may come meanwhile
+        if (body := queued or self._decision()) is None:
             return False
         try:
             (number, entry), is_own = await self._log.append(body, author=self._own)
         except LogError:
-            if not self._to_append or isinstance(body, Leave):
+            if queued is None or isinstance(queued, Leave):
                 raise
             self._to_append.popleft()  # a snapshot that a newer one has made needless
             return False
         self._heed(number, entry)
-        if self._to_append and is_own:
+        if queued is not None and is_own:
             self._to_append.popleft()
             if isinstance(body, Snapshot) and body.fragment == 0 and self._tasks is not None:
                 work = write_index(self._store, self._signer, self.state, author=self._own)
