@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -165,16 +166,16 @@ def _make_run(run: Path, model: Row) -> None:
     replica.exchange.leave()
 
 
-def _join_both(server: Server, log: Path, model: Row, **link: float) -> Row:
+def _join_both(server: Server, log: Path, model: Row, *, latency_ms: float, mbit_s: float = math.inf) -> Row:
     """Join a log in a directory, and the same in a bucket behind a network."""
-    latency_seconds = link.pop("latency_ms") / 1000
     with tempfile.TemporaryDirectory() as folder:
         copy, url = Path(folder, "run"), server.new_url()
         with environment(server.environment):
             asyncio.run(_upload(log, url))
         shutil.copytree(log, copy)
         directory = _join(str(copy), model)
-        with network(server, latency_seconds=latency_seconds, **link) as variables, environment(variables):
+        link = network(server, latency_seconds=latency_ms / 1000, mbit_s=mbit_s)
+        with link as variables, environment(variables):
             bucket = _join(url, model)
     newest = max((int(file.name) for file in (log / "index").glob("*")), default=1)
     return {

@@ -1,4 +1,4 @@
-"""What a replica has to write, it writes: also what came while another entry was on its way."""
+"""A replica writes all that it has to write, also what came while another entry was on its way."""
 
 import asyncio
 import json
