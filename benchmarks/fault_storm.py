@@ -324,6 +324,7 @@ class Storm:
             "longest_processor_seconds": last["longest_processor_seconds"],
             "control_longest_seconds": control[-1]["longest_seconds"],
             "share_in_step": _rate(survivor, "in_step_seconds", "at"),
+            "processor_share_in_step": _rate(survivor, "in_step_processor_seconds", "at"),
             "control_share_in_step": _rate(control, "in_step_seconds", "at"),
             "steps": last["steps"],
             "steps_lost": last["sent_steps"] - replay.state.members[last["replica"]].steps,
@@ -365,21 +366,27 @@ def print_table(rows: Sequence[Row]) -> None:
     """Print a row a storm, in Markdown."""
     beside = [row["steps_a_second"] / row["control_steps_a_second"] for row in rows]
     quiet = [ratio for row, ratio in zip(rows, beside, strict=True) if not row["faults_an_hour"]]
-    print(
-        "| faults/h | seed | s | kills, stops, outages | steps/s | goodput | longest step() | in step() |", end=""
-    )
-    print(" steps lost | outer steps | Θ compared, other | tokens | loss |")
-    print("|" + "---|" * 13)
+    columns = ("faults/h", "seed", "s", "kills, stops, outages", "steps/s", "goodput", "longest step()")
+    columns += ("in step()", "steps lost", "outer steps replayed", "Θ compared", "Θ other", "tokens", "loss")
+    print(f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), sep="\n")
     for row, ratio in zip(rows, beside, strict=True):
-        goodput = f"{ratio / statistics.mean(quiet):.1%}" if quiet else ""
-        print(
-            f"| {row['faults_an_hour']:,.0f} | {row['seed']:.0f} | {row['seconds']:.0f} "
-            f"| {row['kills']:.0f}, {row['stops']:.0f}, {row['outages']:.0f} | {row['steps_a_second']:.2f} "
-            f"| {goodput} | {1e3 * row['longest_seconds']:.0f} ms "
-            f"({1e3 * row['longest_processor_seconds']:.0f} ms) | {row['share_in_step']:.2%} "
-            f"| {row['steps_lost']:.0f} | {row['rounds_replayed']:.0f} of {row['rounds']:.0f} "
-            f"| {row['checksums']:.0f}, {row['mismatches']:.0f} | {row['tokens']:,.0f} | {row['loss']:.4f} |"
-        )
+        cells = [
+            f"{row['faults_an_hour']:,.0f}",
+            f"{row['seed']:.0f}",
+            f"{row['seconds']:.0f}",
+            f"{row['kills']:.0f}, {row['stops']:.0f}, {row['outages']:.0f}",
+            f"{row['steps_a_second']:.2f}",
+            f"{ratio / statistics.mean(quiet):.1%}" if quiet else "",
+            f"{1e3 * row['longest_seconds']:.0f} ms ({1e3 * row['longest_processor_seconds']:.0f} ms)",
+            f"{row['share_in_step']:.2%} ({row['processor_share_in_step']:.2%})",
+            f"{row['steps_lost']:.0f}",
+            f"{row['rounds_replayed']:.0f} of {row['rounds']:.0f}",
+            f"{row['checksums']:.0f}",
+            f"{row['mismatches']:.0f}",
+            f"{row['tokens']:,.0f}",
+            f"{row['loss']:.4f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class Meter:
         self._engine: StreamingDiLoCo | None = None
         self._rounds: list[int] = []
         self._outer: list[tuple[int, int, str]] = []  # fragment, round, checksum of Θ_p
-        self._in_step_seconds = self._longest_seconds = self._longest_processor_seconds = 0.0
+        self._in_step_seconds = self._in_step_processor_seconds = 0.0
+        self._longest_seconds = self._longest_processor_seconds = 0.0
         self._stepped = self._written = time.perf_counter()
 
     def step(self, engine: StreamingDiLoCo, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
@@ -80,6 +81,7 @@ class Meter:
         steps = _ENGINE_STEP(engine, tokens=tokens)
         seconds, processor_seconds = time.perf_counter() - start, time.thread_time() - processor
         self._in_step_seconds += seconds
+        self._in_step_processor_seconds += processor_seconds
         self._longest_seconds = max(self._longest_seconds, seconds)
         self._longest_processor_seconds = max(self._longest_processor_seconds, processor_seconds)
         self._note_outer()
@@ -104,6 +106,7 @@ class Meter:
                 "steps": rounds.num_steps,
                 "sent_steps": sum(rounds.last_sent),
                 "in_step_seconds": self._in_step_seconds,
+                "in_step_processor_seconds": self._in_step_processor_seconds,
                 "longest_seconds": self._longest_seconds,
                 "longest_processor_seconds": self._longest_processor_seconds,
                 "processor_seconds": time.process_time(),
