@@ -13,7 +13,7 @@ from storm_study.replica import replica
 
 # A killed replica is back in milliseconds, instead of after the import of torch.
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["storm_study.replica", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(["diloco.training.loop", "torch._dynamo"])
 
 
 class Replica:

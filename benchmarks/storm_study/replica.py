@@ -70,20 +70,21 @@ class Meter:
         self._engine: StreamingDiLoCo | None = None
         self._rounds: list[int] = []
         self._outer: list[tuple[int, int, str]] = []  # fragment, round, checksum of Θ_p
-        self._in_step_seconds = self._in_step_processor_seconds = 0.0
-        self._longest_seconds = self._longest_processor_seconds = 0.0
+        self._in_step_seconds = self._queued_seconds = 0.0
+        self._longest_seconds = self._longest_own_seconds = 0.0
         self._stepped = self._written = time.perf_counter()
 
     def step(self, engine: StreamingDiLoCo, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
         """The engine's step, timed."""
         self._engine = engine
-        start, processor = time.perf_counter(), time.thread_time()
+        queued, start = _queued_seconds(), time.perf_counter()
         steps = _ENGINE_STEP(engine, tokens=tokens)
-        seconds, processor_seconds = time.perf_counter() - start, time.thread_time() - processor
+        seconds = time.perf_counter() - start
+        queued_seconds = min(_queued_seconds() - queued, seconds)
         self._in_step_seconds += seconds
-        self._in_step_processor_seconds += processor_seconds
+        self._queued_seconds += queued_seconds
         self._longest_seconds = max(self._longest_seconds, seconds)
-        self._longest_processor_seconds = max(self._longest_processor_seconds, processor_seconds)
+        self._longest_own_seconds = max(self._longest_own_seconds, seconds - queued_seconds)
         self._note_outer()
         return steps
 
@@ -106,9 +107,9 @@ class Meter:
                 "steps": rounds.num_steps,
                 "sent_steps": sum(rounds.last_sent),
                 "in_step_seconds": self._in_step_seconds,
-                "in_step_processor_seconds": self._in_step_processor_seconds,
+                "own_in_step_seconds": self._in_step_seconds - self._queued_seconds,
                 "longest_seconds": self._longest_seconds,
-                "longest_processor_seconds": self._longest_processor_seconds,
+                "longest_own_seconds": self._longest_own_seconds,
                 "processor_seconds": time.process_time(),
                 "outer": self._outer,
             }
@@ -125,6 +126,11 @@ class Meter:
                 if old != new:
                     self._outer.append((p, new, f"{rounds.bases[p]:016x}"))
             self._rounds = list(rounds.rounds)
+
+
+def _queued_seconds() -> float:
+    """How long this thread has been ready to run while other threads had the processors (Linux)."""
+    return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 
 def _rounds(engine: StreamingDiLoCo) -> ElasticRounds:
