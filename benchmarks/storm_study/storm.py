@@ -153,6 +153,7 @@ class Storm:
             **{f"{kind}s": self._counts[kind] for kind in ("kill", "stop", "outage")},
             "crashes": self._counts["crash"],
             "steps_a_second": _rate(survivor, "steps", "at"),
+            "steps_an_own_second": _rate(survivor, "steps", "at") / (1 - _rate(survivor, "queued_seconds", "at")),
             "control_steps_a_second": _rate(control, "steps", "at"),
             "processor_seconds_a_step": _rate(survivor, "processor_seconds", "steps"),
             "control_processor_seconds_a_step": _rate(control, "processor_seconds", "steps"),
