@@ -1,4 +1,4 @@
-"""What the replicas of all systems share: settings, model, inner step, and a diary that survives `kill -9`.
+"""Parts of the replicas of all systems: settings, model, inner step, and a diary that survives `kill -9`.
 
 It needs nothing but torch, since a peer may run in an environment of its own.
 """
@@ -41,9 +41,9 @@ class Settings:
     step_seconds: float
     """Sleep in each inner step."""
     width: int
-    """Of the model: P square layers, one a fragment."""
+    """Width of the model: P square layers, one a fragment."""
     options: dict[str, Any]
-    """The system's own."""
+    """Further settings of the system."""
 
 
 def settings_of_arguments() -> Settings:
@@ -62,7 +62,6 @@ class Diary:
         self._die = Path(f"{path}.die")
         self._file = Path(path).open("w", buffering=1)  # noqa: SIM115, it stays open until the process is killed
         self._lock = threading.Lock()
-        self.note("start")
 
     def note(self, event: str, **values: Any) -> None:
         """Write an event."""
@@ -78,6 +77,8 @@ class Diary:
 
 class Training:
     """The model and its inner steps: one batch of noise, AdamW, and a sleep in the place of a larger model.
+
+    The diary's `start` is when all is imported and built, and no other replica was looked for yet.
 
     Args:
         settings: the replica's.
@@ -96,6 +97,7 @@ class Training:
         self._layers, self._diary, self._traffic = layers, diary, traffic
         self._sleep_seconds, self._width = settings.step_seconds, settings.width
         self._generator = torch.Generator().manual_seed(sum(settings.name.encode()))
+        diary.note("start")
 
     def inner_step(self) -> None:
         """One inner step; the time from one to the next is a step's, exchange included."""

@@ -20,7 +20,7 @@ class Times:
     begin: float
     death: float
     join: float
-    """The new replica has imported its modules."""
+    """The new replica has imported its modules, and built its model."""
     end: float
 
 
@@ -48,11 +48,11 @@ class Figures:
     gap_seconds: float
     """Longest time without an outer step, between death and join."""
     joined_seconds: float
-    """From the new replica's start, after its imports, to its first inner step."""
+    """From the new replica's start to its first inner step."""
     counted_seconds: float
     """From there to the first outer step that it was in."""
     kilobytes_up: float
-    """For each outer step, on average over the survivors, before the death."""
+    """For each outer step, on average over the replicas, before the death."""
     kilobytes_down: float
 
 
@@ -62,14 +62,16 @@ def read(path: Path) -> Diary:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def figures(survivors: Sequence[Diary], joiner: Diary, times: Times, *, num_fragments: int) -> Figures:
+def figures(
+    survivors: Sequence[Diary], victim: Diary, joiner: Diary, times: Times, *, num_fragments: int
+) -> Figures:
     """A run's figures."""
     quiet, dead = (times.begin + _WARM_SECONDS, times.death), (times.death, times.join)
     steps = [_seconds_of_steps(diary, quiet) for diary in survivors]
     median = statistics.median([seconds for part in steps for seconds in part])
     stalls = [max(_seconds_of_steps(diary, dead), default=dead[1] - dead[0]) for diary in survivors]
     lost_steps = sum(line["lost_steps"] for diary in survivors for line in _within(diary, "merge", quiet))
-    traffic = [_traffic(diary, quiet) for diary in survivors]
+    traffic = [_traffic(diary, quiet) for diary in (*survivors, victim)]
     counted = [line["at"] for line in joiner if line["event"] == "merge" and line["counted"]]
     return Figures(
         step_seconds=median,

@@ -23,7 +23,7 @@ SECONDS_TO_START = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all systems."""
+    """Settings that are the same for all systems."""
 
     num_replicas: int
     sync_every: int
@@ -78,7 +78,8 @@ class Run:
             self._sleep_until(self._wait("joiner", "step") + plan.joined_seconds)
             times = Times(begin=begin, death=death, join=join, end=time.monotonic())
         survivors = [read(self._diary(name)) for name in names if name != victim]
-        return figures(survivors, read(self._diary("joiner")), times, num_fragments=plan.num_fragments)
+        dead, joiner = read(self._diary(victim)), read(self._diary("joiner"))
+        return figures(survivors, dead, joiner, times, num_fragments=plan.num_fragments)
 
     def _start(self, name: str) -> None:
         plan, system = self._plan, self._system

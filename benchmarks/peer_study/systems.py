@@ -25,7 +25,7 @@ class System:
     victim: int = 0
     """The replica that is killed; replica 0 starts first."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of its replicas."""
+    """Settings of its replicas."""
     heartbeat_ms: int = 5000
     """Time after which torchft's lighthouse takes a replica for dead; 5000 is its default."""
 

@@ -14,7 +14,7 @@ def line(event: str, at: float, **values: float | bool) -> dict:
 
 
 def survivor(*, stall_seconds: float, failed_steps: float) -> list[dict]:
-    """Steps of 1 s, an outer step each 10 s of 1000 B up and 2000 B down; a stall at the death, and a gap of 30 s."""
+    """Steps of 1 s; an outer step each 10 s, but for a gap; 100 B up and 200 B down a step."""
     starts = [float(at) for at in range(101)] + [at + 100 + stall_seconds for at in range(1, 151)]
     steps = [line("step", at, sent=100 * i, received=200 * i) for i, at in enumerate(starts)]
     merges, commits = [], []
@@ -36,7 +36,7 @@ def test_figures_of_a_death_and_a_join():
         line("merge", 205.0, lost_steps=0.0, counted=False),
         line("merge", 207.0, lost_steps=0.0, counted=True),
     ]
-    row = figures(survivors, joiner, TIMES, num_fragments=2)
+    row = figures(survivors, survivors[1], joiner, TIMES, num_fragments=2)
     assert row.step_seconds == 1.0
     assert (row.quiet_stall_seconds, row.stall_seconds) == (0.0, 4.0)
     assert (row.quiet_lost_steps, row.lost_steps) == (2.0, 40.0)
@@ -49,7 +49,7 @@ def test_figures_of_a_death_and_a_join():
 
 def test_survivors_that_never_step_again_stall_for_all_the_time():
     stuck = [event for event in survivor(stall_seconds=0.0, failed_steps=0.0) if event["at"] < TIMES.death]
-    row = figures([stuck], [line("step", 203.0)], TIMES, num_fragments=2)
+    row = figures([stuck], stuck, [line("step", 203.0)], TIMES, num_fragments=2)
     assert row.stall_seconds == 99.0, "100 s, less the median"
     assert row.dead_commits == 0 and row.gap_seconds == 100.0
     assert row.counted_seconds != row.counted_seconds, "the new replica was in no outer step"
