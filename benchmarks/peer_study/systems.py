@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from tests.servers import Server
 
+from diloco.training.ancestor import end_with_parent
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -94,7 +96,9 @@ def _lighthouse(heartbeat_ms: int) -> Iterator[str]:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     program = str(Path(sys.executable).with_name("torchft_lighthouse"))
     command = [program, "--bind", address, "--min_replicas", "2", "--heartbeat_timeout_ms", str(heartbeat_ms)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+    )
     time.sleep(1.0)
     try:
         yield f"http://{address}"
