@@ -26,7 +26,7 @@ from tests.servers import Server, running_seaweedfs
 
 COLUMNS = {
     "stall, s": lambda row: f"{row.stall_seconds:.2f} ({row.quiet_stall_seconds:.2f})",
-    "steps lost at once": lambda row: f"{row.lost_steps:.0f} ({row.quiet_lost_steps:.0f})",
+    "steps lost at once": lambda row: f"{row.lost_steps:g} ({row.quiet_lost_steps:g})",
     "steps lost in all merges": lambda row: f"{row.quiet_lost_percent:.1f} %",
     "outer steps a minute": lambda row: f"{row.dead_commits:.0f} ({row.quiet_commits:.0f})",
     "longest without one, s": lambda row: f"{row.gap_seconds:.1f}",

@@ -50,7 +50,7 @@ class Figures:
     joined_seconds: float
     """From the new replica's start to its first inner step."""
     counted_seconds: float
-    """From there to the first outer step that it was in."""
+    """From its start to the first outer step that it was in."""
     kilobytes_up: float
     """For each outer step, on average over the replicas, before the death."""
     kilobytes_down: float
