@@ -1,7 +1,7 @@
 """A rendezvous in one process and in virtual time: the log's own state machine and rules, without a store.
 
-The caller lets the replicas take their inner steps in an order of its own, moves the clock, and calls `decide`. What
-is decided then depends on nothing else, so that a run gives the same numbers however busy the machine is.
+The caller lets the replicas take their inner steps in an order of its own, moves the clock, and calls `decide`.
+Decisions depend on nothing else, so that a run gives the same numbers however busy the machine is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,18 @@ from torch import Tensor
 from diloco.rendezvous import snapshots
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer, StoredSnapshot
 from diloco.rendezvous.decide import may_decide
-from diloco.rendezvous.entries import FORMAT, Body, Contribution, Create, Entry, Join, Outer, Rules, Snapshot, digest
+from diloco.rendezvous.entries import (
+    FORMAT,
+    Body,
+    Contribution,
+    Create,
+    Entry,
+    Join,
+    Outer,
+    Rules,
+    Snapshot,
+    digest,
+)
 from diloco.rendezvous.machine import RunState
 
 
@@ -186,7 +197,7 @@ class Seat:
         contribution = Contribution(
             replica=self.replica,
             seq=offer.seq,
-            sha256=digest(memoryview(offer.payload.numpy())),
+            sha256=digest(offer.payload.numpy().data),
             base_round=offer.base_round,
             tokens=offer.tokens,
             steps=offer.steps,

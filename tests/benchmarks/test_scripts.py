@@ -58,6 +58,23 @@ def test_wire_formats(tmp_path: Path, text: list[str]):
     assert all(variant in output for variant in variants)
 
 
+def test_elastic_loss(tmp_path: Path, text: list[str]):
+    sizes = ["--seeds", 0, "--steps", 32, "--sync-every", 4, "--width", 32, "--batch", 1, "--eval-tokens", 1024]
+    settings = ["fixed", "one_lags_1", "all_lag_3", "one_away", "cold_joins", "speeds"]
+    output = run("elastic_loss.py", *text, "--output", tmp_path, *sizes, "--settings", *settings)
+    rows = {row["setting"]: row for row in table(tmp_path / "elastic_loss.csv")}
+    contributors, staleness = (
+        {name: float(row[of]) for name, row in rows.items()} for of in ("contributors", "staleness")
+    )
+    assert sorted(rows) == sorted(settings) and "+0.00 %" in output
+    assert contributors["fixed"] == contributors["speeds"] == 4 and staleness["fixed"] == staleness["speeds"] == 0
+    assert 3 < contributors["one_away"] < 4 and 3 < contributors["one_lags_1"] < 4 and staleness["one_away"] == 0
+    assert contributors["all_lag_3"] == 1 and staleness["all_lag_3"] > 2
+    (tmp_path / "elastic_loss.csv").write_text("")
+    run("elastic_loss.py", *text, "--output", tmp_path, *sizes, "--settings", "cold_joins")
+    assert table(tmp_path / "elastic_loss.csv") == [rows["cold_joins"]], "the same numbers again"
+
+
 def test_outer_step():
     output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4")
     assert "65,536 parameters, 3 replicas, int4:" in output
