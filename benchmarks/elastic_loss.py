@@ -36,6 +36,12 @@ SETTINGS = (
         for s in range(1, NUM_REPLICAS)
     ),
     *(
+        Setting(
+            name=f"all_lag_{s}_eta", text=f"all lag by {s}, η / {s + 1}", lags=(s,) * 4, outer_scale=1 / (s + 1)
+        )
+        for s in (1, 3)
+    ),
+    *(
         Setting(name=f"fixed_{n}_h", text=f"fixed members, {n} H", sync_periods=n)
         for n in range(2, NUM_REPLICAS + 1, 2)
     ),
@@ -72,7 +78,11 @@ def main() -> None:
             is_asked = arguments.settings is None or setting.name in arguments.settings
             if not is_asked or (setting.name, str(seed)) in {(r["setting"], r["seed"]) for r in rows_of(path)}:
                 continue
-            diloco = replace(base.diloco, sync_every=base.diloco.sync_every * setting.sync_periods)
+            diloco = replace(
+                base.diloco,
+                sync_every=base.diloco.sync_every * setting.sync_periods,
+                outer_learning_rate=base.diloco.outer_learning_rate * setting.outer_scale,
+            )
             run = Run(replace(base, seed=seed, diloco=diloco), setting, corpus)
             run.train()
             row = run.row(held_out)

@@ -43,6 +43,8 @@ class Setting:
     """Whether a joiner takes over the moments of AdamW."""
     sync_periods: int = 1
     """H as a multiple of the others'."""
+    outer_scale: float = 1.0
+    """η as a multiple of the others'."""
 
     @property
     def all_lag(self) -> bool:
