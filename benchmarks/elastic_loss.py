@@ -27,25 +27,18 @@ from diloco.training.recipes import recipe
 
 SETTINGS = (
     Setting(name="fixed", text="fixed members (control)"),
-    *(
-        Setting(name=f"one_lags_{s}", text=f"1 of 4 lags by {s}", lags=(0, 0, 0, s))
-        for s in range(1, NUM_REPLICAS)
-    ),
-    *(
-        Setting(name=f"all_lag_{s}", text=f"all lag by {s}, in turns", lags=(s,) * NUM_REPLICAS)
-        for s in range(1, NUM_REPLICAS)
-    ),
-    *(
-        Setting(
-            name=f"all_lag_{s}_eta", text=f"all lag by {s}, η / {s + 1}", lags=(s,) * 4, outer_scale=1 / (s + 1)
-        )
-        for s in (1, 3)
-    ),
-    *(
-        Setting(name=f"fixed_{n}_h", text=f"fixed members, {n} H", sync_periods=n)
-        for n in range(2, NUM_REPLICAS + 1, 2)
-    ),
-    Setting(name="one_away", text="1 of 4 is away in every second round", away=3),
+    Setting(name="fixed_06_h", text="fixed members, 0.6 H", sync_periods=0.6),
+    Setting(name="fixed_2_h", text="fixed members, 2 H", sync_periods=2),
+    Setting(name="fixed_4_h", text="fixed members, 4 H", sync_periods=4),
+    Setting(name="one_lags_1", text="1 of 4 lags by 1, and so misses every second round", lags=(0, 0, 0, 1)),
+    Setting(name="one_lags_2", text="1 of 4 lags by 2", lags=(0, 0, 0, 2)),
+    Setting(name="one_lags_3", text="1 of 4 lags by 3", lags=(0, 0, 0, 3)),
+    Setting(name="all_lag_1", text="all lag by 1, in turns", lags=(1, 1, 1, 1)),
+    Setting(name="all_lag_2", text="all lag by 2, in turns", lags=(2, 2, 2, 2)),
+    Setting(name="all_lag_3", text="all lag by 3, in turns", lags=(3, 3, 3, 3)),
+    Setting(name="all_lag_1_eta", text="all lag by 1, in turns, η / 2", lags=(1, 1, 1, 1), outer_scale=1 / 2),
+    Setting(name="all_lag_3_eta", text="all lag by 3, in turns, η / 4", lags=(3, 3, 3, 3), outer_scale=1 / 4),
+    Setting(name="one_away", text="1 of 4 trains in every second round only", away=3),
     Setting(name="cold_joins", text="a new replica every 2 rounds, AdamW cold", join_rounds=2),
     Setting(name="warm_joins", text="the same, AdamW's moments kept", join_rounds=2, keeps_moments=True),
     Setting(name="speeds", text="speeds 1, 1, 1.5, 2.5", speeds=(1.0, 1.0, 1.5, 2.5)),
@@ -80,7 +73,7 @@ def main() -> None:
                 continue
             diloco = replace(
                 base.diloco,
-                sync_every=base.diloco.sync_every * setting.sync_periods,
+                sync_every=round(base.diloco.sync_every * setting.sync_periods),
                 outer_learning_rate=base.diloco.outer_learning_rate * setting.outer_scale,
             )
             run = Run(replace(base, seed=seed, diloco=diloco), setting, corpus)

@@ -41,7 +41,7 @@ class Setting:
     """Rounds between two replacements of a replica, in turn, by a new one; 0 replaces none."""
     keeps_moments: bool = False
     """Whether a joiner takes over the moments of AdamW."""
-    sync_periods: int = 1
+    sync_periods: float = 1.0
     """H as a multiple of the others'."""
     outer_scale: float = 1.0
     """η as a multiple of the others'."""
