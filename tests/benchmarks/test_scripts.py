@@ -61,6 +61,23 @@ def test_wire_formats(tmp_path: Path, text: list[str]):
     assert all(variant in output for variant in variants)
 
 
+def test_elastic_loss(tmp_path: Path, text: list[str]):
+    sizes = ["--seeds", 0, "--steps", 24, "--sync-every", 4, "--width", 32, "--layers", 2, "--batch", 1]
+    flags = [*text, "--output", tmp_path, *sizes, "--eval-tokens", 1024, "--settings"]
+    settings = ["fixed", "one_lags_1", "all_lag_3", "one_away", "cold_joins", "speeds"]
+    assert "+0.00 %" in run("elastic_loss.py", *flags, *settings)
+    rows = {row["setting"]: row for row in table(tmp_path / "elastic_loss.csv")}
+    contributors = {name: float(row["contributors"]) for name, row in rows.items()}
+    staleness = {name: float(row["staleness"]) for name, row in rows.items()}
+    assert sorted(rows) == sorted(settings)
+    assert contributors["fixed"] == contributors["speeds"] == 4 and staleness["fixed"] == staleness["speeds"] == 0
+    assert 3 < contributors["one_away"] < 4 and 3 < contributors["one_lags_1"] < 4
+    assert contributors["all_lag_3"] == 1 and staleness["all_lag_3"] > 2
+    (tmp_path / "elastic_loss.csv").unlink()
+    run("elastic_loss.py", *flags, "cold_joins")
+    assert table(tmp_path / "elastic_loss.csv") == [rows["cold_joins"]], "the same numbers again"
+
+
 def test_outer_step():
     output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4")
     assert "65,536 parameters, 3 replicas, int4:" in output

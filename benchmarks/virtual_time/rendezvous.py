@@ -1,0 +1,259 @@
+"""A rendezvous in one process and in virtual time: the log's own state machine and rules, without a store.
+
+The caller lets the replicas take their inner steps in an order of its own, moves the clock, and calls `decide`.
+Decisions depend on nothing else, so that a run gives the same numbers however busy the machine is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from diloco.rendezvous import snapshots
+from diloco.rendezvous.contract import Decision, Form, Joined, Offer, StoredSnapshot
+from diloco.rendezvous.decide import may_decide
+from diloco.rendezvous.entries import (
+    FORMAT,
+    Body,
+    Contribution,
+    Create,
+    Entry,
+    Join,
+    Outer,
+    Rules,
+    Snapshot,
+    digest,
+)
+from diloco.rendezvous.machine import RunState
+
+
+class Arrival(Protocol):
+    """When a payload is where others can see it."""
+
+    def __call__(self, seat: "Seat", fragment: int, base_round: int) -> float:
+        """The virtual time of a payload's arrival, at any time after its offer."""
+        ...
+
+
+@dataclass(eq=False)
+class VirtualLog:
+    """The log of one run, and the payloads on their way.
+
+    Args:
+        rules: of the run.
+        patience: inner steps after t + τ in which a decision waits for a majority.
+        arrival: the delay of payloads.
+    """
+
+    rules: Rules
+    patience: int
+    arrival: Arrival
+    now: float = 0.0
+    """The virtual time."""
+    seats: list["Seat"] = field(default_factory=list)
+    """The replicas that live."""
+    entries: list[Outer] = field(default_factory=list)
+    """All outer entries."""
+
+    def __post_init__(self) -> None:
+        body = Create(format=FORMAT, rules=self.rules, facts={}, creator="")
+        entry = _entry(body, author=-1, previous="")
+        self.state = RunState.begin(entry, digest(entry.line()))
+        self.decisions: list[Decision] = []
+        """Those since the last snapshots, for joiners."""
+        self.snapshots: dict[int, StoredSnapshot] = {}
+        self.facts: Mapping[str, Any] | None = None
+        self.checksums: dict[tuple[int, int], int] = {}
+        """By fragment and round."""
+        self._payloads: dict[tuple[int, int], Tensor] = {}
+
+    def append(self, body: Body, author: int) -> None:
+        """Write an entry, which the state machine checks."""
+        entry = _entry(body, author=author, previous=self.state.previous)
+        self.state = self.state.after(entry, digest(entry.line()))
+
+    def arrived(self, p: int) -> dict[int, Contribution]:
+        """The payloads of a fragment that have arrived and were not counted, by replica."""
+        offers = ((seat, seat.offers[p]) for seat in self.seats if p in seat.offers)
+        return {s.replica: c for s, c in offers if self.arrival(s, p, c.base_round) <= self.now}
+
+    def keep_payload(self, contribution: Contribution, payload: Tensor, replica: int) -> None:
+        """Take a payload that is on its way."""
+        self._payloads[replica, contribution.seq] = payload
+
+    def decide(self) -> None:
+        """Write the outer entries that a replica may write now."""
+        for p in range(self.rules.num_fragments):
+            while (decided := self._decision(p)) is not None:
+                self._deliver(*decided)
+
+    def _decision(self, p: int) -> tuple["Seat", Outer] | None:
+        here, log = self.arrived(p), self.state.fragments[p]
+        for seat in self.seats:
+            if p not in seat.sent or seat.rounds[p] != log.round:
+                continue
+            elapsed = seat.step - seat.sent[p].step - seat.sent[p].overlap_steps
+            parts = may_decide(
+                self.state,
+                p,
+                here,
+                seat.replica,
+                overlap_over=elapsed >= 0,
+                patience_over=elapsed >= self.patience,
+            )
+            if parts is not None:
+                before = f"{self.checksums[p, log.round]:016x}"
+                return seat, Outer(fragment=p, round=log.round + 1, before=before, contributions=parts)
+        return None
+
+    def _deliver(self, author: "Seat", body: Outer) -> None:
+        """Write an outer entry, and hand it to all replicas."""
+        number, p, parts = self.state.number, body.fragment, body.contributions
+        self.append(body, author.replica)
+        self.entries.append(body)
+        decision = Decision(
+            number=number,
+            fragment=p,
+            round=body.round,
+            before=int(body.before, 16),
+            cohort=self.state.cohort(parts),
+            payloads={c.replica: self._payloads.pop((c.replica, c.seq)) for c in parts},
+            base_rounds={c.replica: c.base_round for c in parts},
+            is_own=False,
+            with_snapshot=False,
+        )
+        self.decisions.append(decision)
+        is_kept = body.round % self.rules.snapshot_rounds == 0
+        for seat in self.seats:
+            is_own = seat.replica in decision.payloads
+            if is_own:
+                del seat.offers[p], seat.sent[p]
+            seat.news.append(replace(decision, is_own=is_own, with_snapshot=is_kept and seat is author))
+
+
+@dataclass(eq=False)
+class Seat:
+    """The place of one replica in a virtual log: a rendezvous for its engine."""
+
+    log: VirtualLog
+    name: str
+    replica: int = -1
+    step: int = 0
+    news: list[Decision] = field(default_factory=list)
+    offers: dict[int, Contribution] = field(default_factory=dict)
+    """By fragment the own payload that was not counted yet."""
+    sent: dict[int, Offer] = field(default_factory=dict)
+    """The same as the engine offered it."""
+    failure: str | None = None
+    waits: bool = False
+
+    @property
+    def state(self) -> RunState:
+        return self.log.state
+
+    @property
+    def slot(self) -> int:
+        return self.state.members[self.replica].slot
+
+    @property
+    def start(self) -> int:
+        return self.state.members[self.replica].start
+
+    @property
+    def max_stale(self) -> int:
+        return self.log.rules.max_stale
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.news)
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens of the outer steps that this replica has taken: P times those of the run."""
+        not_taken = (body for body in self.log.entries if body.round > self.rounds[body.fragment])
+        return self.state.tokens - sum(c.tokens for body in not_taken for c in body.contributions)
+
+    def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
+        del form, sync_every
+        log = self.log
+        log.facts = log.facts or facts
+        assert log.facts == facts, "all replicas share the settings"
+        self.replica = len(log.state.members)
+        log.append(Join(name=self.name, key=""), self.replica)
+        log.seats = [seat for seat in log.seats if seat.name != self.name] + [self]
+        self.rounds = [0] * log.rules.num_fragments
+        """Outer steps of each fragment that this replica has taken."""
+        self.news = list(log.decisions)
+        return Joined(
+            run=log.state.run,
+            replica=self.replica,
+            slot=self.slot,
+            snapshots=dict(log.snapshots),
+            num_decisions=len(self.news),
+        )
+
+    def offer(self, offer: Offer) -> None:
+        contribution = Contribution(
+            replica=self.replica,
+            seq=offer.seq,
+            sha256=digest(offer.payload.numpy().data),
+            base_round=offer.base_round,
+            tokens=offer.tokens,
+            steps=offer.steps,
+            position=self.start + offer.position,
+            norm=offer.norm,
+        )
+        self.offers[offer.fragment], self.sent[offer.fragment] = contribution, offer
+        self.log.keep_payload(contribution, offer.payload, self.replica)
+
+    def at_step(self, step: int) -> None:
+        self.step = step
+
+    def applied(self, fragment: int, round: int, checksum: int) -> None:
+        self.rounds[fragment] = round
+        known = self.log.checksums.setdefault((fragment, round), checksum)
+        assert known == checksum, "Θ_p has the same bits on all replicas"
+
+    def wanted(self) -> Sequence[int]:
+        fragments = self.state.fragments
+        return [
+            p
+            for p in range(len(fragments))
+            if any(
+                m != self.replica and c.base_round == fragments[p].round for m, c in self.log.arrived(p).items()
+            )
+        ]
+
+    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
+        assert wait_for is None or self.news, "virtual time stands still while a replica waits"
+        taken, self.news = self.news, []
+        return taken
+
+    def last_counted(self, replica: int, fragment: int) -> int:
+        return self.state.fragments[fragment].last_seq.get(replica, -1)
+
+    def last_round(self, slot: int, fragment: int) -> int:
+        return self.state.fragments[fragment].last_round.get(slot, 0)
+
+    def drain(self) -> None:
+        pass
+
+    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
+        buffers, sha256 = snapshots.sealed(vectors)
+        self.log.append(Snapshot(fragment=fragment, round=round, sha256=(sha256,)), self.replica)
+        name = snapshots.name_of(fragment, round, sha256)
+        self.log.snapshots[fragment] = StoredSnapshot(round=round, name=name, data=b"".join(buffers))
+        later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
+        self.log.decisions = later
+
+    def leave(self, *, finished: bool) -> None:
+        del finished
+
+    def abort(self, reason: str) -> None:
+        self.failure = reason
+
+
+def _entry(body: Body, *, author: int, previous: str) -> Entry:
+    """An entry without chance."""
+    return Entry(author=author, previous=previous, nonce="0" * 32, body=body)
