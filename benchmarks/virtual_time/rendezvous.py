@@ -256,4 +256,4 @@ class Seat:
 
 def _entry(body: Body, *, author: int, previous: str) -> Entry:
     """An entry without chance."""
-    return Entry(author=author, previous=previous, nonce="0" * 32, body=body)
+    return Entry(author=author, previous=previous, keys=0, nonce="0" * 32, body=body)
