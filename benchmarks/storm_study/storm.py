@@ -72,11 +72,11 @@ class Storm:
         alone = replace(config, num_replicas=1, num_tokens=1000 * config.num_tokens)
         alone = replace(alone, rendezvous=str(self._folder / "control-store"))
         environment, rest = server.through(proxy.url), self._arguments.rest_seconds
-        replicas = {
-            name: Replica(replace(config, name=name), self._folder, environment, rest, slowness)
-            for name, slowness in (("survivor", 1.0), ("slow", 2.0), ("third", 1.0))
-        }
-        return replicas | {"control": Replica(replace(alone, name="control"), self._folder, {}, rest, 1.0)}
+        replicas = {"control": Replica(replace(alone, name="control"), self._folder, {}, rest, 1.0)}
+        self._wait_for_all(replicas)
+        for name, slowness in (("survivor", 1.0), ("slow", 2.0), ("third", 1.0)):
+            replicas[name] = Replica(replace(config, name=name), self._folder, environment, rest, slowness)
+        return replicas
 
     def _wait_for_all(self, replicas: dict[str, Replica]) -> float:
         """Wait until all train; the time."""
