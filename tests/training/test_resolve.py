@@ -64,6 +64,11 @@ def test_left_out_as_many_checkpoints_are_kept_as_replicas_apart_need(every_step
             "optimizer.warmup_steps",
         ),
         (
+            replace(tiny(), optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.95)),
+            "optimizer.decay_fraction=0.95 of 60 steps begins before the warm-up of 6 steps has ended",
+            "optimizer.decay_fraction",
+        ),
+        (
             replace(tiny(), diloco=replace(tiny().diloco, freeze=True, fragments="whole")),
             "diloco.freeze with diloco.fragments=whole",
             "diloco.freeze",

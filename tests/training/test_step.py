@@ -100,3 +100,14 @@ def test_the_learning_rate_warms_up_to_the_peak_and_ends_at_five_percent():
     assert rates[5 + 27] == pytest.approx(peak * (0.05 + 0.95 / 2))
     assert rates[-1] == pytest.approx(0.05 * peak)
     assert all(a > b for a, b in pairwise(rates[5:]))
+
+
+def test_wsd_stays_at_the_peak_and_decays_in_the_last_steps():
+    asked = replace(tiny(), optimizer=replace(tiny().optimizer, schedule="wsd", decay_fraction=0.25))
+    config = resolve(asked, vocab_size=257, prepared=Path())
+    peak = config.optimizer.learning_rate
+    rates = [learning_rate(config, step) for step in range(1, 61)]
+    assert rates[:6] == pytest.approx([peak * step / 6 for step in range(1, 7)])
+    assert set(rates[5:45]) == {peak}
+    assert rates[45:] == pytest.approx([peak * (1 - 0.95 * (x / 15) ** 0.5) for x in range(1, 16)])
+    assert learning_rate(config, 44.5) == peak and learning_rate(config, 100) == pytest.approx(0.05 * peak)

@@ -8,6 +8,7 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.presets import PRESETS
 from diloco.training.config import TrainConfig
+from diloco.training.sections import AdamWConfig
 from diloco.training.sizes import check_sizes
 from diloco.training.traits import differences_from_defaults, fields_with, to_json
 
@@ -31,17 +32,14 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
 
     Raises:
         UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
-            not end before the run, if there would be nothing to freeze, or for sizes beyond the memory.
+            not end before the run or the decay, if there would be nothing to freeze, or for sizes beyond the
+            memory.
     """
     _check_vocabulary(config.model.vocab_size, vocab_size)
     config = with_method_values(config)
     optimizer, num_steps = config.optimizer, config.num_steps
-    if optimizer.warmup_steps is not None and optimizer.warmup_steps >= num_steps:
-        raise UserError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {num_steps} steps: take "
-            "fewer, or a larger num_tokens",
-            *("optimizer.warmup_steps", "num_tokens"),
-        )
+    warmup_steps = min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
+    _check_schedule(optimizer, warmup_steps, num_steps)
     if config.diloco.freeze and config.diloco.fragments == "whole":
         raise UserError(
             "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
@@ -60,11 +58,26 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         optimizer=replace(
             optimizer,
             weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,
-            warmup_steps=min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps,
+            warmup_steps=warmup_steps,
         ),
     )
     check_sizes(resolved, here=False)
     return resolved
+
+
+def _check_schedule(optimizer: AdamWConfig, warmup_steps: int, num_steps: int) -> None:
+    if warmup_steps >= num_steps:
+        raise UserError(
+            f"optimizer.warmup_steps={warmup_steps} leaves nothing of the run's {num_steps} steps: take fewer, or "
+            "a larger num_tokens",
+            *("optimizer.warmup_steps", "num_tokens"),
+        )
+    if optimizer.schedule == "wsd" and warmup_steps > (1 - optimizer.decay_fraction) * num_steps:
+        raise UserError(
+            f"optimizer.decay_fraction={optimizer.decay_fraction} of {num_steps} steps begins before the warm-up "
+            f"of {warmup_steps} steps has ended: take a smaller one of the two",
+            *("optimizer.decay_fraction", "optimizer.warmup_steps"),
+        )
 
 
 def _check_vocabulary(asked: int, vocab_size: int) -> None:

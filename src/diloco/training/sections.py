@@ -24,8 +24,12 @@ class AdamWConfig:
     """Decoupled weight decay; None is 1/T for a run of T steps."""
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
+    decay_fraction: float = 0.2
+    """Share of the run's steps, the last ones, in which wsd decays; cosine has no use for it."""
     final_fraction: float = 0.05
-    """Learning rate at the last step of the cosine, as a fraction of the peak."""
+    """Learning rate at the last step, as a fraction of the peak."""
     clip_norm: float = 1.0
     """Largest gradient norm of a replica."""
     z_loss: float = 1e-4
@@ -41,6 +45,8 @@ class AdamWConfig:
                 raise out_of_range(f"optimizer.{name}", "at least 0 and below 1", getattr(self, name))
         if not 0 <= self.final_fraction <= 1:
             raise out_of_range("optimizer.final_fraction", "between 0 and 1", self.final_fraction)
+        if not 0 < self.decay_fraction <= 1:
+            raise out_of_range("optimizer.decay_fraction", "above 0 and at most 1", self.decay_fraction)
         for name in ("weight_decay", "warmup_steps", "z_loss"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise out_of_range(f"optimizer.{name}", "at least 0 and finite", getattr(self, name))

@@ -118,14 +118,20 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
 
 
 def learning_rate(config: TrainConfig, step: float) -> float:
-    """Linear warm-up to the peak, then a cosine to `final_fraction` of it at the last step, and after that.
+    """Linear warm-up to the peak, then the schedule down to `final_fraction` of it, where it stays.
 
+    With x from 0 to 1 on the way down, the height above that end is (1 + cos π x) / 2 for the cosine, and 1 − √x
+    for wsd (arXiv 2405.18392), which begins at the last `decay_fraction` of the run.
     Between two steps it is defined, too: where replicas come and go, the run need not stand at a whole step.
     """
     inner, num_steps = config.optimizer, config.num_steps
     assert inner.warmup_steps is not None, "the config is resolved"
     if step <= inner.warmup_steps:
         return inner.learning_rate * step / inner.warmup_steps
-    progress = (min(step, num_steps) - inner.warmup_steps) / (num_steps - inner.warmup_steps)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * cosine)
+    if inner.schedule == "cosine":
+        progress = (min(step, num_steps) - inner.warmup_steps) / (num_steps - inner.warmup_steps)
+        height = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        begin = (1 - inner.decay_fraction) * num_steps
+        height = 1 - math.sqrt(max(0.0, min(step, num_steps) - begin) / (num_steps - begin))
+    return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * height)
