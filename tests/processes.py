@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -83,6 +84,44 @@ def run_replicas(
             parent.join()
             for connection in ours:
                 connection.close()
+
+
+def run_main(
+    main: Callable[..., Any], *args: Any, folder: Path, timeout_seconds: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `main(*args)` as a program of its own, in a folder, in a process that finds torch imported.
+
+    Args:
+        main: a function at the top level of its module.
+        args: its arguments, pickled.
+        folder: the working directory.
+        timeout_seconds: for all of it; what the program has started is then killed, too.
+        environment: variables beside those of this process.
+    """
+    with tempfile.TemporaryDirectory() as streams:
+        output, errors = Path(streams, "output"), Path(streams, "errors")
+        variables = os.environ | environment
+        process = _CONTEXT.Process(target=_be_program, args=(main, args, folder, output, errors, variables))
+        process.start()
+        process.join(timeout_seconds)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise ReplicaError(f"{main.__name__}{args} has not finished in time: {output.read_text()}")
+        return subprocess.CompletedProcess(args, process.exitcode, output.read_text(), errors.read_text())
+
+
+def _be_program(
+    main: Callable[..., Any], args: Any, folder: Path, output: Path, errors: Path, variables: dict[str, str]
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    for stream, path in ((sys.stdout, output), (sys.stderr, errors)):
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+    main(*args)
 
 
 def _results(connections: Sequence[Any], deadline: float, mortal: Collection[int]) -> list[Any]:

@@ -2,9 +2,12 @@
 
 import csv
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run_main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -12,10 +15,21 @@ PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PA
 
 def run(script: str, *arguments: object, cwd: Path | None = None) -> str:
     """The output of a benchmark that ends well."""
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    process = end_of(script, *arguments, cwd=cwd)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
+
+
+def end_of(script: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The exit status and the output of a benchmark."""
+    path, words = str(BENCHMARKS / script), [*map(str, arguments)]
+    return run_main(_run_script, path, words, folder=cwd or Path.cwd(), timeout_seconds=200)
+
+
+def _run_script(path: str, words: list[str]) -> None:
+    sys.argv = [path, *words]
+    sys.path[0] = str(BENCHMARKS)
+    runpy.run_path(path, run_name="__main__")
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -3,13 +3,11 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .scripts import BENCHMARKS, run, table
+from .scripts import end_of, run, table
 from .test_laboratory import can_make_namespaces
 
 pytestmark = pytest.mark.slow
@@ -82,8 +80,7 @@ def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
     expected = dict(values[name])
     values[name]["eval_loss"] += 1e-12
     file.write_text(json.dumps(values))
-    command = [sys.executable, str(BENCHMARKS / "golden.py"), str(file), "--compare", "--runs", name]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    process = end_of("golden.py", file, "--compare", "--runs", name)
     assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
     assert f"{name}: {expected['outer_hash']} {expected['eval_loss']:.6f} differs" in process.stdout, (
         "by so little"

@@ -1,11 +1,13 @@
 """Runs of the command line, and what they leave."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run_main
+
+from diloco.cli.main import main
 
 TIMEOUT_SECONDS = 200
 DILOCO = [sys.executable, "-m", "diloco"]
@@ -19,26 +21,8 @@ def command(*flags: str) -> list[str]:
 
 
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return call(command(*flags), folder)
-
-
-def call(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command; if it takes too long, end it with all its children."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | environment,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    arguments = command(*flags)[len(DILOCO) :]
+    return run_main(main, arguments, folder=folder, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def summary(run: Path) -> dict:

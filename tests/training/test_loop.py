@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.run as launcher
+from tests.processes import run_main
 from tests.sockets import family_of, listening
 from tests.training.runs import (
     BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT,
     TIMEOUT_SECONDS,
-    call,
     command,
     lines,
     run,
@@ -250,10 +250,10 @@ def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.Comple
     address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
 
     def torchrun(rank: int) -> subprocess.CompletedProcess[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        arguments = ["--node-rank", str(rank), "-m", *command(*flags)[2:]]
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        return call([*launcher, *address, *arguments], machines[rank], **environment)
+        arguments = ["--nnodes", "2", "--nproc-per-node", "1", *address, "--node-rank", str(rank)]
+        arguments += ["-m", *command(*flags)[2:]]
+        options = {"folder": machines[rank], "timeout_seconds": TIMEOUT_SECONDS, "GLOO_SOCKET_IFNAME": "lo"}
+        return run_main(launcher.main, arguments, **options)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(torchrun, (0, 1)))
