@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.processes import run_replicas
-from tests.training.runs import TIMEOUT_SECONDS, call, command, lines, summary
+from tests.training.runs import TIMEOUT_SECONDS, command, lines, run, summary
 
 from diloco.errors import DisagreementError, UserError
 from diloco.models.decoder_config import DecoderConfig
@@ -270,6 +270,6 @@ def test_a_command_joins_and_ctrl_c_ends_it_with_130(folder):
     assert trust.startswith("this run trusts everybody who can write to ")
     assert re.fullmatch(r"diloco: stopped by SIGINT; go on with: .* --resume elastic/stopped", stopped)
     assert [leave.finished for leave in bodies(str(folder / "bucket"), Leave)] == [False]
-    refused = call(command("--name", "other", *flags, "--diloco.sync-every", "7"), folder)
+    refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")
     assert refused.returncode == 2
     assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr

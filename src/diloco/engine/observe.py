@@ -59,7 +59,7 @@ class Record:
         """Note an exchange of so many bytes in each direction, and how long training waited for its end."""
         if num_bytes:
             self.exchange_mbit_s = num_bytes * 8e-6 / seconds
-            self.was_waited_for = blocked_seconds > _NO_WAIT_SECONDS
+            self.was_waited_for = blocked_seconds > max(_NO_WAIT_SECONDS, _NO_WAIT_SHARE * seconds)
 
     def codec_errors(self, wire: Codec) -> tuple[float, float] | None:
         """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample; None before the first sync."""
@@ -72,6 +72,7 @@ class Record:
 
 _SAMPLED = 1 << 14
 _NO_WAIT_SECONDS = 1e-3
+_NO_WAIT_SHARE = 0.05  # of an exchange's time: less may be the scheduler's delay, not the network's
 
 
 def outer_step(
