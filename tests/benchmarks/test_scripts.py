@@ -40,6 +40,11 @@ def test_outer_step():
     assert "decode and add 3 payloads" in output
 
 
+def test_training_step():
+    row = run("training_step.py", "--sizes", "1M", "--steps", 8, "--sequences", 1, "--tokens", 32).splitlines()[-1]
+    assert re.fullmatch(r"\| 1,212,544 \| [0-9,]+ \| [0-9,]+ \| [0-9.]+ \|", row)
+
+
 def test_lora(tmp_path: Path, text: list[str]):
     pytest.importorskip("trl")
     sizes = ["--pretrain-steps", 2, "--steps", 6, "--sync-every", 3, "--batch", 2]

@@ -1,11 +1,12 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from diloco.models.decoder import Decoder, rotary, rotate
+from diloco.models.decoder import Decoder, causal_attention, rotary, rotate
 from diloco.models.decoder_config import DecoderConfig, ladder
 from diloco.models.language_model import next_token_loss
 
@@ -89,6 +90,25 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
     assert results[True][0] == pytest.approx(results[False][0], rel=1e-3) and results[True][0] != results[False][0]
     for one, other in zip(results[False][1], results[True][1], strict=True):
         assert F.cosine_similarity(one, other, dim=0) > 0.99
+
+
+def test_attention_that_forms_all_scores_is_as_exact_as_torchs():
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2, 3, 200, 16, generator=generator).requires_grad_() for _ in range(3)]
+    y, toward = (
+        F.scaled_dot_product_attention(*exact, is_causal=True),
+        torch.randn(2, 3, 200, 16, generator=generator),
+    )
+    expected = [y, *torch.autograd.grad(y, exact, toward)]
+    errors = []
+    for attention in (causal_attention, partial(F.scaled_dot_product_attention, is_causal=True)):
+        rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+        y = attention(*rounded)
+        results = [y, *torch.autograd.grad(y, rounded, toward.bfloat16())]
+        assert all(x.dtype == torch.bfloat16 for x in results)
+        errors.append([((x - z).norm() / z.norm()).item() for x, z in zip(results, expected, strict=True)])
+    ours, torchs = errors
+    assert all(0 < one < 1.5 * other for one, other in zip(ours, torchs, strict=True)), errors
 
 
 def test_the_same_seed_gives_the_same_parameters():
