@@ -10,7 +10,7 @@ from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 from diloco.errors import ExchangeError, UserError
-from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
+from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
 
 ALPHA = 0.5
 
