@@ -45,7 +45,7 @@ class Form:
         """
         if (num_shares > 1) != (self.second is not None):
             way = "gather" if self.second is None else "reduce_scatter"
-            raise LogError(f"entry 0 of the log can't be true: it combines {num_shares} shares by {way}")
+            raise LogError(f"entry 0 of the log does not describe a run: it combines {num_shares} shares by {way}")
         return replace(self, num_shares=num_shares)
 
     def share_size(self, fragment: int) -> int:

@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -43,9 +44,15 @@ class CountedPayloads:
     notes: list[str] = field(default_factory=list)
     """Sentences on what looks strange, and is possible."""
 
-    def are_present(self, ref: OuterRef) -> bool:
-        """Whether no payload of an entry is retired."""
-        return all(name in self.present for counted in ref.body.contributions for name in self.names_of(counted))
+    @cached_property
+    def _needed(self) -> frozenset[int]:
+        """Entries whose payloads can't be retired yet."""
+        return frozenset(ref.number for log in self.state.fragments for ref in log.since)
+
+    def is_retired(self, ref: OuterRef) -> bool:
+        """Whether a payload of an entry was deleted, since a snapshot had made it needless."""
+        names = (name for counted in ref.body.contributions for name in self.names_of(counted))
+        return ref.number not in self._needed and not self.present.issuperset(names)
 
     def names_of(self, counted: Contribution) -> Sequence[str]:
         """The objects of one contribution."""
@@ -60,11 +67,10 @@ class CountedPayloads:
             LogError: naming an entry, if a payload is missing that can't be retired yet, or is not what the entry
                 says of it.
         """
-        needed = {ref.number for log in self.state.fragments for ref in log.since}
         tasks: deque[tuple[OuterRef, asyncio.Task[dict[int, Tensor] | None]]] = deque()
         try:
             for ref in refs:
-                tasks.append((ref, asyncio.create_task(self._of_entry(ref, ref.number in needed))))
+                tasks.append((ref, asyncio.create_task(self._of_entry(ref))))
                 if len(tasks) > _AHEAD:
                     ready, task = tasks.popleft()
                     yield ready, await task
@@ -82,8 +88,8 @@ class CountedPayloads:
         keys = [form.key(body.fragment, c.base_round, c.replica) for c in body.contributions]
         return add_up(form.codec, several, to_N, keys, self.state.cohort(body.contributions))
 
-    async def _of_entry(self, ref: OuterRef, is_needed: bool) -> dict[int, Tensor] | None:
-        if not is_needed and not self.are_present(ref):
+    async def _of_entry(self, ref: OuterRef) -> dict[int, Tensor] | None:
+        if self.is_retired(ref):
             return None
         parts = ref.body.contributions
         headers = await asyncio.gather(*(self._header(ref, part) for part in parts))

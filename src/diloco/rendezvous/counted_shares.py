@@ -52,7 +52,7 @@ class CountedShares(CountedPayloads):
         for replica, reason in unsound.items():
             if replica not in left_out:
                 raise LogError(
-                    f"{entry}: {name}, by replica {_author(stored)}, counts what is not sound: {reason}"
+                    f"{entry}: {name}, by replica {_author(stored)}, counts a share that is not sound: {reason}"
                 )
             self.notes.append(f"{entry}: {name} leaves out replica {replica}: {reason}")
         for replica in sorted(set(left_out) & set(sound)):

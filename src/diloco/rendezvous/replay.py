@@ -183,7 +183,7 @@ class Replay:
         parameters = self._initial(self.facts)
         initial = None if parameters is None else self._run_facts.flat(parameters)
         for p, log in enumerate(self.state.fragments if self._outer is not None else ()):
-            refs = (ref for ref in self._outers if ref.body.fragment == p and not counted.are_present(ref))
+            refs = (ref for ref in self._outers if ref.body.fragment == p and counted.is_retired(ref))
             last_gone = max((ref.body.round for ref in refs), default=0)
             known = [ref for ref in log.snapshots if ref.round >= last_gone]
             if initial is not None and not last_gone and not (self._from_snapshot and known):
