@@ -51,5 +51,5 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     assert numbers(run, killed)[-1] < len(run.contributions) - 6, "the others went on"
     slow, steady = (names.index(name) for name in ("slow", "stopper"))
     assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
-    untold = 24 if combine == "gather" else 48  # a round is longer by the averages, and by the wait for a dead one's
+    untold = 24 if combine == "gather" else 48  # a round is longer by its averages
     assert sum(run.contributions[i]["steps"] for i in numbers(run, steady)) >= 3 * (120 - untold)
