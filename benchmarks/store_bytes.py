@@ -2,9 +2,9 @@
 
     python benchmarks/store_bytes.py [--parameters 1e9] [--fragments 20] [--wire e3m0] [--second e3m0] …
 
-Bytes and requests are those of one replica and one round of the whole model, all fragments, on average. Of all
-replicas, `most down` is that which downloads the most for one fragment, since it averages shares of it, in payloads.
-Dollars are those of all replicas for a day, by list prices. Looks for something new are left out.
+Bytes and requests are those of one replica and one round of the whole model, on average; `most down` is what one
+replica downloads for one fragment of which it averages shares, in payloads. Dollars are those of all replicas and
+a day, by list prices. Looks for something new are left out.
 """
 
 import argparse

@@ -95,6 +95,7 @@ def test_the_members_share_the_work_and_every_share_has_another_first(tmp_path) 
     assert authors(tmp_path, a, 0) == {0, 1}
     replay = verify(tmp_path, a)
     assert replay.checked.steps == replay.state.num_outer and not replay.notes
+    assert replay.checked.averages == R * replay.state.num_outer
 
 
 def test_who_dies_after_an_entry_is_stood_in_for(tmp_path) -> None:

@@ -75,7 +75,7 @@ def exchange(
     Traffic(creates=9, gets=64, bytes_up=8000000.0, bytes_down=56000000.0)
     >>> of_shares = {"payload_bytes": 1e6, "average_bytes": 1e6, "num_shares": 8}
     >>> exchange(num_replicas=8, num_payloads=8, num_steps=1, **of_shares)
-    Traffic(creates=81, gets=176, bytes_up=9000000.0, bytes_down=14107520.0)
+    Traffic(creates=81, gets=176, bytes_up=9000000.0, bytes_down=14040320.0)
     """
     others = max(0, num_replicas - 1)
     creates, gets = num_payloads + num_steps, num_replicas * num_steps + others * num_payloads

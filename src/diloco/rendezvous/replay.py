@@ -47,6 +47,8 @@ class Checked:
     """Outer steps that were taken again, and gave the bits that the log names."""
     payloads: int = 0
     payload_bytes: int = 0
+    averages: int = 0
+    """Averages of shares that were made again."""
     retired: int = 0
     """Payloads that were deleted after a snapshot had made them needless."""
     snapshots: int = 0
@@ -116,6 +118,7 @@ class Replay:
             if several is None:
                 self.checked.retired += len(ref.body.contributions)
             else:
+                self.checked.averages += len(several) if self._run_facts.form.num_shares > 1 else 0
                 self._check_round(ref, partial(counted.average, ref, several))
                 await self._check_snapshot(ref.body.fragment)
 
