@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.rendezvous import snapshots
-from diloco.rendezvous.contract import Decision, Form, Joined, Offer, StoredSnapshot
+from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
 from diloco.rendezvous.decide import may_decide
 from diloco.rendezvous.entries import (
     FORMAT,
@@ -112,13 +112,14 @@ class VirtualLog:
         number, p, parts = self.state.number, body.fragment, body.contributions
         self.append(body, author.replica)
         self.entries.append(body)
+        payloads = {c.replica: self._payloads.pop((c.replica, c.seq)) for c in parts}
         decision = Decision(
             number=number,
             fragment=p,
             round=body.round,
             before=int(body.before, 16),
             cohort=self.state.cohort(parts),
-            payloads={c.replica: self._payloads.pop((c.replica, c.seq)) for c in parts},
+            content=Content(payloads=payloads, bytes_received=sum(x.numel() for x in payloads.values())),
             base_rounds={c.replica: c.base_round for c in parts},
             is_own=False,
             with_snapshot=False,
@@ -126,10 +127,13 @@ class VirtualLog:
         self.decisions.append(decision)
         is_kept = body.round % self.rules.snapshot_rounds == 0
         for seat in self.seats:
-            is_own = seat.replica in decision.payloads
+            is_own = seat.replica in payloads
             if is_own:
                 del seat.offers[p], seat.sent[p]
-            seat.news.append(replace(decision, is_own=is_own, with_snapshot=is_kept and seat is author))
+            received = sum(x.numel() for m, x in payloads.items() if m != seat.replica)
+            content = Content(payloads=payloads, bytes_received=received)
+            with_snapshot = is_kept and seat is author
+            seat.news.append(replace(decision, content=content, is_own=is_own, with_snapshot=with_snapshot))
 
 
 @dataclass(eq=False)
@@ -175,7 +179,7 @@ class Seat:
         return self.state.tokens - sum(c.tokens for body in not_taken for c in body.contributions)
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
-        del form, sync_every
+        del sync_every
         log = self.log
         log.facts = log.facts or facts
         assert log.facts == facts, "all replicas share the settings"
@@ -190,6 +194,7 @@ class Seat:
             replica=self.replica,
             slot=self.slot,
             snapshots=dict(log.snapshots),
+            form=form,
             num_decisions=len(self.news),
         )
 
@@ -197,15 +202,15 @@ class Seat:
         contribution = Contribution(
             replica=self.replica,
             seq=offer.seq,
-            sha256=digest(offer.payload.numpy().data),
+            sha256=digest(offer.payloads[0].numpy().data),
             base_round=offer.base_round,
             tokens=offer.tokens,
             steps=offer.steps,
             position=self.start + offer.position,
-            norm=offer.norm,
+            norm=offer.norms[0],
         )
         self.offers[offer.fragment], self.sent[offer.fragment] = contribution, offer
-        self.log.keep_payload(contribution, offer.payload, self.replica)
+        self.log.keep_payload(contribution, offer.payloads[0], self.replica)
 
     def at_step(self, step: int) -> None:
         self.step = step

@@ -69,6 +69,15 @@ def test_weak_scaling():
     assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]
 
 
+def test_store_bytes():
+    rows = [line.split(" | ") for line in run("store_bytes.py", "--replicas", 8, "--shares", 8).splitlines()[2:]]
+    assert [row[1] for row in rows] == ["gather", "8 shares"]
+    (gather, shares) = ([float(cell.replace(",", "")) for cell in row[2:5]] for row in rows)
+    payload = 10**9 * 4.03125 / 8 / 1e9
+    assert gather == pytest.approx([payload, 7 * payload, 7], abs=0.01)
+    assert shares == pytest.approx([payload * 9 / 8, 2 * payload * 7 / 8, 1.75], abs=0.06)
+
+
 def test_engine_overhead():
     assert re.search(r"engine.step\(\) [0-9.]+ ms: [0-9.]+%", run("engine_overhead.py", "--steps", 8))
 

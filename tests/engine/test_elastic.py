@@ -10,7 +10,7 @@ from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 from diloco.errors import ExchangeError, UserError
-from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
+from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
 
 ALPHA = 0.5
 
@@ -75,9 +75,11 @@ def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_t
     slow.finish()
 
 
-def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(tmp_path) -> None:
-    ours = Replica(str(tmp_path), name="ours", error_feedback=0.5, wire="e3m0", num_replicas=1)
-    silent = Replica(str(tmp_path), name="silent", error_feedback=0.5, wire="e3m0")  # a majority needs it
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_only(combine, tmp_path) -> None:
+    settings = {"error_feedback": 0.5, "wire": "e3m0", "combine": combine}
+    ours = Replica(str(tmp_path), name="ours", num_replicas=1, **settings)
+    silent = Replica(str(tmp_path), name="silent", **settings)  # a majority needs it
     errors = [np.zeros_like(theta_p) for theta_p in theta0()]
     changes = []
     for _ in range(60):

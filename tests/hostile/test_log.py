@@ -164,6 +164,7 @@ BOMBS = {
     "fragments": lambda: create(num_fragments=2**62),
     "stale": lambda: create(max_stale=2**62),
     "slots": lambda: create(num_slots=2**62),
+    "shares": lambda: create(num_shares=2**62),
     "long": lambda: b"x" * (index.MOST_BYTES + 1),
 }
 

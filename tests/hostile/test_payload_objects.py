@@ -16,19 +16,21 @@ from hypothesis import settings
 from tests.hostile.mutations import mutated_bytes, mutated_json
 
 from diloco.errors import PayloadError
+from diloco.rendezvous.contract import Form
 from diloco.rendezvous.entries import FORMAT, Create, Join, Outer, Rules, new_entry
 from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
 from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.payloads import Header, contribution, opened, sealed
+from diloco.rendezvous.payloads import Header, body_tensor, contribution, opened, sealed
 from diloco.rendezvous.snapshots import SnapshotError, name_of, read_into
 from diloco.rendezvous.snapshots import sealed as sealed_snapshot
-from diloco.rendezvous.verify import verified
+from diloco.rendezvous.verify import check_header, verified
 from diloco.wire import Key, codec
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 RUN, N = "ab" * 32, 300
 KEY = Key(5, fragment=2, round=8, replica=3)
 CODEC = codec("e3m0")
+FORM = Form(codec=CODEC, sizes=(N, N, N), seed=5)
 MOST_BYTES = 4 << 20
 """Python's memory at any time while mutations are read."""
 
@@ -50,9 +52,9 @@ def payload_of(scale: float = 1.0, **fields) -> tuple[Header, bytes]:
         position=123_456,
         wire=CODEC.format,
         num_elements=N,
-        norm=float(CODEC.decode(payload, N, KEY).norm()),
         num_bytes=len(body),
-        sha256=hashlib.sha256(body).hexdigest(),
+        norms=(float(CODEC.decode(payload, N, KEY).norm()),),
+        sha256=(hashlib.sha256(body).hexdigest(),),
     )
     return replace(header, **fields), body
 
@@ -68,7 +70,8 @@ def signers(tmp_path_factory) -> list[Signer]:
 def taken(data: bytes, public: str = "") -> Header:
     """The header of a payload that passes all checks of a receiver."""
     header, body = opened(data, name="payloads/3/00000041", run=RUN, public=public)
-    assert verified(header, body, codec=CODEC, num_elements=N, key=KEY) == pytest.approx(header.norm, rel=1e-3)
+    check_header(header, form=FORM, fragment=2, replica=3)
+    assert verified(header, body_tensor(body), form=FORM) == pytest.approx(header.norm, rel=1e-3)
     return header
 
 
@@ -100,7 +103,7 @@ def mutated_payloads(signer: Signer) -> Iterator[tuple[bytes, bool]]:
             yield changed, is_signed
 
 
-CLAIMS = {"tokens": 1, "steps": 1, "position": 0, "base_round": 0, "base": "0" * 16, "norm": 0.0}
+CLAIMS = {"tokens": 1, "steps": 1, "position": 0, "base_round": 0, "base": "0" * 16, "norms": (0.0,)}
 """The fields that a member can fill as it likes, the norm within 0.1 %: the entry of the log shows them."""
 
 
@@ -187,7 +190,7 @@ def state_after_norms() -> RunState:
     state = RunState.begin(entry, RUN)
     state = state.after(new_entry(Join(name="one", key=""), author=0, previous=RUN), RUN)
     for number in range(1, 11):
-        header, _ = payload_of(replica=0, seq=number, fragment=0, base_round=number - 1, norm=1.0)
+        header, _ = payload_of(replica=0, seq=number, fragment=0, base_round=number - 1, norms=(1.0,))
         body = Outer(fragment=0, round=number, before="0" * 16, contributions=(contribution(header),))
         state = state.after(new_entry(body, author=0, previous=RUN), RUN)
     return state
@@ -197,10 +200,11 @@ def test_an_outer_gradient_of_norm_1e6_is_refused_by_whoever_decides(signers):
     header, body = payload_of(1e6 / N**0.5, replica=0, seq=11, fragment=0, base_round=10)
     assert 9e5 < header.norm < 1.1e6
     again, content = opened(sealed(header, NoKeys()) + body, name=header.name, run=RUN, public="")
-    key = KEY._replace(fragment=0, replica=0)
-    assert verified(again, content, codec=CODEC, num_elements=N, key=key) == pytest.approx(header.norm)
+    payload = body_tensor(content)
+    check_header(again, form=FORM, fragment=0, replica=0)
+    assert verified(again, payload, form=FORM) == pytest.approx(header.norm)
     reason = state_after_norms().refusal(0, contribution(again))
     assert reason is not None and "its norm is" in reason and "more than 20" in reason
     # With a norm that pleases the log it does not pass the receiver.
     with pytest.raises(PayloadError, match=r"has the norm .*, and its header says 1"):
-        verified(replace(again, norm=1.0), content, codec=CODEC, num_elements=N, key=key)
+        verified(replace(again, norms=(1.0,)), payload, form=FORM)

@@ -89,6 +89,7 @@ class Handwritten:
             "outer rule's learning rate": LR,
             "outer rule's momentum": MOMENTUM,
             "wire": codec(wire).spec,
+            "combine": "gather",
             "seed": SEED,
             **places,
             "initial parameters (SHA-256)": parameters_hash(self.initial),
@@ -145,9 +146,9 @@ class Handwritten:
             position=1000,
             wire=self.codec.format,
             num_elements=len(delta_N),
-            norm=float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),
             num_bytes=len(body),
-            sha256=hashlib.sha256(body).hexdigest(),
+            norms=(float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),),
+            sha256=(hashlib.sha256(body).hexdigest(),),
         )
         self.path(header.name).write_bytes(payloads.sealed(header, self.signer(replica)) + bytes(body))
         return payloads.contribution(header), decoded_N

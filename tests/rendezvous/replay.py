@@ -32,36 +32,76 @@ def replayed(
     theta0: Sequence[np.ndarray],
     *,
     wire: str = "fp32",
+    second: str | None = None,
     seed: int = 0,
     eta: float = 0.4,
     mu: float = 0.9,
 ) -> Replayed:
-    """Replay the log of a run, checking its chain and every Θ that it names."""
+    """Replay the log of a run, checking its chain, every Θ that it names, and every average of a share.
+
+    Args:
+        folder: of the run.
+        theta0: the initial Θ.
+        wire: the codec.
+        second: the codec of averages; the first by default.
+        seed: of the run.
+        eta: outer learning rate.
+        mu: outer momentum.
+    """
     outer = [[theta_p] for theta_p in theta0]
     v = [np.zeros_like(theta_p) for theta_p in theta0]
     entries = chain(folder)
     contributions: list[dict] = []
-    for entry in entries:
+    for k, entry in enumerate(entries):
         body = entry["body"]
         if entry["kind"] != "outer":
             continue
         p = body["fragment"]
         assert body["round"] == len(outer[p]), "rounds are consecutive"
         assert int(body["before"], 16) == xxhash.xxh3_64_intdigest(outer[p][-1].tobytes())
-        most = max(c["tokens"] for c in body["contributions"])
-        total, weight = None, 0.0
-        for c in body["contributions"]:
-            delta = f32(c["tokens"] / most) * _decoded(folder, c, wire, seed, p, len(theta0[p]))
-            total = delta if total is None else total + delta
-            weight += c["tokens"] / most
-            contributions.append(c | {"fragment": p})
-        assert total is not None
-        average = total / f32(weight)
+        contributions += [c | {"fragment": p} for c in body["contributions"]]
+        num_shares, N = entries[0]["body"]["rules"]["num_shares"], len(theta0[p])
+        if num_shares == 1:
+            average = _average([(c, _decoded(folder, c, wire, seed, p, N)) for c in body["contributions"]], N)
+        else:
+            shares = (_share(folder, k, body, r, wire, second or wire, seed, N) for r in range(num_shares))
+            average = np.concatenate([*shares])[:N]
         v[p] = f32(mu) * v[p] + average
         outer[p].append(outer[p][-1] - f32(eta) * (average + f32(mu) * v[p]))
     told = [(c["replica"], c["seq"]) for c in contributions]
     assert len(told) == len(set(told)), "no payload is counted twice"
     return Replayed(outer, contributions, entries)
+
+
+def _average(deltas: Sequence[tuple[dict, np.ndarray]], num_elements: int) -> np.ndarray:
+    """Weighted by tokens, summed in the order of the replicas."""
+    most = max((c["tokens"] for c, _ in deltas), default=1)
+    total, weight = None, 0.0
+    for c, decoded in deltas:
+        delta = f32(c["tokens"] / most) * decoded
+        total = delta if total is None else total + delta
+        weight += c["tokens"] / most
+    return np.zeros(num_elements, f32) if total is None else total / f32(weight)
+
+
+def _share(
+    folder: str | Path, k: int, body: dict, r: int, wire: str, second: str, seed: int, num_elements: int
+) -> np.ndarray:
+    """The decoded average of one share, which is that of the store if it has one."""
+    num_shares = len(_header(folder, body["contributions"][0])[0]["sha256"])
+    S = max(1, -(-num_elements // num_shares))
+    deltas, p = [], body["fragment"]
+    for c in body["contributions"]:
+        header, _ = _header(folder, c)
+        path = Path(folder, "payloads", str(c["replica"]), f"{c['seq']:08d}-{r}")
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == header["sha256"][r]:
+            key = (seed, p, c["base_round"] + 1, c["replica"], r)
+            deltas.append((c, wire_reference.decode(wire, path.read_bytes(), S, key)))
+    key = (seed, p, body["round"], body["contributions"][-1]["replica"] + 1, r)
+    payload = wire_reference.encode(second, _average(deltas, S), key)
+    stored = Path(folder, "averages", f"{k:010d}", str(r))
+    assert not stored.exists() or stored.read_bytes().endswith(payload)
+    return wire_reference.decode(second, payload, S, key)
 
 
 def chain(folder: str | Path) -> list[dict]:
@@ -77,12 +117,18 @@ def chain(folder: str | Path) -> list[dict]:
     return entries
 
 
-def _decoded(folder: str | Path, c: dict, wire: str, seed: int, p: int, num_elements: int) -> np.ndarray:
+def _header(folder: str | Path, c: dict) -> tuple[dict, bytes]:
+    """The header and the body of a payload object."""
     data = Path(folder, "payloads", str(c["replica"]), f"{c['seq']:08d}").read_bytes()
     magic, length, _ = struct.unpack_from("<4sI64s", data)
     line = data[72 : 72 + length]
     header = json.loads(line)
     assert magic == b"DLP1" and hashlib.sha256(line).hexdigest() == c["sha256"]
-    assert header["replica"] == c["replica"] and header["fragment"] == p and header["tokens"] == c["tokens"]
-    key = (seed, p, c["base_round"] + 1, c["replica"], 0)
-    return wire_reference.decode(wire, data[72 + length :], num_elements, key)
+    assert header["replica"] == c["replica"] and header["tokens"] == c["tokens"]
+    return header, data[72 + length :]
+
+
+def _decoded(folder: str | Path, c: dict, wire: str, seed: int, p: int, num_elements: int) -> np.ndarray:
+    header, body = _header(folder, c)
+    assert header["fragment"] == p
+    return wire_reference.decode(wire, body, num_elements, (seed, p, c["base_round"] + 1, c["replica"], 0))

@@ -47,6 +47,7 @@ class Replica:
         overlap_steps: int = 1,
         error_feedback: float | None = None,
         wire: str = "fp32",
+        combine: str = "gather",
         model: nn.Module | None = None,
         **exchange,
     ) -> None:
@@ -58,6 +59,7 @@ class Replica:
             fragments=diloco.sequential(self.model, layers_per_fragment=1),
             schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P, overlap_steps=overlap_steps),
             wire=wire,
+            combine=combine,
             error_feedback=error_feedback,
             exchange=self.exchange,
         )

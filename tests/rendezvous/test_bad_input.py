@@ -183,9 +183,9 @@ class Rogue:
             position=1,
             wire="fp32",
             num_elements=4,
-            norm=float(np.linalg.norm(delta.astype(np.float64))),
             num_bytes=len(body),
-            sha256=payloads.digest(body),
+            norms=(float(np.linalg.norm(delta.astype(np.float64))),),
+            sha256=(payloads.digest(body),),
         )
         return payloads.sealed(header, NoKeys()) + body
 
@@ -202,7 +202,7 @@ def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.
         rogue.put(bytes(1 << 20))
         rogue.put(rogue.sound(0.1, a.rounds[0], nan=True))
         rogue.put((tmp_path / payloads.name_of(0, 0)).read_bytes())
-        rogue.put(rogue.sound(0.1, 1).replace(b'"norm":0.2', b'"norm":0.1'))
+        rogue.put(rogue.sound(0.1, 1).replace(b'"norms":[0.2', b'"norms":[0.1'))
         until(lambda: sum("left out" in record.getMessage() for record in caplog.records) >= 12, a, b)
         rogue.put(rogue.sound(5e5, a.rounds[0]))
         rounds = a.rounds[0] + 2

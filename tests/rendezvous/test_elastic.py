@@ -1,15 +1,17 @@
 """Real processes that come, go, die and stop: the survivors go on, and the log tells what was trained."""
 
 import numpy as np
+import pytest
 from tests.processes import run_replicas
 from tests.rendezvous.replay import Replayed, replayed
 from tests.rendezvous.replicas import Outcome, Plan, live, theta0
 
 
-def lives(tmp_path, *plans: Plan) -> tuple[list[Outcome | None], Replayed]:
+def lives(tmp_path, *plans: Plan, combine: str = "gather") -> tuple[list[Outcome | None], Replayed]:
     """The ends of the replicas, and the run."""
     for plan in plans:
-        plan.settings.setdefault("snapshot_rounds", 1000)  # nothing is deleted: the replay reads all
+        # Nothing is deleted: the replay reads all.
+        plan.settings.update({"snapshot_rounds": 1000, "combine": combine} | plan.settings)
     mortal = [i for i, plan in enumerate(plans) if plan.kill_at]
     outcomes = run_replicas(live, len(plans), str(tmp_path), list(plans), joined=False, mortal=mortal)
     run = replayed(tmp_path / "run", theta0())
@@ -25,7 +27,8 @@ def numbers(run: Replayed, replica: int) -> list[int]:
     return [i for i, c in enumerate(run.contributions) if c["replica"] == replica]
 
 
-def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(tmp_path) -> None:
+@pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
+def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(combine: str, tmp_path) -> None:
     outcomes, run = lives(
         tmp_path,
         Plan(name="stopper", stops=("stopped", 30, 0.4), clock_hours=-1000.0),
@@ -33,6 +36,7 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
         Plan(name="killed", kill_at=40, settings={"overlap_steps": 1}),
         Plan(name="slow", num_steps=50, step_seconds=0.01),
         Plan(name="joiner", num_steps=60, from_entry=20, tokens=24, clock_hours=5.0),
+        combine=combine,
     )
     names = [e["body"]["name"] for e in run.entries if e["kind"] == "join"]
     assert outcomes[2] is None
@@ -47,4 +51,5 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     assert numbers(run, killed)[-1] < len(run.contributions) - 6, "the others went on"
     slow, steady = (names.index(name) for name in ("slow", "stopper"))
     assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
-    assert sum(run.contributions[i]["steps"] for i in numbers(run, steady)) >= 3 * (120 - 24)
+    untold = 24 if combine == "gather" else 48  # a round is longer by its averages
+    assert sum(run.contributions[i]["steps"] for i in numbers(run, steady)) >= 3 * (120 - untold)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diloco.errors import PayloadError
+from diloco.rendezvous.contract import Form
 from diloco.rendezvous.keys import KeyFile, NoKeys, write_key
 from diloco.rendezvous.payloads import (
-    MOST_HEAD_BYTES,
     Header,
     body_tensor,
     contribution,
@@ -21,13 +21,15 @@ from diloco.rendezvous.payloads import (
     opened,
     sealed,
 )
-from diloco.rendezvous.verify import norm_of, verified
+from diloco.rendezvous.signed import MOST_HEAD_BYTES
+from diloco.rendezvous.verify import check_header, norm_of, verified
 from diloco.wire import Key, codec
 from diloco.wire.checksum import checksum
 
 RUN, N = "ab" * 32, 1000
 KEY = Key(5, fragment=2, round=8, replica=3)
 CODEC = codec("e3m0")
+FORM = Form(codec=CODEC, sizes=(1, 1, N), seed=5)
 
 
 def payload_of(delta_N, signer=NoKeys(), **fields) -> tuple[bytes, Header]:  # noqa: B008
@@ -46,9 +48,9 @@ def payload_of(delta_N, signer=NoKeys(), **fields) -> tuple[bytes, Header]:  # n
         position=123_456,
         wire=CODEC.format,
         num_elements=len(delta_N),
-        norm=norm_of(CODEC.decode(payload, len(delta_N), KEY)),
         num_bytes=len(body),
-        sha256=hashlib.sha256(body).hexdigest(),
+        norms=(norm_of(CODEC.decode(payload, len(delta_N), KEY)),),
+        sha256=(hashlib.sha256(body).hexdigest(),),
     )
     header = replace(header, **fields)
     return sealed(header, signer) + body, header
@@ -71,6 +73,11 @@ def read(data, public="", name=name_of(3, 41), run=RUN):  # noqa: B008
     return opened(data, name=name, run=run, public=public)
 
 
+def taken(header, body, form=FORM):
+    check_header(header, form=form, fragment=2, replica=3)
+    return verified(header, body_tensor(body), form=form)
+
+
 def test_a_payload_reads_back_with_and_without_keys(delta_N, signers):
     for signer in (NoKeys(), signers[0]):
         data, header = payload_of(delta_N, signer)
@@ -79,8 +86,8 @@ def test_a_payload_reads_back_with_and_without_keys(delta_N, signers):
         start = len(data) - len(body)
         assert start % 64 == 0 and start <= MOST_HEAD_BYTES
         assert data[:4] == b"DLP1" and int.from_bytes(data[4:8], "little") == start - 72
-        assert json.loads(data[72:start])["norm"] == header.norm
-        norm = verified(again, body, codec=CODEC, num_elements=N, key=KEY)
+        assert json.loads(data[72:start])["norms"] == [header.norm]
+        norm = taken(again, body)
         assert norm == header.norm == pytest.approx(float(CODEC.decode(body_tensor(body), N, KEY).norm()))
 
 
@@ -105,7 +112,9 @@ def test_the_digest_of_a_contribution_stands_for_header_and_body(delta_N):
     length = int.from_bytes(data[4:8], "little")
     assert counted.sha256 == hashlib.sha256(data[72 : 72 + length]).hexdigest()
     assert (counted.replica, counted.seq, counted.tokens, counted.norm) == (3, 41, 4096, header.norm)
-    others = [replace(header, **change) for change in ({"fragment": 1}, {"sha256": "0" * 64}, {"run": "0" * 64})]
+    others = [
+        replace(header, **change) for change in ({"fragment": 1}, {"sha256": ("0" * 64,)}, {"run": "0" * 64})
+    ]
     assert len({counted.sha256, *(contribution(other).sha256 for other in others)}) == 4
 
 
@@ -136,9 +145,9 @@ def test_a_payload_that_was_cut_extended_or_changed_is_refused(delta_N):
         (data[:-1], "its body should have 536 bytes, and has 535"),
         (data + b"\0", "its body should have 536 bytes, and has 537"),
         (damaged, "its body does not match the SHA-256"),
-        (b"", "it does not begin as a payload"),
-        (data[:71], "it does not begin as a payload"),
-        (b"DLP2" + data[4:], "it does not begin as a payload"),
+        (b"", "it does not begin as one"),
+        (data[:71], "it does not begin as one"),
+        (b"DLP2" + data[4:], "it does not begin as one"),
         (data[:100], "cut short, or too long"),
         (data[:4] + b"\xff" * 4 + data[8:], "its header of 4,294,967,295 bytes"),
         (data[:4] + (start - 73).to_bytes(4, "little") + data[8:], "not in the form"),
@@ -165,15 +174,15 @@ def test_a_payload_that_was_cut_extended_or_changed_is_refused(delta_N):
         ({"wire": "fp32"}, "has wire fp32, where e3m0:block=256 is expected"),
         ({"num_elements": N + 1}, "has num_elements 1001, where 1000 is expected"),
         ({"base": f"{18:016x}"}, "was taken against the outer parameters 0000000000000011"),
-        ({"norm": 1e6}, "has the norm .*, and its header says 1e"),
-        ({"norm": 0.0}, "has the norm .*, and its header says 0"),
+        ({"norms": (1e6,)}, "has the norm .*, and its header says 1e"),
+        ({"norms": (0.0,)}, "has the norm .*, and its header says 0"),
     ],
 )
 def test_a_header_that_lies_about_its_body_is_refused(delta_N, fields, reason):
     data, header = payload_of(delta_N, **fields)
     again, body = read(data, name=header.name)
     with pytest.raises(PayloadError, match=rf"payload payloads/{header.replica}/00000041 {reason}"):
-        verified(again, body, codec=CODEC, num_elements=N, key=KEY)
+        taken(again, body)
 
 
 def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(delta_N):
@@ -184,25 +193,27 @@ def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(d
         payload[24:32] = np.frombuffer(
             checksum(bytes(payload[:24]), torch.from_numpy(payload[32:])).to_bytes(8, "little"), np.uint8
         )
-        sha256 = hashlib.sha256(payload).hexdigest()
+        sha256 = (hashlib.sha256(payload).hexdigest(),)
         header = payload_of(delta_N, wire="fp32", num_bytes=len(payload), sha256=sha256)[1]
         again, body = read(sealed(header, NoKeys()) + payload.tobytes())
         with pytest.raises(PayloadError, match="payload payloads/3/00000041"):
-            verified(again, body, codec=wire, num_elements=N, key=KEY)
+            taken(again, body, replace(FORM, codec=wire))
 
 
 def test_a_body_of_rubbish_is_refused_by_the_codec(delta_N):
     rubbish = bytes(range(256)) * 3
-    data = payload_of(delta_N, num_bytes=len(rubbish), sha256=hashlib.sha256(rubbish).hexdigest())[1]
+    data = payload_of(delta_N, num_bytes=len(rubbish), sha256=(hashlib.sha256(rubbish).hexdigest(),))[1]
     again, body = read(sealed(data, NoKeys()) + rubbish)
     with pytest.raises(PayloadError, match="payload payloads/3/00000041: a payload of 1000 elements in e3m0"):
-        verified(again, body, codec=CODEC, num_elements=N, key=KEY)
+        verified(again, body_tensor(body), form=FORM)
+    with pytest.raises(PayloadError, match="has num_bytes 768, where 536 is expected"):
+        taken(again, body)
 
 
 def test_a_scratch_vector_is_used_and_holds_the_values(delta_N):
     again, body = read(payload_of(delta_N)[0])
     scratch_N = torch.full((N,), math.nan)
-    verified(again, body, codec=CODEC, num_elements=N, key=KEY, scratch_N=scratch_N)
+    verified(again, body_tensor(body), form=FORM, scratch_N=scratch_N)
     assert torch.equal(scratch_N, CODEC.decode(body_tensor(body), N, KEY))
 
 

@@ -199,6 +199,8 @@ def test_facts_that_are_no_runs_are_refused(tmp_path) -> None:
             {"shape, fragment and place of parameter x": [[3], 0, 9]},
             {"shape, fragment and place of parameter x": 3},
             {"outer rule's momentum": 2.0},
+            {"combine": "reduce_scatter"},
+            {"combine": "broadcast"},
         ]
     ):
         run = Handwritten(tmp_path / str(number), facts=facts)

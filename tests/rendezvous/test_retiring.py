@@ -27,6 +27,17 @@ def test_payloads_before_the_last_two_snapshots_go_and_what_may_count_stays():
     assert retirable(log.state, names) == gone, "and what a fenced replica has uploaded"
 
 
+def test_averages_go_with_their_entries_and_shares_with_their_payloads():
+    log = Log(num_fragments=1, num_shares=4).join("a").rounds(4, 0)
+    names = [f"averages/{number:010d}/{share}" for number in range(2, 9) for share in (0, 3)]
+    shares = [f"payloads/0/{seq:08d}-3" for seq in range(6)]
+    assert log.state.number == 6 and retirable(log.state, [*names, *shares]) == []
+    log.add(Snapshot(fragment=0, round=2, sha256=(A,)), 0)
+    log.add(Snapshot(fragment=0, round=3, sha256=(B,)), 0)
+    # The entries 2 and 3 are of the rounds 1 and 2; 8 is still to come.
+    assert retirable(log.state, [*names, *shares]) == [*names[:4], *names[8:12], *shares[:2]]
+
+
 def test_a_payload_that_was_overtaken_by_those_of_other_fragments_stays():
     log = Log(num_fragments=2, max_stale=0).join("a").rounds(1, 0, fragment=1)
     waiting = log.contribution(0, 1)

@@ -1,11 +1,15 @@
 """A run's status, look after look."""
 
 import pytest
+from tests.rendezvous.cases import Log
 from tests.rendezvous.handwritten import Handwritten
 
+from diloco.rendezvous.contract import Form
 from diloco.rendezvous.entries import Leave
 from diloco.rendezvous.look import Look
 from diloco.rendezvous.prices import R2, S3, Traffic
+from diloco.rendezvous.status import status_of
+from diloco.wire import codec
 
 
 def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
@@ -29,6 +33,21 @@ def test_a_look_shows_who_takes_part_and_what_it_moved(tmp_path) -> None:
     assert status.traffic.bytes_up == 20 * sum(sizes) / 2
     assert status.traffic.bytes_down == 2 * status.traffic.bytes_up
     assert status.traffic.creates == run.state.number + 20
+
+
+def test_of_shares_headers_and_averages_are_read_by_all_and_each_share_by_one():
+    form = Form(codec=codec("e3m0"), sizes=(300, 5000), seed=0, second=codec("bf16"), num_shares=3)
+    log = Log(num_fragments=2, num_shares=3).join("a", "b", "c").rounds(2, 0, 1, 2).rounds(1, 0, 2, fragment=1)
+    traffic = status_of(log.state, form, num_slots=1).traffic
+    payload = 3 * (form.share_bytes(0) + form.share_bytes(1)) / 2
+    average = 3 * (form.average_bytes(0) + form.average_bytes(1)) / 2
+    num_payloads, num_steps = 3 * 2 + 2, 3
+    assert traffic.bytes_up == num_payloads * payload + num_steps * average
+    in_headers = 2 * num_payloads * 3 * 90
+    assert traffic.bytes_down == (num_payloads - num_steps) * payload + 2 * num_steps * average + in_headers
+    assert traffic.creates == log.state.number + num_payloads * (1 + 3) + num_steps * 3
+    shares = 3 * (num_payloads - num_steps) + 3 * 2 * num_steps
+    assert traffic.gets == 3 * log.state.number + 2 * num_payloads + shares
 
 
 def test_a_later_look_reads_what_is_new_and_nothing_else(tmp_path) -> None:

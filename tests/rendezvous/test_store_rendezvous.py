@@ -21,12 +21,17 @@ def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
         fragments=diloco.sequential(model, layers_per_fragment=1),
         schedule=case.schedule(),
         wire=case.wire,
+        combine=case.combine,
         mixing=case.alpha,
         exchange=exchange,
     )
 
 
 CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
+OF_SHARES = [
+    Case(P=P, H=H, T=14, tau=0, wire="e3m0", combine="reduce_scatter:bf16"),
+    Case(P=P, H=H, T=14, tau=2, wire="int4:stochastic=true", combine="reduce_scatter"),
+]
 
 
 def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_steps: int) -> tuple[str, float]:
@@ -40,14 +45,17 @@ def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_s
 def over_both(folder: str) -> list:
     rank, size = dist.get_rank(), dist.get_world_size()
     pairs = []
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(CASES + (OF_SHARES if size > 1 else [])):
         model = case.model()
         group = diloco.ProcessGroupExchange() if size > 1 else diloco.LoopbackExchange()
         by_gloo = hashes(engine_of(case, model, group), model, rank, case.T)
         model = case.model()
         url = f"{folder}/store{number}"
         wait_for_entry(url, rank)  # the order of joins is that of the ranks
-        exchange = diloco.StoreRendezvous(url, quorum="all", num_replicas=size, timeout_seconds=60)
+        num_shares = size if case in OF_SHARES else None
+        exchange = diloco.StoreRendezvous(
+            url, quorum="all", num_replicas=size, num_shares=num_shares, timeout_seconds=60
+        )
         engine = engine_of(case, model, exchange)
         assert exchange.replica == rank
         by_store = hashes(engine, model, rank, case.T)

@@ -7,7 +7,7 @@ from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
 from diloco.training.runs import read_config
-from diloco.training.sections import CheckpointConfig, DilocoConfig
+from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,10 @@ MISTAKES = {
     "no whole gradient": (
         {"log_layer_cosine": True, **diloco(combine="reduce_scatter")},
         "log_layer_cosine means nothing to diloco.combine=reduce_scatter",
+    ),
+    "shares of nothing": (
+        {"rendezvous": "store", "name": "a", "elastic": ElasticConfig(num_shares=4)},
+        "elastic.num_shares=4 with rendezvous=store: gather cuts nothing into shares",
     ),
     "one fragment": (
         {"method": "diloco", "diloco": DilocoConfig(sync_every=10, layers_per_fragment=1)},

@@ -203,7 +203,14 @@ def train_together(config: TrainConfig) -> list[float]:
 
 
 def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path):
-    fixed = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
+    """And combine by reduce_scatter."""
+    fixed = replace(
+        config,
+        runs=tmp_path,
+        rendezvous=str(tmp_path / "store"),
+        elastic=ElasticConfig(quorum="all", num_shares=2),
+        diloco=replace(config.diloco, combine="reduce_scatter:bf16"),
+    )
     everyones = run_replicas(train_together, 2, fixed, joined=False, imports=["diloco.training.loop"])
     expected = [learning_rate(config, step) for step in range(1, STEPS + 1)]
     assert max(map(len, everyones)) == STEPS

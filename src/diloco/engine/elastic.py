@@ -31,11 +31,11 @@ class ElasticMembership:
             raise UserError("a replica of a rendezvous is one process: leave the model whole", "exchange")
         state = outer_state(settings, parameters, offload=offload)
         sizes = tuple(state.num_elements(p) for p in range(state.num_fragments))
-        form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed)
+        form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed, second=settings.reduction.second)
         facts = settings.shared_facts() | parameters.facts()
         schedule = settings.schedule
         self._joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
-        self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=form)
+        self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=joined.form)
         self.rounds.catch_up(joined)
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]

@@ -1,6 +1,7 @@
 """The rounds of a replica among others that come and go: it offers outer gradients, and follows the decisions.
 
-    Δ_p = Σ_m w_m decode(payload of m) / Σ_m w_m          over the replicas that the decision names
+    Δ_p = Σ_m w_m decode(payload of m) / Σ_m w_m          over the replicas that the decision names; or share by
+                                                          share, from averages that were encoded once more
     Θ_p ← OuterOpt(Θ_p, Δ_p)
     θ_p ← α θ_p + (1 − α) Θ_p                             if this replica's payload is in it, at t + τ
     θ_p ← θ_p + Θ_p,new − Θ_p,old                         if it is not: Θ − θ, the work not yet told, stays
@@ -27,8 +28,10 @@ from diloco.outer.step import OuterStep
 from diloco.outer.take import merge_in_place
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
+from diloco.reduction.shares import cut
 from diloco.rendezvous import snapshots
-from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
+from diloco.rendezvous.averages import joined
+from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
 from diloco.rendezvous.verify import norm_of
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
@@ -147,18 +150,18 @@ class ElasticRounds(ReplicaRounds):
         key = self.form.key(p, self.rounds[p], self.replica)
         with self.record.encoding():
             self.check_parameters((p,))
-            payloads, error_N = self.encode(p, key, Cohort.equal(1), base=self.bases[p])
+            # A payload a share: each share is addressed to one of so many.
+            payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
         tokens, steps = (now - then for now, then in zip((self.tokens, self.num_steps), self.told[p], strict=True))
-        payload = payloads[0].cpu()
         offer = Offer(
             seq=self.next_seq,
             fragment=p,
-            payload=payload,
+            payloads=tuple(payload.cpu() for payload in payloads),
+            norms=tuple(norm_of(share_S.cpu()) for share_S in cut(decoded_N, self.form.num_shares)),
             base_round=self.rounds[p],
             base=self.bases[p],
-            norm=norm_of(decoded_N.cpu()),
             tokens=tokens or steps,
             steps=steps,
             position=self.tokens - self.tokens_before or self.num_steps,
@@ -169,7 +172,7 @@ class ElasticRounds(ReplicaRounds):
         due_step = self.num_steps + self.overlap_steps
         self.in_flight[p] = Flight(self.next_seq, self.rounds[p], self.num_steps, due_step, self.tokens, error_N)
         self.next_seq += 1
-        self.bytes_sent += payload.numel()
+        self.bytes_sent += sum(payload.numel() for payload in payloads)
         self.last_sent[p] = self.num_steps
 
     @property
@@ -223,23 +226,25 @@ class ElasticRounds(ReplicaRounds):
                 "this replica: its memory changed, or an outer step gave other bits; nothing was merged: start "
                 "this replica again"
             )
-        if decision.snapshot is not None:
-            return self._jump(decision, decision.snapshot, mixing)
+        content = decision.content
+        if isinstance(content, StoredSnapshot):
+            return self._jump(decision, content, mixing)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
-            average = _average(self.form, decision, to_N)
+            average = _average(self.form, decision, content, to_N)
         flight = self.in_flight.get(p) if decision.is_own else None
         sync = Sync(p, decision.round, self.num_steps if flight is None else flight.step)
         self.take(sync, average, decision.cohort, mixing)
         if flight is not None:
             self._count(p, flight)
         self._applied(p, decision.round)
-        self.bytes_received += sum(x.numel() for m, x in decision.payloads.items() if m != self.replica)
+        self.bytes_received += content.bytes_received
+        self.bytes_sent += content.bytes_sent
         if decision.with_snapshot:
             kinds = (OUTER, *self.settings.outer.slots)
             vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
             self.rendezvous.snapshot(p, decision.round, vectors)
-        return self._described(decision, sync)
+        return self._described(decision, content, sync)
 
     def _count(self, p: int, flight: Flight) -> None:
         """An own payload was counted."""
@@ -256,25 +261,28 @@ class ElasticRounds(ReplicaRounds):
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
             del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work
 
-    def _described(self, decision: Decision, sync: Sync) -> OuterStep:
+    def _described(self, decision: Decision, content: Content, sync: Sync) -> OuterStep:
         """The outer step for logs."""
         size, device = self.form.sizes[decision.fragment], self.parameters.device
 
         def make_average() -> Tensor:
-            return _average(self.form, decision, torch.empty(size, device=device)).divided()
+            return _average(self.form, decision, content, torch.empty(size, device=device)).divided()
 
         def make_deltas() -> Iterator[Tensor]:
-            for member, key in zip(decision.cohort.members, _keys(self.form, decision), strict=True):
-                to_N = torch.empty(size, device=device)
-                yield self.form.codec.decode_into(to_N, decision.payloads[member], key)
+            for key in _keys(self.form, decision):
+                if content.payloads:  # with averages nobody has all payloads
+                    to_N = torch.empty(size, device=device)
+                    yield self.form.codec.decode_into(to_N, content.payloads[key.replica], key)
 
         spans = self.parameters.spans[decision.fragment]
         cohort = decision.cohort
         return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group, cohort)
 
 
-def _average(form: Form, decision: Decision, to_N: Tensor) -> Average:
-    return add_up(form.codec, decision.payloads, to_N, _keys(form, decision), decision.cohort)
+def _average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:
+    if content.averages:
+        return joined(form, decision.fragment, decision.round, decision.cohort, content.averages, to_N)
+    return add_up(form.codec, content.payloads, to_N, _keys(form, decision), decision.cohort)
 
 
 def _keys(form: Form, decision: Decision) -> list[Key]:

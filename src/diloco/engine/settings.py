@@ -91,10 +91,6 @@ class Settings:
                 "replicas come and go they are made from the log, the same for all: take diloco.Nesterov",
                 "outer",
             )
-        if self.combine != "gather":
-            raise UserError(
-                f"combine={self.combine} needs a fixed group of replicas: set combine=gather", "combine"
-            )
 
     def shared_facts(self) -> dict[str, object]:
         """The settings that replicas which come and go must share: not their number, nor τ."""

@@ -20,6 +20,7 @@ class Gather:
     """The codec of the outer gradients."""
     spec = "gather"
     num_phases = 1
+    second = None
 
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload."""

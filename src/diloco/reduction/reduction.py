@@ -42,6 +42,11 @@ class Reduction(Protocol):
         ...
 
     @property
+    def second(self) -> Codec | None:
+        """The codec of averages of shares; None if there are none."""
+        ...
+
+    @property
     def num_phases(self) -> int:
         """1 if each member sends all others its payloads, 2 if it relays something after that."""
         ...

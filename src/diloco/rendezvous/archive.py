@@ -17,6 +17,8 @@ from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.retiring import retirable
 from diloco.rendezvous.store import Store
 
+_RETIRED = ("payloads", "averages", "snapshots", "index")
+
 
 async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
     """Upload a fragment's vectors after a round; returns the entry that says so."""
@@ -49,7 +51,7 @@ async def write_index(store: Store, signer: Signer, state: RunState, *, author: 
     made = index.Index(author=author, state=state)
     data = index.sealed(made, signer.sign(made.line()))
     await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
-    names = [name for prefix in ("payloads", "snapshots", "index") for name, _ in await store.list(prefix)]
+    names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
     await store.delete(retirable(state, names))
 
 

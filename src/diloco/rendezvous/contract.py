@@ -4,12 +4,14 @@ The training thread offers outer gradients and takes decisions; everything else 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from diloco.reduction.cohort import Cohort
+from diloco.reduction.shares import share_size
+from diloco.rendezvous.entries import LogError
 from diloco.wire.payload import Codec, Key
 
 if TYPE_CHECKING:
@@ -26,10 +28,38 @@ class Form:
     """N of each fragment."""
     seed: int
     """The seed of codecs that draw random numbers."""
+    second: Codec | None = None
+    """The codec of the averages of shares; None with gather, where there are none."""
+    num_shares: int = 1
+    """R: shares into which a fragment is cut; 1 with gather."""
 
-    def key(self, fragment: int, base_round: int, replica: int) -> Key:
+    def key(self, fragment: int, base_round: int, replica: int, share: int = 0) -> Key:
         """The key of a payload: its round is the one after its base, as in a fixed group."""
-        return Key(self.seed, fragment, base_round + 1, replica)
+        return Key(self.seed, fragment, base_round + 1, replica, share)
+
+    def cut(self, num_shares: int) -> "Form":
+        """This form with the number of shares that entry 0 names.
+
+        Raises:
+            LogError: if fragments are cut and not combined by reduce_scatter, or the other way round.
+        """
+        if (num_shares > 1) != (self.second is not None):
+            way = "gather" if self.second is None else "reduce_scatter"
+            raise LogError(f"entry 0 of the log does not describe a run: it combines {num_shares} shares by {way}")
+        return replace(self, num_shares=num_shares)
+
+    def share_size(self, fragment: int) -> int:
+        """S, elements of a share; with gather N."""
+        num_elements = self.sizes[fragment]
+        return share_size(num_elements, self.num_shares) if self.num_shares > 1 else num_elements
+
+    def share_bytes(self, fragment: int) -> int:
+        """Size of the payload of a share; with gather, of the whole payload."""
+        return self.codec.payload_bytes(self.share_size(fragment))
+
+    def average_bytes(self, fragment: int) -> int:
+        """Size of the payload of a share's average; with gather 0."""
+        return 0 if self.second is None else self.second.payload_bytes(self.share_size(fragment))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +69,14 @@ class Offer:
     seq: int
     """Offers of this replica before it."""
     fragment: int
-    payload: Tensor
-    """Flat uint8, not to be changed any more."""
+    payloads: tuple[Tensor, ...]
+    """One a share, flat uint8, not to be changed any more."""
+    norms: tuple[float, ...]
+    """For each share ‖Δ‖₂ as decoded."""
     base_round: int
     """The fragment's round of the Θ_p that it was taken against."""
     base: int
     """The checksum of that Θ_p."""
-    norm: float
-    """‖Δ‖₂ as decoded."""
     tokens: int
     """Read since the last send of the fragment that was counted."""
     steps: int
@@ -70,8 +100,22 @@ class StoredSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Content:
+    """The outer gradients of an outer step: everybody's payloads, or the averages of the shares."""
+
+    payloads: Mapping[int, Tensor] = field(default_factory=dict)
+    """By member; empty if there are averages."""
+    averages: tuple[Tensor, ...] = ()
+    """The payload of each share's average, in their order; empty with gather."""
+    bytes_received: int
+    """Payload bytes that this replica received for them."""
+    bytes_sent: int = 0
+    """Bytes of the averages that this replica made."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An outer step of one fragment, as the log has it, with its payloads."""
+    """An outer step of one fragment, as the log has it, with its content."""
 
     number: int
     """The number of the log's entry."""
@@ -81,10 +125,8 @@ class Decision:
     before: int
     """Checksum of Θ_p before it."""
     cohort: Cohort
-    payloads: Mapping[int, Tensor]
-    """By member."""
-    snapshot: StoredSnapshot | None = None
-    """A snapshot after this round or a later one, in the place of payloads that were deleted."""
+    content: Content | StoredSnapshot
+    """The outer gradients; a snapshot after this round or a later one, if they were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
     is_own: bool
@@ -105,6 +147,8 @@ class Joined:
     """This replica's part of the text."""
     snapshots: Mapping[int, StoredSnapshot]
     """For each fragment that has one."""
+    form: Form
+    """The form of payloads, with the run's number of shares."""
     num_decisions: int
     """Decisions to take before this replica's Θ is the run's."""
 

@@ -20,6 +20,8 @@ FORMAT = 1
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
+MOST_SHARES = 1024
+"""Largest number of shares into which a fragment is cut."""
 MOST_BYTES = 1 << 23
 """Length of the longest entry that is read: entry 0 names all parameters."""
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -31,7 +33,8 @@ Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-Norm = Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+MOST_NORM = 1e38
+Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 SIGNATURE = re.compile(r"([0-9a-f]{128})?")
 """An Ed25519 signature in hexadecimal; empty in a run without keys."""
@@ -62,6 +65,8 @@ class Rules:
     """Parts into which the training text is cut; at most so many replicas are active at once."""
     snapshot_rounds: Positive = 8
     """S: rounds of a fragment between two snapshots of it."""
+    num_shares: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARES)] = 1
+    """R: shares into which a fragment is cut, each averaged by one replica; 1 with gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ class Contribution:
     seq: Count
     """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
     sha256: Digest
-    """SHA-256 of its header, which holds that of its body."""
+    """SHA-256 of its header, which holds those of its shares."""
     base_round: Count
     """The round after which Θ_p was what the outer gradient was taken against."""
     tokens: Positive

@@ -15,6 +15,7 @@ from diloco.errors import UserError
 from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
+from diloco.reduction import reduction_of
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.entries import Create, LogError
 from diloco.wire.payload import codec
@@ -71,10 +72,15 @@ class RunFacts:
                 )
             }
             sizes = _sizes(places.values(), create.rules.num_fragments)
-            form = Form(codec=codec(facts["wire"]), sizes=sizes, seed=int(facts["seed"]))
+            wire = codec(facts["wire"])
+            second = reduction_of(facts["combine"], wire).second
+            form = Form(codec=wire, sizes=sizes, seed=int(facts["seed"]), second=second)
+            form = form.cut(create.rules.num_shares)
             name = str(facts["outer rule"])
             rule = _RULES[name](facts) if name in _RULES else None
             return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[INITIAL]))
+        except LogError:
+            raise
         except KeyError as error:
             raise LogError(f"entry 0 of the log does not describe a run: it lacks {error}") from None
         except (AttributeError, TypeError, ValueError) as error:

@@ -4,30 +4,25 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from diloco.errors import DilocoError
-from diloco.rendezvous.archive import newest_snapshot, write_index
-from diloco.rendezvous.contract import Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.archive import write_index
+from diloco.rendezvous.averager import Averager
+from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.decide import may_decide, turns
+from diloco.rendezvous.delivery import Delivery
 from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.inbox import Inbox
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.log import Log
 from diloco.rendezvous.machine import FencedError, RunState
 from diloco.rendezvous.outbox import Outbox
+from diloco.rendezvous.state import OuterRef
 from diloco.rendezvous.store import Store
-
-MOST_DECISIONS_A_FRAGMENT = 2
-"""Decisions with payloads that wait for the training thread, which may be evaluating, or stopped."""
-_AHEAD = 4
-"""Outer entries whose payloads are downloaded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +61,6 @@ class Follower:
         """Fragments whose open round has another's payload."""
         self.failure: str | None = None
         """Why this replica can't go on."""
-        self.news = threading.Condition()
-        """Notified when a decision is ready, or on failure."""
-        self.decisions: deque[Decision] = deque()
-        """For the training thread."""
         self._store, self._log, self._own, self._form = store, log, own, form
         self._signer, self._pace = signer, pace
         self._changed = asyncio.Event()
@@ -78,13 +69,27 @@ class Follower:
             store,
             form,
             run,
+            own=own,
             memory_bytes=pace.memory_bytes,
             poll_seconds=poll,
             on_arrival=self._on_arrival,
         )
         start = log.state.members[own].start
         self.outbox = Outbox(store, signer, form, run=run, own=own, start=start, inbox=self.inbox)
-        self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
+        self.averager = Averager(store, signer, form, self.inbox, own=own, poll_seconds=poll, newest=self._newest)
+        content_of = self.inbox.of_entry if form.second is None else self.averager.of_entry
+        self.delivery = Delivery(
+            store,
+            form,
+            self.inbox,
+            own=own,
+            content_of=content_of,
+            state=lambda: self.state,
+            poll_seconds=poll,
+        )
+        self.decisions, self.news = self.delivery.decisions, self.delivery.news
+        """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
+        self._num_reads = 0
         self._to_append: deque[Body] = deque()
         self._watched: set[int] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
@@ -95,17 +100,13 @@ class Follower:
         """The state that the log makes, as far as it was read."""
         return self._log.state
 
-    async def run(self, replay: Sequence[tuple[int, int, Outer]]) -> None:
-        """Follow the log until `failure` or cancellation, beginning with outer entries that were read already.
-
-        Args:
-            replay: number, author and body of each.
-        """
+    async def run(self, replay: Sequence[OuterRef]) -> None:
+        """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for outer in replay:
-                    self._to_deliver.put_nowait(outer)
-                self._tasks.create_task(self._deliver())
+                for ref in replay:
+                    self.delivery.put(-1, ref)
+                self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
                 await self.outbox.run(self._tasks)
         except BaseExceptionGroup as group:
@@ -131,6 +132,7 @@ class Follower:
             self._changed.clear()
             for number, entry in await self._log.read():
                 self._heed(number, entry)
+            self._num_reads += 1
             if await self._write():
                 continue
             try:
@@ -138,6 +140,14 @@ class Follower:
                     await self._changed.wait()
             except TimeoutError:
                 pass
+
+    async def _newest(self) -> RunState:
+        """The state after all entries that are in the log now."""
+        enough = self._num_reads + 2  # the next reading to end may have begun before
+        while self._num_reads < enough:
+            self._changed.set()
+            await asyncio.sleep(self._pace.poll_seconds / 4)
+        return self.state
 
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
@@ -150,7 +160,7 @@ class Follower:
         if own.left and not isinstance(entry.body, Leave):
             raise FencedError(f"the key of {own.name} was revoked by the run's creator")
         if isinstance(entry.body, Outer):
-            self._to_deliver.put_nowait((number, entry.author, entry.body))
+            self.delivery.put(entry.author, OuterRef(number=number, body=entry.body))
             self.outbox.counted(entry.body)
         self._watch_members()
         self._on_arrival()
@@ -164,7 +174,7 @@ class Follower:
                 self._tasks.create_task(self.inbox.watch(replica, lambda: self.state))
 
     def _on_arrival(self) -> None:
-        self.wanted = self.inbox.wanted(self.state, self._own)
+        self.wanted = self.inbox.wanted(self.state)
         self._changed.set()
 
     async def _write(self) -> bool:
@@ -216,44 +226,6 @@ class Follower:
         if is_turn:
             self._could_decide.clear()
         return is_turn
-
-    async def _deliver(self) -> None:
-        """Hand each outer step over, in the log's order, once its payloads are here."""
-        assert self._tasks is not None, "the follower runs"
-        ahead: deque[tuple[int, int, Outer, asyncio.Task[list[Tensor | None]]]] = deque()
-        while True:
-            while not ahead or (len(ahead) < _AHEAD and not self._to_deliver.empty()):
-                outer = await self._to_deliver.get()
-                ahead.append((*outer, self._tasks.create_task(self.inbox.of_entry(outer[2], self.state))))
-            number, author, body, payloads = ahead.popleft()
-            while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
-                await asyncio.sleep(self._pace.poll_seconds)  # until the training thread has taken some
-            parts, state, tensors = body.contributions, self.state, await payloads
-            self.inbox.forget(body.fragment, parts)
-            is_whole = all(tensor is not None for tensor in tensors)
-            snapshot = None if is_whole else await self._snapshot_after(number, body)
-            decision = Decision(
-                number=number,
-                fragment=body.fragment,
-                round=body.round,
-                before=int(body.before, 16),
-                cohort=state.cohort(parts),
-                payloads={c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None},
-                snapshot=snapshot,
-                base_rounds={c.replica: c.base_round for c in parts},
-                is_own=any(c.replica == self._own for c in parts),
-                with_snapshot=author == self._own and body.round % state.rules.snapshot_rounds == 0,
-            )
-            with self.news:
-                self.decisions.append(decision)
-                self.news.notify_all()
-
-    async def _snapshot_after(self, number: int, body: Outer) -> StoredSnapshot:
-        """The snapshot that stands for an outer step whose payloads were deleted, since it is long ago."""
-        stored = await newest_snapshot(self._store, self.state, body.fragment, self._form.sizes[body.fragment])
-        if stored is None or stored.round < body.round:
-            raise LogError(f"entry {number} of the log counts payloads that are not in the store")
-        return stored
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.rendezvous import payloads
-from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Contribution, LogError, Outer
+from diloco.rendezvous.contract import Content, Form
+from diloco.rendezvous.entries import Contribution, LogError
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.payload_cache import PayloadCache
 from diloco.rendezvous.payloads import Header
+from diloco.rendezvous.signed import MOST_HEAD_BYTES
+from diloco.rendezvous.state import OuterRef
 from diloco.rendezvous.store import Store, TooLargeError
-from diloco.rendezvous.verify import verified
+from diloco.rendezvous.verify import check_header, verified
 
 _LOG = logging.getLogger("diloco")
 _SLOWER = 16
@@ -27,11 +29,13 @@ _SLOWER = 16
 
 @dataclass(frozen=True)
 class Arrived:
-    """A payload that was here and sound."""
+    """A payload that can be counted: sound, or cut into shares with a sound header."""
 
+    header: Header
     contribution: Contribution
-    payload: Tensor | None = None
-    """Flat uint8: an own one, which is kept until it is counted."""
+    """Its place in an outer entry."""
+    payloads: tuple[Tensor, ...] = ()
+    """One a share, flat uint8: own ones, which are kept until they are counted."""
 
 
 class Inbox:
@@ -41,6 +45,7 @@ class Inbox:
         store: where they lie.
         form: of payloads.
         run: SHA-256 of entry 0.
+        own: this replica.
         memory_bytes: size of the payloads that are kept in memory.
         poll_seconds: time between two looks for a payload.
         on_arrival: called after one has arrived.
@@ -52,26 +57,29 @@ class Inbox:
         form: Form,
         run: str,
         *,
+        own: int,
         memory_bytes: int,
         poll_seconds: float,
         on_arrival: Callable[[], None],
     ) -> None:
         self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
         """By fragment and replica."""
-        self._store, self._form, self._run = store, form, run
+        self._store, self._form, self._run, self._own = store, form, run, own
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
         self._cache = PayloadCache(memory_bytes)
-        largest = max(map(form.codec.payload_bytes, form.sizes))
-        self._most_bytes = largest + payloads.MOST_HEAD_BYTES
+        # Shares are objects of their own, which nobody needs before an entry counts them.
+        self._is_whole = form.num_shares == 1
+        largest = max(map(form.share_bytes, range(len(form.sizes)))) if self._is_whole else 0
+        self._most_bytes = largest + MOST_HEAD_BYTES
         self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
         self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
 
-    def put(self, contribution: Contribution, fragment: int, payload: Tensor | None = None) -> None:
+    def put(self, header: Header, own: tuple[Tensor, ...] = ()) -> None:
         """Tell of a payload that can be counted; an own one comes with its bytes."""
-        replica = contribution.replica
-        if (older := self.here[fragment].get(replica)) is not None:
-            self._cache.drop(payloads.name_of(replica, older.contribution.seq))
-        self.here[fragment][replica] = Arrived(contribution, payload)
+        here = self.here[header.fragment]
+        if (older := here.get(header.replica)) is not None:
+            self._cache.drop(older.header.name)
+        here[header.replica] = Arrived(header, payloads.contribution(header), own)
         self._on_arrival()
 
     def forget(self, fragment: int, contributions: Iterable[Contribution]) -> None:
@@ -80,15 +88,15 @@ class Inbox:
             arrived = self.here[fragment].get(counted.replica)
             if arrived is not None and arrived.contribution.seq <= counted.seq:
                 del self.here[fragment][counted.replica]
-                self._cache.drop(payloads.name_of(counted.replica, arrived.contribution.seq))
+                self._cache.drop(arrived.header.name)
 
-    def wanted(self, state: RunState, own: int) -> tuple[int, ...]:
+    def wanted(self, state: RunState) -> tuple[int, ...]:
         """The fragments for whose next outer step another replica's payload of the open round is here."""
         return tuple(
             p
             for p, here in enumerate(self.here)
             if any(
-                replica != own and arrived.contribution.base_round == state.fragments[p].round
+                replica != self._own and arrived.contribution.base_round == state.fragments[p].round
                 for replica, arrived in here.items()
             )
         )
@@ -114,34 +122,56 @@ class Inbox:
                 except PayloadError as error:
                     _LOG.warning("%s: it is left out", error)
                 else:
-                    self.put(payloads.contribution(header), header.fragment)
+                    self.put(header)
             elif seq > counted:
                 now = state()
                 if now.members[replica].left or now.members[replica].fenced:
                     return
                 await asyncio.sleep(self._poll_seconds * (1 if now.is_active(replica) else _SLOWER))
 
-    async def of_entry(self, body: Outer, state: RunState) -> list[Tensor | None]:
-        """The payloads that an outer entry counts, in its order; None for one that was deleted.
-
-        Raises:
-            LogError: as `payload`.
-        """
-        keys = [state.members[counted.replica].key for counted in body.contributions]
-        return await asyncio.gather(*map(partial(self.payload, body.fragment), body.contributions, keys))
-
-    async def payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
-        """The payload of a contribution, from here or from the store; None if it was deleted.
+    async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
+        """The payloads that an outer entry counts; None if one was deleted.
 
         Raises:
             LogError: if what lies in the store is not what was counted.
         """
+        parts = ref.body.contributions
+        keys = (state.members[counted.replica].key for counted in parts)
+        tensors = await asyncio.gather(*map(partial(self._payload, ref.body.fragment), parts, keys))
+        found = {c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None}
+        if len(found) < len(parts):
+            return None
+        return Content(payloads=found, bytes_received=sum(x.numel() for m, x in found.items() if m != self._own))
+
+    async def _payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
+        """The payload of a contribution, from here or from the store; None if it was deleted."""
+        arrived = self.arrived(fragment, counted)
+        if arrived is not None and arrived.payloads:
+            return arrived.payloads[0]
+        if arrived is not None and (payload := self._cache.get(arrived.header.name)) is not None:
+            return payload
+        taken = await self._taken(fragment, counted, public)
+        return None if taken is None else taken[1]
+
+    async def header(self, fragment: int, counted: Contribution, public: str) -> Header | None:
+        """The header of a contribution, from here or from the store; None if it was deleted.
+
+        Raises:
+            LogError: if what lies in the store is not what was counted.
+        """
+        if (arrived := self.arrived(fragment, counted)) is not None:
+            return arrived.header
+        taken = await self._taken(fragment, counted, public)
+        return None if taken is None else taken[0]
+
+    def arrived(self, fragment: int, counted: Contribution) -> Arrived | None:
+        """A contribution, if it is here."""
         arrived = self.here[fragment].get(counted.replica)
+        return arrived if arrived is not None and arrived.contribution == counted else None
+
+    async def _taken(self, fragment: int, counted: Contribution, public: str) -> tuple[Header, Tensor] | None:
+        """A contribution from the store; None if it was deleted."""
         name = payloads.name_of(counted.replica, counted.seq)
-        if arrived is not None and arrived.contribution == counted:
-            payload = self._cache.get(name) if arrived.payload is None else arrived.payload
-            if payload is not None:
-                return payload
         data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
         if data is None:
             return None
@@ -151,7 +181,7 @@ class Inbox:
             raise LogError(f"the log counts a payload that is not sound: {error}") from None
         if header.fragment != fragment or payloads.contribution(header) != counted:
             raise LogError(f"the log counts {name} otherwise than it lies in the store")
-        return payload
+        return header, payload
 
     async def _opened(
         self, data: "payloads.Buffer", name: str, public: str, *, keep: bool = False
@@ -160,7 +190,7 @@ class Inbox:
 
         def work() -> tuple[Header, Tensor]:
             header, payload = self._checked(data, name, public)
-            if keep:
+            if keep and self._is_whole:
                 self._cache.keep(name, payload)
             return header, payload
 
@@ -169,11 +199,10 @@ class Inbox:
 
     def _checked(self, data: "payloads.Buffer", name: str, public: str) -> tuple[Header, Tensor]:
         header, body = payloads.opened(data, name=name, run=self._run, public=public)
-        form = self._form
+        form, payload = self._form, payloads.body_tensor(body)
         if header.fragment >= len(form.sizes):
             raise PayloadError(f"payload {name} is of fragment {header.fragment}, and there are {len(form.sizes)}")
-        size = form.sizes[header.fragment]
-        key = form.key(header.fragment, header.base_round, header.replica)
-        scratch_N = self._scratch_N[:size]
-        verified(header, body, codec=form.codec, num_elements=size, key=key, scratch_N=scratch_N)
-        return header, payloads.body_tensor(body)
+        check_header(header, form=form, fragment=header.fragment, replica=header.replica)
+        if self._is_whole:
+            verified(header, payload, form=form, scratch_N=self._scratch_N)
+        return header, payload

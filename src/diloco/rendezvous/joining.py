@@ -18,7 +18,6 @@ from diloco.rendezvous.entries import (
     Create,
     Join,
     LogError,
-    Outer,
     Rules,
     name_of,
     new_entry,
@@ -28,6 +27,7 @@ from diloco.rendezvous.entries import (
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.log import Log, begun
 from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.state import OuterRef
 from diloco.rendezvous.store import Store
 
 _LOG = logging.getLogger("diloco")
@@ -56,8 +56,8 @@ class Entrance:
     log: Log
     own: int
     """The number of the replica that has joined."""
-    replay: tuple[tuple[int, int, Outer], ...]
-    """Number, author and body of the outer entries to replay, after the snapshots."""
+    replay: tuple[OuterRef, ...]
+    """The outer entries to replay, after the snapshots."""
     snapshots: Mapping[int, StoredSnapshot]
 
 
@@ -152,7 +152,7 @@ async def _wait_for_others(log: Log, wish: Wish) -> None:
         await log.read(patience_seconds=wish.timeout_seconds)
 
 
-def _replay(state: RunState) -> tuple[tuple[int, int, Outer], ...]:
+def _replay(state: RunState) -> tuple[OuterRef, ...]:
     """The outer entries after each fragment's newest snapshot, in the log's order."""
     refs = [
         ref
@@ -160,7 +160,7 @@ def _replay(state: RunState) -> tuple[tuple[int, int, Outer], ...]:
         for ref in log.since
         if ref.body.round > (log.snapshots[-1].round if log.snapshots else 0)
     ]
-    return tuple((ref.number, -1, ref.body) for ref in sorted(refs, key=lambda ref: ref.number))
+    return tuple(sorted(refs, key=lambda ref: ref.number))
 
 
 def _short(value: object, most: int = 200) -> str:

@@ -51,7 +51,8 @@ class Outbox:
             self.offers.pop(body.fragment, None)
 
     async def _upload(self, offer: Offer) -> None:
-        body = offer.payload.numpy().data
+        """Upload the shares, and then the header, so that whoever sees it can read them; one share is its body."""
+        bodies = [payload.numpy().data for payload in offer.payloads]
         header = payloads.Header(
             run=self._run,
             replica=self._own,
@@ -64,14 +65,21 @@ class Outbox:
             position=self._start + offer.position,
             wire=self._form.codec.format,
             num_elements=self._form.sizes[offer.fragment],
-            norm=offer.norm,
-            num_bytes=body.nbytes,
-            sha256=await asyncio.to_thread(payloads.digest, body),
+            num_bytes=bodies[0].nbytes,
+            norms=offer.norms,
+            sha256=await asyncio.to_thread(lambda: tuple(map(payloads.digest, bodies))),
         )
         head = payloads.sealed(header, self._signer)
-        other = await self._store.create(header.name, [head, body], patience_seconds=FOR_EVER)
-        if other is not None:
-            raise LogError(f"{header.name} was written by another process: two runs share one place of the store")
+        if header.num_shares == 1:
+            await self._create(header.name, [head, *bodies])
+        else:
+            names = (payloads.name_of(self._own, offer.seq, share) for share in range(header.num_shares))
+            await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
+            await self._create(header.name, [head])
         self.num_pending -= 1
         self.offers[offer.fragment] = offer
-        self._inbox.put(payloads.contribution(header), offer.fragment, offer.payload)
+        self._inbox.put(header, offer.payloads)
+
+    async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> None:
+        if await self._store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
+            raise LogError(f"{name} was written by another process: two runs share one place of the store")

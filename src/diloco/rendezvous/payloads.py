@@ -1,36 +1,37 @@
-"""The payload objects of the store: a signed header, and a codec's payload, or a share of it, as the body.
+"""The payload objects of the store: a signed header, and a codec's payload.
 
-    magic "DLP1" | length of the header, uint32 little-endian | signature, 64 bytes | header | body
-
-The signature is zeros without keys. The header is compact JSON, padded with spaces so that the body begins at a
-multiple of 64 bytes. It holds the SHA-256 of the body: who hashes or signs the header does so for both.
+The payload is the object's body. Where a fragment is cut into several shares, each share's payload is an object of
+its own, uploaded before: the header lists them, and its object has no body. Whoever decides reads headers alone.
 """
 
-import json
-import struct
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, NoReturn
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.errors import FileError, PayloadError
-from diloco.rendezvous.entries import Checksum, Contribution, Digest, Norm, Positive, digest
-from diloco.rendezvous.keys import Signer, check
-from diloco.schema import Count, decoded
+from diloco.rendezvous.entries import (
+    MOST_NORM,
+    MOST_SHARES,
+    Checksum,
+    Contribution,
+    Digest,
+    Norm,
+    Positive,
+    digest,
+)
+from diloco.rendezvous.keys import Signer
+from diloco.rendezvous.signed import Kind, line_of
+from diloco.schema import Count
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MOST_HEAD_BYTES = 4096
-"""Size of the largest head, which is everything before the body."""
-_MAGIC = b"DLP1"
-_PREFIX = struct.Struct("<4sI64s")
-_ALIGNMENT = 64
-_UNSIGNED = bytes(64)
-_DOMAIN = b"payload\n"
+_KIND = Kind("payload", b"DLP1")
+_OfShares = msgspec.Meta(min_length=1, max_length=MOST_SHARES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,37 +57,49 @@ class Header:
     wire: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_:=,.+-]{0,199}\Z")]
     """The codec with its options, as its `format` has them."""
     num_elements: Count
-    """N, the length of the outer gradient, or of the share."""
-    norm: Norm
-    """‖Δ‖₂ as decoded."""
+    """N, the length of the outer gradient."""
     num_bytes: Positive
-    """Size of the body."""
-    sha256: Digest
-    """SHA-256 of the body."""
+    """Size of each share's payload; with one share, of the body."""
+    norms: Annotated[tuple[Norm, ...], _OfShares]
+    """For each share ‖Δ‖₂ as decoded."""
+    sha256: Annotated[tuple[Digest, ...], _OfShares]
+    """For each share the SHA-256 of its payload."""
+
+    def __post_init__(self) -> None:
+        """Refuse lists of two lengths, and a norm that no entry may hold."""
+        if len(self.norms) != len(self.sha256):
+            raise ValueError(f"{len(self.norms)} norms and {len(self.sha256)} digests")
+        if self.norm > MOST_NORM:
+            raise ValueError(f"the norm of all shares is {self.norm:.4g}, more than {MOST_NORM:.4g}")
 
     @property
     def name(self) -> str:
         """The payload's name in the store."""
         return name_of(self.replica, self.seq)
 
+    @property
+    def num_shares(self) -> int:
+        """R."""
+        return len(self.sha256)
+
+    @property
+    def norm(self) -> float:
+        """‖Δ‖₂ of all shares together."""
+        return math.hypot(*self.norms)
+
     def line(self) -> bytes:
         """The padded JSON, which is what is hashed and signed."""
-        fields = asdict(self) | {"norm": float(self.norm)}
-        text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-        return text + b" " * (-(_PREFIX.size + len(text)) % _ALIGNMENT)
+        return line_of(self)
 
 
-def name_of(replica: int, seq: int) -> str:
-    """The name of a replica's payload in the store."""
-    return f"payloads/{replica}/{seq:08d}"
+def name_of(replica: int, seq: int, share: int | None = None) -> str:
+    """The name of a replica's payload in the store, or of one share of several."""
+    return f"payloads/{replica}/{seq:08d}" + ("" if share is None else f"-{share}")
 
 
 def sealed(header: Header, signer: Signer) -> bytes:
-    """The head of a payload object; the body is uploaded behind it, as a buffer of its own."""
-    line = header.line()
-    assert _PREFIX.size + len(line) <= MOST_HEAD_BYTES, "the fields are bounded"
-    signature = bytes.fromhex(signer.sign(_DOMAIN + line)) or _UNSIGNED
-    return _PREFIX.pack(_MAGIC, len(line), signature) + line
+    """The head of a payload object; its body, if there is one share, is uploaded behind it."""
+    return _KIND.sealed(header.line(), signer)
 
 
 def opened(data: "Buffer", *, name: str, run: str, public: str) -> tuple[Header, memoryview]:
@@ -102,38 +115,36 @@ def opened(data: "Buffer", *, name: str, run: str, public: str) -> tuple[Header,
         PayloadError: naming the object, if it is not what `sealed` writes, with this name, run and key, or the
             body is not the header's.
     """
-    whole = memoryview(data).cast("B")
-    head = bytes(whole[:MOST_HEAD_BYTES])
-    if len(head) < _PREFIX.size or head[:4] != _MAGIC:
-        _refuse(name, "it does not begin as a payload: it was cut short, damaged, or made by another version")
-    _, length, signature = _PREFIX.unpack_from(head)
-    start = _PREFIX.size + length
-    if start > len(head):
-        _refuse(name, f"its header of {length:,} bytes is cut short, or too long")
-    line = head[_PREFIX.size : start]
-    try:
-        is_signed = signature != _UNSIGNED
-        check(public, signature.hex() if is_signed else "", _DOMAIN + line, what=f"payload {name}")
-        header = decoded(line, Header, source=f"payload {name}")
-        is_canonical = header.line() == line
-    except (FileError, ValueError) as error:
-        raise PayloadError(str(error)) from None
-    if not is_canonical:
-        _refuse(name, "its header is not in the form in which diloco writes it")
+    line, signature, body = _KIND.split(data, name)
+    _KIND.check_signature(public, signature, line, name)
+    header = _KIND.header(line, Header, name)
     if header.name != name:
-        _refuse(name, f"it is the payload {header.name}, put in another's place")
+        _KIND.refuse(name, f"it is the payload {header.name}, put in another's place")
     if header.run != run:
-        _refuse(name, f"it is of another run, {header.run:.8}, and this is {run:.8}")
-    body = whole[start:]
-    if len(body) != header.num_bytes:
-        _refuse(name, f"its body should have {header.num_bytes:,} bytes, and has {len(body):,}")
-    if digest(body) != header.sha256:
-        _refuse(name, "its body does not match the SHA-256 in its header: it was damaged or changed")
+        _KIND.refuse(name, f"it is of another run, {header.run:.8}, and this is {run:.8}")
+    if header.num_shares == 1:
+        check_share(header, 0, body)
+    elif body:
+        _KIND.refuse(name, f"its shares are objects of their own, and it has a body of {len(body):,} bytes")
     return header, body
 
 
+def check_share(header: Header, share: int, payload: "Buffer") -> None:
+    """Check the length and the digest of the payload of a share.
+
+    Raises:
+        PayloadError: naming the object, if they are not the header's.
+    """
+    name = name_of(header.replica, header.seq, share if header.num_shares > 1 else None)
+    whole = memoryview(payload).cast("B")
+    if len(whole) != header.num_bytes:
+        _KIND.refuse(name, f"its body should have {header.num_bytes:,} bytes, and has {len(whole):,}")
+    if digest(whole) != header.sha256[share]:
+        _KIND.refuse(name, "its body does not match the SHA-256 in its header: it was damaged or changed")
+
+
 def contribution(header: Header) -> Contribution:
-    """The place of a payload in an outer entry; `sha256` is that of the header, which holds the body's."""
+    """The place of a payload in an outer entry; `sha256` is that of the header, which holds its shares' own."""
     return Contribution(
         replica=header.replica,
         seq=header.seq,
@@ -160,7 +171,3 @@ class _Writable:
         address, _ = array.__array_interface__["data"]
         self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
         self.owner = array
-
-
-def _refuse(name: str, reason: str) -> NoReturn:
-    raise PayloadError(f"payload {name} can't be used: {reason}")

@@ -18,6 +18,10 @@ class Prices:
     """For each 10⁹ bytes that leave the provider's region."""
 
 
+_BYTES_OF_A_SHARE_IN_A_HEADER = 90
+"""A digest and a norm."""
+
+
 # S3 Standard in us-east-1, the first 10 TB a month to the internet: https://aws.amazon.com/s3/pricing/, 2026-11.
 S3 = Prices(name="S3", per_million_creates=5.0, per_million_gets=0.4, per_gb_down=0.09)
 # Class A and Class B operations: https://developers.cloudflare.com/r2/pricing/, 2026-11.
@@ -43,6 +47,49 @@ class Traffic:
         """
         requests = self.creates * prices.per_million_creates + self.gets * prices.per_million_gets
         return round(requests / 1e6 + self.bytes_down / 1e9 * prices.per_gb_down, 6)
+
+
+def exchange(
+    *,
+    num_replicas: int,
+    num_payloads: int,
+    num_steps: int,
+    payload_bytes: float,
+    average_bytes: float = 0,
+    num_shares: int = 1,
+) -> Traffic:
+    """The objects of outer steps: payloads, entries, and averages where there are shares; all replicas together.
+
+    With one share each payload is read by all others. With R, its header is; each of its shares is read by the one
+    that averages it, and each average by all.
+
+    Args:
+        num_replicas: M, replicas that read.
+        num_payloads: payloads of all outer steps.
+        num_steps: outer steps.
+        payload_bytes: of one payload, all its shares together.
+        average_bytes: of the averages of an outer step, all shares together.
+        num_shares: R.
+
+    >>> exchange(num_replicas=8, num_payloads=8, num_steps=1, payload_bytes=1e6)
+    Traffic(creates=9, gets=64, bytes_up=8000000.0, bytes_down=56000000.0)
+    >>> of_shares = {"payload_bytes": 1e6, "average_bytes": 1e6, "num_shares": 8}
+    >>> exchange(num_replicas=8, num_payloads=8, num_steps=1, **of_shares)
+    Traffic(creates=81, gets=176, bytes_up=9000000.0, bytes_down=14040320.0)
+    """
+    others = max(0, num_replicas - 1)
+    creates, gets = num_payloads + num_steps, num_replicas * num_steps + others * num_payloads
+    bytes_up = num_payloads * payload_bytes
+    if num_shares == 1:
+        return Traffic(creates=creates, gets=gets, bytes_up=bytes_up, bytes_down=others * bytes_up)
+    averaged = num_payloads - num_steps  # who averages a share has its own
+    return Traffic(
+        creates=creates + num_shares * (num_payloads + num_steps),
+        gets=gets + num_shares * (averaged + others * num_steps),
+        bytes_up=bytes_up + num_steps * average_bytes,
+        bytes_down=averaged * payload_bytes
+        + others * (num_steps * average_bytes + num_payloads * num_shares * _BYTES_OF_A_SHARE_IN_A_HEADER),
+    )
 
 
 def polling(num_replicas: int, *, poll_seconds: float, seconds: float) -> Traffic:

@@ -9,6 +9,7 @@ Shapes: N elements of one fragment.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from diloco.errors import UserError
 from diloco.outer.rule import FragmentState, OuterRule
-from diloco.reduction.reduction import add_up
+from diloco.reduction.reduction import Average
 from diloco.rendezvous import index, snapshots
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.counted import CountedPayloads
+from diloco.rendezvous.counted_shares import CountedShares
 from diloco.rendezvous.entries import MOST_BYTES, LogError, Outer, name_of
 from diloco.rendezvous.facts import RunFacts
 from diloco.rendezvous.history import entries_after, first_entry, open_run
@@ -45,6 +47,8 @@ class Checked:
     """Outer steps that were taken again, and gave the bits that the log names."""
     payloads: int = 0
     payload_bytes: int = 0
+    averages: int = 0
+    """Averages of shares that were made again."""
     retired: int = 0
     """Payloads that were deleted after a snapshot had made them needless."""
     snapshots: int = 0
@@ -98,22 +102,24 @@ class Replay:
         self._outer = self._outer or self._run_facts.outer
         self.checked.entries = 1
         await self._read_log(first)
-        counted = CountedPayloads(
+        counted = (CountedPayloads if self._run_facts.form.second is None else CountedShares)(
             store=self._store,
             form=self._run_facts.form,
             state=self.state,
             bases=self._bases,
+            notes=self.notes,
             present=frozenset(name for name, _ in await self._store.list("payloads")),
         )
         await self._start(counted)
         outers = [ref for ref in self._outers if not self._from_snapshot or self._is_after_start(ref)]
         self._scratch = torch.empty(max(self._run_facts.form.sizes))
-        async for ref, parts in counted.of(outers):
+        async for ref, several in counted.of(outers):
             self.checked.payloads, self.checked.payload_bytes = len(counted.sizes), sum(counted.sizes)
-            if parts is None:
+            if several is None:
                 self.checked.retired += len(ref.body.contributions)
             else:
-                self._check_round(ref, parts)
+                self.checked.averages += len(several) if self._run_facts.form.num_shares > 1 else 0
+                self._check_round(ref, partial(counted.average, ref, several))
                 await self._check_snapshot(ref.body.fragment)
 
     def checksum(self, fragment: int, last_round: int) -> str | None:
@@ -180,7 +186,7 @@ class Replay:
         parameters = self._initial(self.facts)
         initial = None if parameters is None else self._run_facts.flat(parameters)
         for p, log in enumerate(self.state.fragments if self._outer is not None else ()):
-            refs = (ref for ref in self._outers if ref.body.fragment == p and not counted.are_present(ref))
+            refs = (ref for ref in self._outers if ref.body.fragment == p and counted.is_retired(ref))
             last_gone = max((ref.body.round for ref in refs), default=0)
             known = [ref for ref in log.snapshots if ref.round >= last_gone]
             if initial is not None and not last_gone and not (self._from_snapshot and known):
@@ -217,20 +223,17 @@ class Replay:
     def _is_after_start(self, ref: OuterRef) -> bool:
         return ref.body.round > self._rounds.get(ref.body.fragment, 0)
 
-    def _check_round(self, ref: OuterRef, parts: dict[int, Tensor]) -> None:
-        """Take one outer step again, if Θ_p is known."""
-        body = ref.body
-        p, form = body.fragment, self._run_facts.form
+    def _check_round(self, ref: OuterRef, average: Callable[[Tensor], Average]) -> None:
+        """Take one outer step again, if Θ_p is known; `average` writes Δ_p to memory."""
+        body, p = ref.body, ref.body.fragment
         self.checked.rounds += 1
         if self._rounds.get(p) != body.round - 1:
             return
         self._compare_base(p, body.round - 1, f"entry {ref.number} of the log")
         assert self._outer is not None, "where it is None, no Θ is known"
         cohort = self.state.cohort(body.contributions)
-        keys = [form.key(p, c.base_round, c.replica) for c in body.contributions]
-        average = add_up(form.codec, parts, self._scratch[: form.sizes[p]], keys, cohort)
-        sync = Sync(p, body.round, 0)
-        self._outer.on_average(FragmentState(self._vectors[p].__getitem__), average, sync, cohort)
+        delta, sync = average(self._scratch[: self._run_facts.form.sizes[p]]), Sync(p, body.round, 0)
+        self._outer.on_average(FragmentState(self._vectors[p].__getitem__), delta, sync, cohort)
         self._rounds[p] = body.round
         self.checked.steps += 1
 

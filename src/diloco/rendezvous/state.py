@@ -195,6 +195,11 @@ class RunRecord:
         most = self.rules.norm_bound * statistics.median(norms)
         return f"its norm is {norm:.4g}, more than {most:.4g}" if 0 < most < norm else None
 
+    def has_snapshot(self, fragment: int, round: int) -> bool:
+        """Whether there is a snapshot of a fragment after a round, the same round included."""
+        refs = self.fragments[fragment].snapshots
+        return bool(refs) and refs[-1].round >= round
+
     def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
         """The replicas of an outer step, with their weights."""
         squared = self.rules.weights == "tokens_squared_per_step"

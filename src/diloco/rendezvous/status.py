@@ -6,7 +6,7 @@ from typing import Literal
 
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.prices import Traffic
+from diloco.rendezvous.prices import Traffic, exchange
 from diloco.rendezvous.state import OuterRef
 
 Standing = Literal["active", "inactive", "left", "replaced"]
@@ -111,21 +111,31 @@ def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaS
 
 
 def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
-    """Each payload is read once by every other replica that is active now; each entry by all."""
+    """The traffic so far, as if the replicas that are active now had read everything."""
     newest = [
         max((log.last_seq.get(r, -1) for log in state.fragments), default=-1) for r in range(len(state.members))
     ]
     num_payloads, num_active = sum(seq + 1 for seq in newest), len(state.active)
-    payload_bytes = sum(map(form.codec.payload_bytes, form.sizes)) / len(form.sizes)
+    fragments, num_shares = range(len(form.sizes)), form.num_shares
+    payload_bytes = num_shares * sum(map(form.share_bytes, fragments)) / len(fragments)
+    average_bytes = num_shares * sum(map(form.average_bytes, fragments)) / len(fragments)
     every = state.rules.snapshot_rounds
     snapshots = [log.round // every for log in state.fragments]
     snapshot_bytes = sum(
         count * 4 * size * (1 + num_slots) for count, size in zip(snapshots, form.sizes, strict=True)
     )
-    others = max(0, num_active - 1)
+    steps = exchange(
+        num_replicas=num_active,
+        num_payloads=num_payloads,
+        num_steps=state.num_outer,
+        payload_bytes=payload_bytes,
+        average_bytes=average_bytes,
+        num_shares=num_shares,
+    )
+    num_other_entries = state.number - state.num_outer
     return Traffic(
-        creates=state.number + num_payloads + sum(snapshots),
-        gets=num_active * state.number + others * num_payloads,
-        bytes_up=num_payloads * payload_bytes + snapshot_bytes,
-        bytes_down=others * num_payloads * payload_bytes,
+        creates=steps.creates + num_other_entries + sum(snapshots),
+        gets=steps.gets + num_active * num_other_entries,
+        bytes_up=steps.bytes_up + snapshot_bytes,
+        bytes_down=steps.bytes_down,
     )

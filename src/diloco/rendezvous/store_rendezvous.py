@@ -13,7 +13,7 @@ from diloco.errors import ExchangeError, UserError
 from diloco.rendezvous.archive import keep_snapshot
 from diloco.rendezvous.background import Background
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer
-from diloco.rendezvous.entries import Rules
+from diloco.rendezvous.entries import MOST_SHARES, Rules
 from diloco.rendezvous.follower import Follower, Pace
 from diloco.rendezvous.joining import Entrance, Wish, enter
 from diloco.rendezvous.keys import KeyFile, Signer, signer_of_environment
@@ -21,6 +21,7 @@ from diloco.rendezvous.store import Store
 from diloco.rendezvous.store_view import StoreView
 
 _T = TypeVar("_T")
+_NUM_SHARES = 16
 
 
 class StoreRendezvous(StoreView):
@@ -41,6 +42,8 @@ class StoreRendezvous(StoreView):
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
         max_stale: rounds after which a late payload is not counted any more; None is the run's, or 3.
         snapshot_rounds: rounds of a fragment between two snapshots of it; None is the run's, or 8.
+        num_shares: shares into which `combine="reduce_scatter"` cuts a fragment, each averaged by one replica:
+            about as many as there are replicas; None is the run's, or 16.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         memory_bytes: size of the others' payloads that are kept in memory until they are counted. Up to 16 times
@@ -64,6 +67,7 @@ class StoreRendezvous(StoreView):
         weights: Literal["tokens", "tokens_squared_per_step"] | None = None,
         max_stale: int | None = None,
         snapshot_rounds: int | None = None,
+        num_shares: int | None = None,
         max_local_steps: int | None = None,
         key: str | None = None,
         memory_bytes: int = 1 << 30,
@@ -71,6 +75,8 @@ class StoreRendezvous(StoreView):
         timeout_seconds: float = 600.0,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
+        if num_shares is not None and not 2 <= num_shares <= MOST_SHARES:
+            raise UserError(f"num_shares={num_shares} must be from 2 to {MOST_SHARES}", "num_shares")
         self.name = _name(name)
         self._asked_local_steps = max_local_steps
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
@@ -87,6 +93,7 @@ class StoreRendezvous(StoreView):
                 "weights": weights,
                 "max_stale": max_stale,
                 "snapshot_rounds": snapshot_rounds,
+                "num_shares": num_shares,
             }.items()
             if value is not None
         }
@@ -106,15 +113,15 @@ class StoreRendezvous(StoreView):
 
         Raises:
             DisagreementError: if the run has other settings.
-            UserError: if this object has joined already, or the run refuses this replica.
+            UserError: if this object has joined already, the run refuses this replica, or shares are asked for and
+                the fragments are not cut.
             ExchangeError: if too few replicas join in time.
         """
         if self._entrance is not None:
             raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
-        rules = Rules(num_fragments=len(form.sizes), **self._asked)
         wish = Wish(
             name=self.name,
-            rules=rules,
+            rules=_rules(self._asked, form),
             asked=frozenset(self._asked),
             facts={**self._facts, **facts},
             sizes=form.sizes,
@@ -123,6 +130,7 @@ class StoreRendezvous(StoreView):
         self._background.start()
         try:
             self._entrance = entrance = self._wait(enter(self._store, self._signer, wish))
+            form = form.cut(entrance.log.state.rules.num_shares)
         except BaseException:
             self._background.stop()
             raise
@@ -140,6 +148,7 @@ class StoreRendezvous(StoreView):
             replica=entrance.own,
             slot=self.slot,
             snapshots=entrance.snapshots,
+            form=form,
             num_decisions=len(entrance.replay),
         )
 
@@ -226,6 +235,18 @@ class StoreRendezvous(StoreView):
     def _wait(self, work: "Coroutine[Any, Any, _T]") -> _T:
         """The result of work in the loop, bounded in time."""
         return self._background.wait(work, 2 * self._timeout_seconds, self._url)
+
+
+def _rules(asked: Mapping[str, Any], form: Form) -> Rules:
+    """The rules of a run that this replica creates."""
+    if form.second is None and "num_shares" in asked:
+        raise UserError(
+            f"num_shares={asked['num_shares']} means nothing with combine=gather: leave it out, or take "
+            "combine=reduce_scatter",
+            *("num_shares", "combine"),
+        )
+    default: dict[str, Any] = {} if form.second is None else {"num_shares": _NUM_SHARES}
+    return Rules(num_fragments=len(form.sizes), **(default | dict(asked)))
 
 
 def _name(name: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The check of a payload by whoever receives it, before it is counted: its codec's, its values, its norm.
+"""The checks of a payload by whoever receives it, before it is counted: its form, its values, its norm.
 
 Shapes: N elements of one fragment, or of a share of it.
 """
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.kernels.memory import empty
-from diloco.rendezvous.payloads import Header, body_tensor
+from diloco.rendezvous.contract import Form
+from diloco.rendezvous.payloads import Header, name_of
 from diloco.wire.payload import Codec, Key, base_of
 
 _TOLERANCE = 1e-3
@@ -19,55 +20,85 @@ _ELEMENTS_AT_ONCE = 1 << 18
 """So many that their squares in FP64 stay in a cache."""
 
 
-def verified(
-    header: Header,
-    body: memoryview,
-    *,
-    codec: Codec,
-    num_elements: int,
-    key: Key,
-    scratch_N: Tensor | None = None,
-) -> float:
-    """The norm of the outer gradient that a payload stands for, after all checks.
+def check_header(header: Header, *, form: Form, fragment: int, replica: int) -> None:
+    """Check that a header describes an outer gradient of the run.
 
     Args:
         header: as `payloads.opened` gives it.
-        body: the same.
-        codec: the run's.
-        num_elements: N.
-        key: of the outer gradient: the fragment and the replica from which a payload is expected.
-        scratch_N: a flat FP32 vector that is overwritten with the decoded values; left out, one is made.
+        form: the run's.
+        fragment: from which a payload is expected.
+        replica: the same.
 
     Raises:
-        PayloadError: naming the payload, if it is of another fragment, replica, codec or length, is damaged, holds
-            NaN or an infinity, or its norm is not the header's.
+        PayloadError: naming the payload, if it is of another fragment, replica, codec or length, or is cut into
+            another number of shares.
     """
     expected = {
-        "fragment": key.fragment,
-        "replica": key.replica,
-        "wire": codec.format,
-        "num_elements": num_elements,
+        "fragment": fragment,
+        "replica": replica,
+        "wire": form.codec.format,
+        "num_elements": form.sizes[fragment],
+        "num_shares": form.num_shares,
+        "num_bytes": form.share_bytes(fragment),
     }
     for field, value in expected.items():
         if (actual := getattr(header, field)) != value:
             raise PayloadError(f"payload {header.name} has {field} {actual}, where {value} is expected")
-    payload = body_tensor(body)
-    decoded_N = empty(num_elements, torch.float32, torch.device("cpu")) if scratch_N is None else scratch_N
-    try:
-        codec.decode_into(decoded_N, payload, key)
-    except PayloadError as error:
-        raise PayloadError(f"payload {header.name}: {error}") from None
+
+
+def verified(
+    header: Header, payload: Tensor, *, form: Form, share: int = 0, scratch_N: Tensor | None = None
+) -> float:
+    """The norm of the outer gradient, or of the share of it, that a payload stands for, after all checks.
+
+    Args:
+        header: after `check_header`.
+        payload: flat uint8, after `payloads.check_share`.
+        form: the run's.
+        share: its index.
+        scratch_N: a flat FP32 vector that is overwritten with the decoded values; left out, one is made.
+
+    Raises:
+        PayloadError: naming the payload, if it is damaged, holds NaN or an infinity, or its norm is not the
+            header's.
+    """
+    name = name_of(header.replica, header.seq, share if form.num_shares > 1 else None)
+    what, size = f"payload {name}", form.share_size(header.fragment)
+    to_S = empty(size, torch.float32, torch.device("cpu")) if scratch_N is None else scratch_N[:size]
+    key = form.key(header.fragment, header.base_round, header.replica, share)
+    norm = checked_norm(form.codec, payload, to_S, key, what=what, norm=header.norms[share])
     if (base := base_of(payload)) and base != int(header.base, 16):
         raise PayloadError(
-            f"payload {header.name} was taken against the outer parameters {base:016x}, and its header says "
-            f"{header.base}"
+            f"{what} was taken against the outer parameters {base:016x}, and its header says {header.base}"
         )
-    norm = norm_of(decoded_N)
-    if not math.isfinite(norm):
-        raise PayloadError(f"payload {header.name} holds NaN or an infinity")
-    if not math.isclose(norm, header.norm, rel_tol=_TOLERANCE):
-        raise PayloadError(f"payload {header.name} has the norm {norm:.6g}, and its header says {header.norm:.6g}")
     return norm
+
+
+def checked_norm(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, what: str, norm: float) -> float:
+    """The norm of the values that a payload stands for.
+
+    Args:
+        codec: of the payload.
+        payload: flat uint8.
+        to_S: a vector that is overwritten with the values, flat FP32 (S).
+        key: of the payload.
+        what: the payload in words, for errors.
+        norm: the norm in its header.
+
+    Raises:
+        PayloadError: if it is no payload of the codec and of S elements, is damaged, holds NaN or an infinity, or
+            has another norm.
+    """
+    try:
+        codec.decode_into(to_S, payload, key)
+    except PayloadError as error:
+        raise PayloadError(f"{what}: {error}") from None
+    actual = norm_of(to_S)
+    if not math.isfinite(actual):
+        raise PayloadError(f"{what} holds NaN or an infinity")
+    if not math.isclose(actual, norm, rel_tol=_TOLERANCE):
+        raise PayloadError(f"{what} has the norm {actual:.6g}, and its header says {norm:.6g}")
+    return actual
 
 
 def norm_of(vector_N: Tensor) -> float:

@@ -232,9 +232,12 @@ def _check_rendezvous(config: TrainConfig) -> None:
         "shards_per_replica": (config.num_shards > 1, "a replica is one process there: leave it out"),
         "ddp_per_replica": (config.num_ddp > 1, "a replica is one process there: leave it out"),
         "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
-        "diloco.combine": (diloco.combine != "gather", "reduce_scatter needs a fixed group: take gather"),
         "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
         "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
+        "elastic.num_shares": (
+            config.elastic.num_shares is not None and diloco.combine == "gather",
+            "gather cuts nothing into shares: leave it out, or take diloco.combine=reduce_scatter",
+        ),
     }
     for name, (is_set, reason) in refused.items():
         if is_set:

@@ -37,6 +37,7 @@ def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
             patience=elastic.patience,
             weights=elastic.weights,
             max_stale=elastic.max_stale,
+            num_shares=elastic.num_shares,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text,
         )

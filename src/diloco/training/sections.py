@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diloco.errors import UserError
+from diloco.rendezvous.entries import MOST_SHARES
 from diloco.training.traits import trait
 
 
@@ -115,12 +116,17 @@ class ElasticConfig:
     """Weight of a replica's outer gradient in the average; None is the run's, or tokens."""
     max_stale: int | None = None
     """Rounds of a fragment after which a late payload is not counted any more; None is the run's, or 3."""
+    num_shares: int | None = None
+    """Shares into which reduce_scatter cuts a fragment, each averaged by one replica: about as many as there are
+    replicas. None is the run's, or 16."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers below 0."""
+        """Refuse numbers out of bounds."""
         for name in ("patience", "max_stale"):
             if (value := getattr(self, name)) is not None and not 0 <= value < 1 << 31:
                 raise out_of_range(f"elastic.{name}", "at least 0 and below 2^31", value)
+        if self.num_shares is not None and not 2 <= self.num_shares <= MOST_SHARES:
+            raise out_of_range("elastic.num_shares", f"from 2 to {MOST_SHARES}", self.num_shares)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,125 @@
+"""The average of a share: its value, and what is refused in its place."""
+
+import hashlib
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.rendezvous.shares import SEED, CutStep, N, R
+from tests.wire import reference as wire_reference
+
+from diloco.errors import PayloadError
+from diloco.rendezvous import averages
+from diloco.rendezvous.keys import KeyFile, write_key
+from diloco.wire import codec
+from diloco.wire.checksum import checksum
+
+f32 = np.float32
+S = N // R
+
+
+@pytest.fixture(scope="module")
+def step() -> CutStep:
+    return CutStep()
+
+
+@pytest.mark.parametrize("members", [(0, 1), (1,), ()])
+@pytest.mark.parametrize("second", ["bf16", "int4:stochastic=true"])
+def test_an_average_is_its_definition_over_the_members_that_are_sound(members, second) -> None:
+    step = CutStep(second=second)
+    for share in range(R):
+        header, payload = step.made(share, members=members)
+        total, weight = np.zeros(S, f32), sum(100 / 150 if m == 0 and 1 in members else 1.0 for m in members)
+        for m in members:
+            part = wire_reference.decode("e3m0", step.sent[m][share].numpy().tobytes(), S, (SEED, 1, 1, m, share))
+            total = total + f32(100 / 150 if m == 0 and 1 in members else 1) * part
+        expected = total / f32(weight) if members else total
+        key = (SEED, 1, 1, 2, share)
+        assert payload.numpy().tobytes() == wire_reference.encode(second, expected, key)
+        assert header.left_out == tuple(m for m in (0, 1) if m not in members)
+        again, body = step.opened(step.sealed(header, payload), share)
+        assert again == header and torch.equal(body, payload)
+
+
+def test_averages_join_to_the_average_of_the_fragment(step) -> None:
+    several = [step.made(share)[1] for share in range(R)]
+    cohort = step.state.cohort(step.body.contributions)
+    total_N, weight = averages.joined(step.form, 1, 1, cohort, several, torch.empty(N))
+    expected = [codec("bf16").decode(payload, S) for payload in several]
+    assert weight == 1 and torch.equal(total_N, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"run": "cd" * 32}, "it has run cdcdcdcd"),
+        ({"entry": 4}, "it has entry 4, where 3 is expected"),
+        ({"share": 2}, "it has share 2, where 1 is expected"),
+        ({"replica": 2}, "it is by replica 2, which is not in the outer step"),
+        ({"replica": 99}, "it is by replica 99, which is not in the outer step"),
+        ({"left_out": (1, 0)}, r"it has left_out \(1, 0\), where \(0, 1\) is expected"),
+        ({"left_out": (0, 7)}, r"it has left_out \(0, 7\), where \(0,\) is expected"),
+        ({"wire": "fp16"}, "it has wire fp16, where bf16 is expected"),
+        ({"num_elements": S + 1}, f"it has num_elements {S + 1}, where {S} is expected"),
+        ({"num_bytes": 1}, "it has num_bytes 1, where 182 is expected"),
+        ({"sha256": "0" * 64}, "its body does not match its header"),
+        ({"norm": 1.0}, "has the norm .*, and its header says 1"),
+    ],
+)
+def test_an_average_of_another_place_is_refused(step, fields, reason) -> None:
+    header, payload = step.made(1)
+    wrong = replace(header, **fields)
+    data = averages.sealed(wrong, step.signers[0]) + payload.numpy().tobytes()
+    with pytest.raises(PayloadError, match=f"average averages/0000000003/1 .*{reason}"):
+        step.opened(data, 1)
+
+
+def test_an_average_that_was_cut_extended_or_changed_is_refused(step) -> None:
+    data = step.sealed(*step.made(1))
+    payload_object = b"DLP1" + data[4:]
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    for wrong in (data[:-1], data + b"\0", flipped, data[:60], b"", payload_object):
+        with pytest.raises(PayloadError, match="average averages/0000000003/1 can't be used"):
+            step.opened(wrong, 1)
+
+
+def resealed(step: CutStep, values: torch.Tensor) -> bytes:
+    """An average of any values whose digests, checksums and norm are right."""
+    header, payload = step.made(1)
+    body = payload.clone()
+    body[32:] = values.bfloat16().view(torch.uint8)
+    body[24:32] = torch.frombuffer(
+        bytearray(checksum(body[:24].numpy().tobytes(), body[32:]).to_bytes(8, "little")), dtype=torch.uint8
+    )
+    norm = values.bfloat16().double().norm().item()
+    header = replace(
+        header,
+        sha256=hashlib.sha256(body.numpy().data).hexdigest(),
+        norm=norm if math.isfinite(norm) else header.norm,
+    )
+    return step.sealed(header, body)
+
+
+def test_values_that_the_members_can_not_have_made_are_refused(step) -> None:
+    step.opened(resealed(step, torch.ones(S)), 1)  # a lie that only a replay finds
+    with pytest.raises(PayloadError, match=r"its norm is 8.6\d*e\+06, more than"):
+        step.opened(resealed(step, torch.full((S,), 1e6)), 1)
+    for value in (math.nan, math.inf):
+        with pytest.raises(PayloadError, match="average averages/0000000003/1"):
+            step.opened(resealed(step, torch.full((S,), value)), 1)
+
+
+def test_an_average_is_signed_by_the_member_who_made_it(tmp_path) -> None:
+    for name in "abc":
+        write_key(tmp_path / name)
+    keys = {name: KeyFile(tmp_path / name) for name in "abc"}
+    step = CutStep(signers=[keys["a"], keys["b"]])
+    for author in (0, 1):
+        header, payload = step.made(2, by=author)
+        assert step.opened(step.sealed(header, payload), 2)[0].replica == author
+        for forger in (keys["c"], keys["ba"[author]]):
+            data = averages.sealed(header, forger) + payload.numpy().tobytes()
+            with pytest.raises(PayloadError, match="average averages/0000000003/2 is forged"):
+                step.opened(data, 2)
