@@ -210,10 +210,10 @@ def fail(folder: str, how: str) -> tuple[str, float]:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
     replica = Replica(f"{folder}/run", name="a", group=dist.group.WORLD, num_replicas=2)
-    failing, start = {"not_finite": 1, "replaced": 1, "killed": 1, "fenced": 0}[how], time.monotonic()
+    failing, start = {"fenced": (0,), "loaded": (0, 1)}.get(how, (1,)), time.monotonic()
     try:
         while replica.engine.num_steps < 300:
-            if replica.engine.num_steps == 6 and rank == failing:
+            if replica.engine.num_steps == 6 and rank in failing:
                 start = time.monotonic()
                 _break(replica, how)
             replica.step()
@@ -231,6 +231,8 @@ def _break(replica: Replica, how: str) -> None:
         linear.weight = nn.Parameter(linear.weight.detach().clone())
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "loaded":
+        set_model_state_dict(replica.model, get_model_state_dict(replica.model))
     else:
         replica.exchange.abort("another process has joined the run as a")
 
@@ -245,6 +247,10 @@ ENDS = {
         "UserError: step [789]: parameter blocks.1.weight was replaced",
     ),
     "killed": ("ExchangeError: process 1 of this replica does not answer", None),
+    "loaded": (
+        "UserError: parameters were loaded into the model after the engine",
+        "ExchangeError: process 0 of this replica failed: parameters were loaded into the model",
+    ),
     "fenced": (
         "ExchangeError: step 6: another process has joined the run as a",
         "ExchangeError: process 0 of this replica failed: another process has joined the run as a",

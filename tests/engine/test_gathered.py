@@ -1,5 +1,6 @@
 """Whole fragments in the first process of a sharded replica, and back into shards that are uneven or empty."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
@@ -12,7 +13,6 @@ import diloco
 from diloco.engine.gathered import GatheredParameters
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.sharded import gathered
-from diloco.outer.digest import parameters_hash
 
 S = 3
 
@@ -36,12 +36,13 @@ def cut_of(model: nn.Module) -> FragmentParameters:
     return FragmentParameters(model, diloco.strided(model, layers_per_fragment=1))
 
 
-def gather_and_scatter() -> None:
+def gather_and_scatter(has_masters: bool) -> None:
     whole, expected = cut_of(Model()), [cut_of(Model()).flat(p) for p in range(4)]
     model = Model()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (S,)), shard_placement_fn=columns)
-    parts = GatheredParameters(model, diloco.strided(model, layers_per_fragment=1), timeout_seconds=20)
+    masters = {n: p.detach().float() for n, p in model.named_parameters()} if has_masters else None
+    parts = GatheredParameters(model, diloco.strided(model, layers_per_fragment=1), masters, timeout_seconds=20)
     is_first = dist.get_rank() == 0
     flat = [parts.flat(p) for p in range(4)]
     assert [flat_N.numel() for flat_N in flat] == [(e.numel() if is_first else 0) for e in expected]
@@ -63,10 +64,12 @@ def gather_and_scatter() -> None:
     with torch.no_grad():
         for parameter in once.parameters():
             parameter.copy_(parameter.float() * 1.3)  # rounded to its own dtype, once
-    assert parameters_hash(dict(model.named_parameters()), gathered) == parameters_hash(
-        dict(once.named_parameters())
-    )
+    for name, parameter in once.named_parameters():
+        assert torch.equal(gathered(model.get_parameter(name).detach()), parameter)
+        if masters is not None:
+            assert torch.equal(gathered(masters[name]), Model().get_parameter(name).float() * 1.3)
 
 
-def test_shards_become_whole_fragments_and_whole_fragments_shards():
-    run_replicas(gather_and_scatter, S)
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_shards_become_whole_fragments_and_whole_fragments_shards(has_masters: bool):
+    run_replicas(gather_and_scatter, S, has_masters)
