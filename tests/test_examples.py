@@ -123,6 +123,16 @@ def test_the_snippet_of_a_store_trains_and_ends_the_run(tmp_path, monkeypatch):
     assert status.finished and status.tokens >= values["BUDGET"] and min(status.rounds) > 5
 
 
+@pytest.mark.slow
+def test_the_snippet_of_a_sharded_replica_trains_and_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_STORE", str(tmp_path / "run"))
+    arguments = (run_example, 2, str(tmp_path), free_port(), 2, str(SNIPPETS / "sharded_store_run.py"))
+    outputs = run_replicas(*arguments, joined=False)
+    assert replicas_agree("".join(outputs), num_processes=2)
+    status = Look(str(tmp_path / "run")).again()
+    assert status.finished and status.tokens >= 5_000 and min(status.rounds) > 5
+
+
 def run_snippets(snippets: list[str], ports: list[int], folder: str) -> list[str]:
     os.chdir(folder)
     hashes = []

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.sampling import Batches, Sampler
+from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards
 from diloco.errors import UserError
 
@@ -88,3 +88,14 @@ def test_batches_refuse_a_share_that_is_not_whole_at_once():
             sequence_length=10,
             num_replicas=3,
         )
+
+
+def test_the_ranks_of_a_replica_together_read_its_slot():
+    def read(step: int, **ranks: int) -> list[list[int]]:
+        sampler, places = SlotSampler(num_windows=20, seed=3), {"slot": 1, "start": 50, "after_step": 2}
+        text = {"shards": tokens_of(201), "sequence_length": 10}
+        return SlotBatches(sampler=sampler, size=6, **text, **places, **ranks).batch(step).tolist()
+
+    for step in (3, 4):
+        parts = [read(step, rank=rank, num_ranks=3) for rank in range(3)]
+        assert [window for part in parts for window in part] == read(step)

@@ -101,7 +101,7 @@ def test_a_wrapper_and_its_model_are_not_mixed_up(path):
         case.engine(model, fragments=around)
 
 
-def wrap_in_ddp() -> str:
+def wrap_in_ddp(folder: str) -> str:
     """A replica in a DDP of its own trains; one in a DDP of all replicas is refused."""
     case = Case()
     groups = [dist.new_group([rank]) for rank in range(2)]
@@ -118,6 +118,9 @@ def wrap_in_ddp() -> str:
     assert str(caught.value).startswith(
         f"net is a DistributedDataParallel over ranks [0, 1], and rank {1 - dist.get_rank()} is another replica"
     )
+    fragments = diloco.sequential(model, layers_per_fragment=1)
+    with pytest.raises(diloco.UserError, match=r"\[0, 1\], each of which would join the run as a replica: shard"):
+        case.engine(model, fragments=fragments, exchange=diloco.StoreRendezvous(folder))
     return outer_hash
 
 
@@ -149,12 +152,12 @@ def start_with_other_subnormals() -> None:
     case.engine(case.model())
 
 
-def start_in_every_wrong_way() -> str:
+def start_in_every_wrong_way(folder: str) -> str:
     wrap_in_fsdp1()
     start_with_other_subnormals()
     torch.set_flush_denormal(False)
-    return wrap_in_ddp()
+    return wrap_in_ddp(folder)
 
 
-def test_wrappers_and_replicas_that_would_train_wrongly_are_refused():
-    assert len(set(run_replicas(start_in_every_wrong_way, 2))) == 1
+def test_wrappers_and_replicas_that_would_train_wrongly_are_refused(tmp_path):
+    assert len(set(run_replicas(start_in_every_wrong_way, 2, str(tmp_path)))) == 1

@@ -51,7 +51,7 @@ def test_outer_gradient_is_the_difference():
 def test_places_say_where_a_parameter_is_found():
     model = model_of_two_blocks()
     parameters = cut(model)
-    facts = parameters.facts()
+    facts = parameters.facts(map(parameters.flat, range(3)))
     for name, parameter in model.named_parameters():
         shape, fragment, start = facts[f"shape, fragment and place of parameter {name}"]
         found_N = parameters.flat(fragment)[start : start + parameter.numel()]

@@ -24,6 +24,14 @@ from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig
         ({"method": "data_parallel", "shards_per_replica": 2}, "shards_per_replica=2 with method=data_parallel"),
         ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
         ({"num_connections": 0}, "num_connections must be at least 1"),
+        (
+            {"rendezvous": "run", "ddp_per_replica": 2},
+            "ddp_per_replica=2 with rendezvous=run: take shards_per_replica",
+        ),
+        (
+            {"rendezvous": "run", "replica_batch": 3, "shards_per_replica": 2},
+            "replica_batch=3 must be a multiple of shards_per_replica=2",
+        ),
         ({"checkpoint": CheckpointConfig(every_steps=-1)}, "checkpoint.every_steps must be at least 0, not -1"),
         ({"checkpoint": CheckpointConfig(keep=0)}, "checkpoint.keep must be at least 1, not 0"),
         ({"checkpoint": CheckpointConfig(every_steps=5, keep=3)}, "11 steps apart, so keep at least 5"),

@@ -14,17 +14,21 @@ from tests.training.runs import TIMEOUT_SECONDS, command, lines, run, summary
 
 from diloco.errors import DisagreementError, UserError
 from diloco.models.decoder_config import DecoderConfig
+from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.entries import Join, Leave, digest, opened
 from diloco.rendezvous.log import begun
 from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.replay import replayed
 from diloco.training.config import TrainConfig
 from diloco.training.finished import run_parameters
+from diloco.training.launcher import STORE
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
 from diloco.training.rendezvous import contributors
 from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig, EvaluationConfig
 from diloco.training.step import learning_rate
+from diloco.training.store_runs import initial_parameters
 
 STEPS = 48
 
@@ -80,9 +84,14 @@ def of(config: TrainConfig, name: str, **changes) -> TrainConfig:
     return replace(config, name=name, **changes)
 
 
+def be_shard(rank: int, meeting: Path) -> None:
+    """Be one of two processes that our own launcher has started; they meet at a file."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", STORE: str(meeting)}
+
+
 def come_and_go(config: TrainConfig) -> None:
-    """Replicas a and b begin; c joins them, is killed, and comes back from its checkpoint."""
-    names = ("a", "b", "c", "c")
+    """Replicas a and b begin; c joins in two shards, is killed, and comes back from its checkpoint in one."""
+    names = ("a", "b", "c", "c", "c")
     rank = int(os.environ["DILOCO_REPLICA"])
     others_metrics, is_back = config.directory / "metrics-0.jsonl", config.runs / "is-back"
     saved = config.runs / "c" / "checkpoints" / "replica-0" / "step-00000004.sha256"
@@ -96,13 +105,14 @@ def come_and_go(config: TrainConfig) -> None:
             wait_for(saved)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    batch = (4, 2, 4, 4)[rank]
-    mine = of(config, names[rank], replica_batch=batch, micro_batch=batch)
+    batch = (4, 2, 4, 4, 4)[rank]
+    mine = of(config, names[rank], replica_batch=batch, micro_batch=2)
     if rank < 2:
         train(mine, on_step=wait_for_the_last)
-    elif rank == 2:
+    elif rank < 4:
         wait_for(others_metrics, num_lines=8)
-        train(mine, on_step=die)
+        be_shard(rank - 2, config.directory / "meeting")
+        train(replace(mine, shards_per_replica=2), on_step=die)
     else:
         wait_for(mine.directory / "metrics-0.jsonl", num_lines=5)
         wait_for(saved)
@@ -112,7 +122,7 @@ def come_and_go(config: TrainConfig) -> None:
 @pytest.fixture(scope="module")
 def eventful(config) -> TrainConfig:
     """The config of such a run, which is over."""
-    run_replicas(come_and_go, 4, config, joined=False, mortal=(2,), imports=["diloco.training.loop"])
+    run_replicas(come_and_go, 5, config, joined=False, mortal=(2, 3), imports=["diloco.training.loop"])
     return config
 
 
@@ -219,6 +229,42 @@ def test_fixed_members_have_the_learning_rates_of_a_fixed_group(config, tmp_path
     assert len({summary(tmp_path / name)["outer_hash"] for name in "ab"}) == 1
     tokens = [line["tokens"] for line in lines(tmp_path / "a", 0)]
     assert tokens[:-1] == [step * 8 * 32 for step in range(1, len(tokens))]
+
+
+def train_beside_shards(config: TrainConfig) -> list[tuple[int, float]]:
+    """Two shards of replica a beside replica b; the tokens and learning rate of each step of a."""
+    rank, rates = int(os.environ["DILOCO_REPLICA"]), list[tuple[int, float]]()
+    if rank == 2:
+        train(of(config, "b"))
+        return []
+    be_shard(rank, config.runs / "meeting")
+    a = of(config, "a", replica_batch=8, shards_per_replica=2, micro_batch=4)
+    train(a, on_step=lambda metrics: rates.append((metrics.tokens, metrics.learning_rate)))
+    return rates
+
+
+def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
+    run = replace(config, runs=tmp_path, rendezvous=str(tmp_path / "store"), elastic=ElasticConfig(quorum="all"))
+    first, second, _ = run_replicas(train_beside_shards, 3, run, joined=False, imports=["diloco.training.loop"])
+    assert first == second and len(first) > STEPS / 2, (
+        "both shards train with the same rate, and end after the same step"
+    )
+    assert sorted(join.name for join in bodies(run.rendezvous, Join)) == ["a", "b"]
+    assert {leave.finished for leave in bodies(run.rendezvous, Leave)} == {True}
+    replay = replayed(run.rendezvous, initial=initial_parameters)
+    rates = {member.name: member.tokens / member.steps for member in replay.state.members}
+    assert rates == {"a": 8 * 32, "b": 4 * 32}, "tokens a step of the whole replica"
+    totals = {name: summary(tmp_path / name) for name in "ab"}
+    assert parameters_hash(replay.parameters()) in {total["outer_hash"] for total in totals.values()}
+    assert totals["a"]["shards_per_replica"] == 2 and totals["a"]["eval_loss"] < 5
+    model, _ = run_parameters(tmp_path / "a", "outer")
+    assert parameters_hash(dict(model.named_parameters())) == totals["a"]["outer_hash"]
+
+
+def test_a_launchers_processes_must_be_the_shards(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"started 4 processes .* shards_per_replica=2: set it to 4"):
+        train(of(config, "other", shards_per_replica=2, micro_batch=1))
 
 
 def interrupt(config: TrainConfig) -> str:

@@ -143,7 +143,7 @@ class SlotSampler:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotBatches:
-    """The batches of a replica that reads a slot, from where it took it over."""
+    """The batches of one rank of a replica that reads a slot, from where it took it over."""
 
     shards: TokenShards
     """The split to read."""
@@ -152,16 +152,21 @@ class SlotBatches:
     sequence_length: int
     """Tokens in a sequence; a window holds one more, the last token's target."""
     size: int
-    """Sequences of a batch."""
+    """Sequences of a batch of the replica, a multiple of `num_ranks`."""
     slot: int
     """s."""
     start: int
     """Where the replica begins in its slot, in tokens."""
     after_step: int = 0
     """Steps that it had taken before."""
+    rank: int = 0
+    """This process within the replica, in [0, num_ranks)."""
+    num_ranks: int = 1
+    """R: processes in a replica."""
 
     def batch(self, step: int) -> np.ndarray:
-        """The tokens to read at `step`, counted from 1: int64, shape (size, sequence_length + 1)."""
+        """The tokens to read at `step`, counted from 1: int64, shape (size / R, sequence_length + 1)."""
         first = self.start // self.sequence_length + (step - self.after_step - 1) * self.size
-        windows = self.sampler.windows(self.slot, first, self.size)
+        share = self.size // self.num_ranks
+        windows = self.sampler.windows(self.slot, first + self.rank * share, share)
         return np.stack([self.shards.window(int(i), self.sequence_length) for i in windows])

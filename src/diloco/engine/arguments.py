@@ -89,15 +89,28 @@ def check_model(model: object, exchange: Transport | Rendezvous) -> None:
                 "nor the shapes of the parameters: shard the replica with fully_shard(model, mesh=mesh['shard'])",
                 "model",
             )
-        if isinstance(module, DistributedDataParallel) and isinstance(exchange, ProcessGroupExchange):
-            inside = dist.get_process_group_ranks(module.process_group)
-            if others := sorted({*inside} & {*exchange.ranks} - {dist.get_rank()}):
-                raise UserError(
-                    f"{path or 'the model'} is a DistributedDataParallel over ranks {inside}, and rank "
-                    f"{others[0]} is another replica, whose gradients it would average with this one's at every "
-                    "step: leave it out, or give it process_group=… with the processes of this replica alone",
-                    "model",
-                )
+        if isinstance(module, DistributedDataParallel):
+            _check_ddp(path or "the model", module, exchange)
+
+
+def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | Rendezvous) -> None:
+    """Refuse DDP over several replicas, and where each of its processes would be one."""
+    inside = dist.get_process_group_ranks(module.process_group)
+    if is_rendezvous(exchange) and len(inside) > 1:
+        raise UserError(
+            f"{name} is a DistributedDataParallel over ranks {inside}, each of which would join the run as a "
+            "replica: shard one replica over them with fully_shard(model, mesh=mesh['shard'])",
+            "model",
+        )
+    if isinstance(exchange, ProcessGroupExchange) and (
+        others := sorted({*inside} & {*exchange.ranks} - {dist.get_rank()})
+    ):
+        raise UserError(
+            f"{name} is a DistributedDataParallel over ranks {inside}, and rank {others[0]} is another replica, "
+            "whose gradients it would average with this one's at every step: leave it out, or give it "
+            "process_group=… with the processes of this replica alone",
+            "model",
+        )
 
 
 def _fragments(fragments: object) -> tuple[Fragment, ...]:

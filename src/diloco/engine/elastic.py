@@ -21,18 +21,15 @@ class ElasticMembership:
 
     Raises:
         DisagreementError: if the run has other settings or initial parameters.
-        UserError: for a replica of several processes.
     """
 
     def __init__(
         self, settings: Settings, rendezvous: Rendezvous, parameters: FragmentParameters, *, offload: bool
     ) -> None:
-        if parameters.shard_group is not None:
-            raise UserError("a replica of a rendezvous is one process: leave the model whole", "exchange")
         state = outer_state(settings, parameters, offload=offload)
         sizes = tuple(state.num_elements(p) for p in range(state.num_fragments))
         form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed, second=settings.reduction.second)
-        facts = settings.shared_facts() | parameters.facts()
+        facts = settings.shared_facts() | parameters.facts(state.at_home(OUTER))
         schedule = settings.schedule
         self._joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
         self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=joined.form)
@@ -112,15 +109,11 @@ class ElasticMembership:
 
     def adopt(self) -> None:
         """Refuse: Θ is what the log says."""
-        raise UserError(
-            "adopt() has no meaning where replicas come and go: the outer parameters are what the run's log says; "
-            "begin another run from these parameters"
-        )
+        raise refusal_to_adopt()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes; Θ and the slots lie in the store."""
         rounds, named = self.rounds, self.rounds.parameters.all_named
-        has_error = rounds.settings.error_feedback is not None
         return {
             "run": self._joined.run,
             "slot": self._joined.slot,
@@ -134,8 +127,8 @@ class ElasticMembership:
             "next_send": list(self._next_send),
             "told": [list(pair) for pair in rounds.told],
             # Copies: whoever loads in place must not change the run's Θ.
-            OUTER: named([outer_N.clone() for outer_N in rounds.state.at_home(OUTER)]),
-            ERROR: named([error_N.clone() for error_N in rounds.state.at_home(ERROR)]) if has_error else {},
+            OUTER: named(outer_N.clone() for outer_N in rounds.state.at_home(OUTER)),
+            ERROR: named(error_N.clone() for error_N in rounds.state.at_home(ERROR)),
         }
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -144,31 +137,27 @@ class ElasticMembership:
         Raises:
             UserError: if it is another's.
         """
-        names = set(self.rounds.parameters.all_named(self.rounds.state.at_home(OUTER)))
-        if not isinstance(state, Mapping) or state.get("run") != self._joined.run or set(state[OUTER]) != names:
-            raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
-        return dict(state), ()
+        return accepted_of(self.rounds.settings, self._joined.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
 
         The model's own parameters may be loaded before or after this: θ is moved before the next inner step ends.
         """
-        rounds, parameters = self.rounds, self.rounds.parameters
+        rounds = self.rounds
         rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
         rounds.tokens_before = rounds.tokens
         rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
         rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])
         rounds.told = [(tokens, steps) for tokens, steps in accepted["told"]]
-        slot = accepted["slot"]
-        for p, last_round in enumerate(accepted["rounds"]):
+        slot, then, errors = accepted["slot"], *vectors_of(accepted, rounds.parameters)
+        for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
             is_newer = slot != self._joined.slot or self._rendezvous.last_round(slot, p) > last_round
-            then_N = parameters.flat_of(p, accepted[OUTER])
             self._translation[p] = then_N.new_empty(0) if is_newer else then_N
-            if accepted[ERROR] and not is_newer:
-                rounds.keep_error(p, parameters.flat_of(p, accepted[ERROR]))
+            if errors and not is_newer:
+                rounds.keep_error(p, errors[p])
 
     def _translate(self) -> None:
         """Move θ from the Θ that a checkpoint knew to the run's."""
@@ -183,3 +172,33 @@ class ElasticMembership:
                 for own, part_n in zip(theta, move_N.split([own.numel() for own in theta]), strict=True):
                     own.add_(part_n.view(own.shape))
         self._translation.clear()
+
+
+def accepted_of(settings: Settings, run: str, state: object) -> dict[str, Any]:
+    """A state of this run's model.
+
+    Raises:
+        UserError: if it is another's.
+    """
+    names = {name for fragment in settings.fragments for name in fragment.parameters}
+    if not isinstance(state, Mapping) or state.get("run") != run or set(state[OUTER]) != names:
+        raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
+    return dict(state)
+
+
+def vectors_of(accepted: Mapping[str, Any], parameters: FragmentParameters) -> tuple[list[Tensor], list[Tensor]]:
+    """Θ of each fragment in a state, and the error, which may be of none."""
+    fragments = range(len(accepted["rounds"]))
+    outer, errors = (
+        [parameters.flat_of(p, accepted[kind]) for p in fragments] if accepted[kind] else []
+        for kind in (OUTER, ERROR)
+    )
+    return outer, errors
+
+
+def refusal_to_adopt() -> UserError:
+    """The error of a call of adopt()."""
+    return UserError(
+        "adopt() has no meaning where replicas come and go: the outer parameters are what the run's log says; "
+        "begin another run from these parameters"
+    )

@@ -11,6 +11,7 @@ from diloco.engine.model_loads import adopt
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.rounds import begin
 from diloco.engine.settings import Settings
+from diloco.engine.state import OUTER
 from diloco.exchange.control import agree, failing_together
 from diloco.exchange.transport import Transport
 from diloco.outer.step import OuterStep
@@ -31,7 +32,8 @@ class FixedMembership:
         self.rounds = begin(settings, transport, parameters, offload=offload)
         self._schedule, self._transport = settings.schedule, transport
         self._due = Due((), ())
-        agree(transport, settings.facts(transport.num_replicas) | parameters.facts())
+        initial = self.rounds.state.at_home(OUTER)
+        agree(transport, settings.facts(transport.num_replicas) | parameters.facts(initial))
 
     @property
     def failure(self) -> str | None:

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from diloco.engine.elastic import ElasticMembership
+from diloco.engine.elastic_shards import FollowingMembership, LeadingMembership
 from diloco.engine.fixed import FixedMembership
+from diloco.engine.gathered import GatheredParameters
 from diloco.engine.masters import Masters
 from diloco.engine.membership import Membership
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
+from diloco.engine.sharded import is_sharded
 from diloco.exchange.transport import Transport
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 
@@ -31,9 +34,28 @@ def member(
     if is_rendezvous(exchange):
         settings.check(model, num_replicas=None)
         settings.check_rendezvous()
-        parameters = FragmentParameters(model, settings.fragments, masters)
-        return ElasticMembership(settings, exchange, parameters, offload=offload)
+        return _elastic(settings, exchange, model, masters, offload=offload)
     settings.check(model, exchange.num_replicas)
     settings.check_transport(exchange)
     parameters = FragmentParameters(model, settings.fragments, masters)
     return FixedMembership(settings, exchange, parameters, offload=offload)
+
+
+def _elastic(
+    settings: Settings,
+    rendezvous: Rendezvous,
+    model: nn.Module,
+    masters: Masters | Mapping[str, Tensor] | None,
+    *,
+    offload: bool,
+) -> Membership:
+    """This replica among others that come and go, or this process's part in it where the model is sharded."""
+    if not any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        parameters = FragmentParameters(model, settings.fragments, masters)
+        return ElasticMembership(settings, rendezvous, parameters, offload=offload)
+    # The first process may wait for other replicas before it is done with a step.
+    seconds = 3 * rendezvous.timeout_seconds
+    gathered = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
+    if gathered.inside.is_first:
+        return LeadingMembership(settings, rendezvous, gathered)
+    return FollowingMembership(settings, gathered)

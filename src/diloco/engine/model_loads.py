@@ -75,8 +75,10 @@ class ModelLoads:
 
     def _is_outer(self) -> bool:
         """True if θ = Θ, bit for bit."""
-        home = enumerate(self._rounds.state.at_home(OUTER))
-        return all(torch.equal(self._rounds.parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in home)
+        parameters, home = self._rounds.parameters, self._rounds.state.at_home(OUTER)
+        # All of them, even after one that is not: the shards of a replica go through the fragments together.
+        equal = [torch.equal(parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in enumerate(home)]
+        return all(equal)
 
 
 def adopt(rounds: Rounds) -> None:

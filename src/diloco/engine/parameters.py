@@ -7,7 +7,7 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
 from diloco.engine.masters import Masters, check_master, masters_of
-from diloco.engine.sharded import joined, local, num_shards, reshard, shard_group, shard_index, sharded_like
+from diloco.engine.sharded import (
+    all_shards_or_none,
+    joined,
+    local,
+    num_shards,
+    reshard,
+    shard_group,
+    shard_index,
+    sharded_like,
+)
 from diloco.errors import UserError
 from diloco.fragments import Fragment, block_spans
 from diloco.kernels.memory import empty
@@ -46,15 +55,22 @@ class FragmentParameters:
         self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
         self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold a replica's shards; None if it is one process."""
+        self.part = shard_index(self.shard_group), num_shards(self.shard_group)
+        """Which part of the parameters the flat vectors hold, and of how many."""
         self.device = self.shards(0)[0].device
-        """The device of all parameters."""
-        sizes = {name: local(parameter).numel() for name, parameter in named.items()}
+        """The device of the flat vectors, and of all parameters."""
+        sizes = {name: self.shape_in_flat(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
         """For each fragment, where its blocks lie in its flat vector."""
         self.watch = MergeWatch()
         """Guards the merges."""
         self._merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()
         self._masters = masters_of(model, masters)
+
+    @staticmethod
+    def shape_in_flat(parameter: Tensor) -> torch.Size:
+        """The shape of what a flat vector holds of a parameter: this process's shard."""
+        return local(parameter).shape
 
     def shards(self, fragment: int) -> list[Tensor]:
         """The parameters, or this process's shards of them, in their own memory."""
@@ -125,8 +141,12 @@ class FragmentParameters:
         }
 
     def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
-        """A fragment's flat FP32 vector (N), from tensors by parameter name."""
+        """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
+
+    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+        """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
+        return all_shards_or_none(self.shard_group, self.device, another)
 
     def names_in_model(self) -> set[str]:
         """The names of all parameters of the model, frozen ones included."""
@@ -137,22 +157,26 @@ class FragmentParameters:
         parts = zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True)
         return next((name for name, part in parts if not part.isfinite().all()), None)
 
-    def facts(self) -> dict[str, Any]:
-        """The facts on which all replicas must agree: shards, shapes, places, values."""
+    def facts(self, initial: Iterable[Tensor]) -> dict[str, Any]:
+        """The facts on which all replicas must agree: shards, shapes, places, values.
+
+        Args:
+            initial: θ before the first step, a flat vector (N) for each fragment in order.
+        """
         name_of_shard = (
             "which shard of how many this process holds (a replica's mesh has no process of another replica)"
         )
-        facts: dict[str, Any] = {name_of_shard: [shard_index(self.shard_group), num_shards(self.shard_group)]}
+        facts: dict[str, Any] = {name_of_shard: list(self.part)}
         # Θ would differ between replicas in the numbers below 2^-126.
         flushes = (torch.tensor(1e-40) * 1.0 == 0).item()
         facts["whether the CPU flushes subnormal numbers to zero (torch.set_flush_denormal)"] = flushes
         values: dict[str, Tensor] = {}
-        for fragment, parameters in enumerate(self._by_fragment):
+        for fragment, flat_N in enumerate(initial):
             start = 0
-            for name, shard in zip(parameters, self.theta(fragment), strict=True):
-                facts[f"shape, fragment and place of parameter {name}"] = [list(shard.shape), fragment, start]
-                start += shard.numel()
-                values[name] = shard
+            for name, part in zip(self._by_fragment[fragment], self._parts(fragment, flat_N), strict=True):
+                facts[f"shape, fragment and place of parameter {name}"] = [list(part.shape), fragment, start]
+                start += part.numel()
+                values[name] = part
         return {**facts, "initial parameters (SHA-256)": parameters_hash(values)}
 
     @contextmanager
@@ -199,7 +223,7 @@ class FragmentParameters:
                     )
 
     def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
-        """Views of a flat vector, one a parameter, in the shape of this process's shard."""
-        shards = self.shards(fragment)
-        parts = flat_N.split([shard.numel() for shard in shards])
-        return [part_N.view(shard.shape) for part_N, shard in zip(parts, shards, strict=True)]
+        """Views of a flat vector, one a parameter, in its shape."""
+        shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
+        parts = flat_N.split([shape.numel() for shape in shapes])
+        return [part_N.view(shape) for part_N, shape in zip(parts, shapes, strict=True)]

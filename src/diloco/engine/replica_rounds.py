@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.engine import observe
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
-from diloco.engine.sharded import all_shards_or_none, shard_index
+from diloco.engine.sharded import shard_index
 from diloco.engine.state import ERROR, OUTER, OuterState
 from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.messages import Peers
@@ -85,8 +85,7 @@ class ReplicaRounds:
 
     def all_shards_or_none(self) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one."""
-        another = f"step {self.num_steps}: another shard of replica {self.replica}"
-        return all_shards_or_none(self._shard_group, self.parameters.device, another)
+        return self.parameters.all_or_none(f"step {self.num_steps}: another shard of replica {self.replica}")
 
     def check_parameters(self, fragments: Iterable[int]) -> None:
         """Refuse parameters that are no longer those of the model, or did not keep a merge.

@@ -36,7 +36,8 @@ class StreamingDiLoCo(EngineView):
     last. Only the values of the model's parameters change; Θ and the outer momentum are FP32 beside any dtype.
 
     A replica may be several processes: shard the model over them (FSDP2's `fully_shard`, on a mesh of the
-    replica's own), and give each process an exchange with those that hold the same shard in the other replicas.
+    replica's own), and give each process an exchange with those that hold the same shard in the other replicas; or
+    a rendezvous, where the first process meets the other replicas, and keeps Θ whole in host memory.
 
         Δ_{m,p} = Θ_p − θ_{m,p};   Δ_p = (1/M) Σ_m decode(encode(Δ_{m,p}))
         Θ_p ← OuterOpt(Θ_p, Δ_p);  θ_{m,p} ← α θ_{m,p} + (1 − α) Θ_p
@@ -52,7 +53,8 @@ class StreamingDiLoCo(EngineView):
             and sends it in the same codec, or in another: `reduce_scatter:bf16`.
         error_feedback: β, above 0 and at most 1: e ← β e + Δ; send C(e); e ← e − C(e) (arXiv 1901.09847). None is
             no error feedback.
-        offload: keep Θ, the outer momentum and the error in pinned host memory, and fetch one fragment ahead.
+        offload: keep Θ, the outer momentum and the error in pinned host memory, and fetch one fragment ahead; a
+            sharded replica of a rendezvous always keeps them in host memory.
         seed: the seed of codecs that draw random numbers, the same on all replicas.
         masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
@@ -122,8 +124,8 @@ class StreamingDiLoCo(EngineView):
         """Count an inner step, send the fragments that are due, merge those whose overlap has passed.
 
         Args:
-            tokens: how many this replica has read in the step, added to `tokens`: the weight of what it has
-                learnt, where replicas come and go.
+            tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
+                the weight of what it has learnt, where replicas come and go.
 
         Returns:
             The outer steps that were taken; none on most steps.
@@ -193,8 +195,8 @@ class StreamingDiLoCo(EngineView):
         Plain values, and dicts of FP32 tensors by parameter name, views of the engine's own where they can be:
         `outer`, the outer rule's slots (`velocity`), `error`, and `sent`, the decoded outer gradients in flight
         and zeros elsewhere. Keys and shapes are always the same: torch.distributed.checkpoint saves the engine
-        itself, and loads in place. Of a sharded model they are DTensors; examples/sharded_replicas.py resumes on
-        other shards.
+        itself, and loads in place. Of a sharded model they are DTensors, and every process of the replica must
+        call it; examples/sharded_replicas.py resumes on other shards.
         """
         self._check_sound()
         return self._membership.state_dict()

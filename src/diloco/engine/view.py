@@ -80,8 +80,9 @@ class EngineView:
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
 
-        They are views, which the next outer step changes; with `offload` of host memory. Evaluate a sharded model
-        in `outer_in_place`: `functional_call` would silently take the parameters that FSDP has gathered itself.
+        They are views, which the next outer step changes; with `offload` of host memory. Of a sharded replica of a
+        rendezvous they are copies, and every process must call it. Evaluate a sharded model in `outer_in_place`:
+        `functional_call` would silently take the parameters that FSDP has gathered itself.
         """
         return self._rounds.parameters.all_named(self._rounds.state.at_home(OUTER))
 

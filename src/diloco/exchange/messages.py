@@ -68,7 +68,7 @@ class Messages:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            self._missing.setdefault(replica, _reason(error))
+            self._missing.setdefault(replica, first_sentence(error))
 
     def wait(self) -> dict[int, Tensor]:
         """The messages received, once every message has come in and gone out.
@@ -118,7 +118,7 @@ class Messages:
 _SECONDS_FOR_THE_CAUSE = 1.0
 
 
-def _reason(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """The first sentence of a transport's message, without the place in its source."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (first.split("] ", 1)[-1] if first.startswith("[") else first).split(". ")[0]

@@ -162,6 +162,11 @@ class Rendezvous(Protocol):
         ...
 
     @property
+    def timeout_seconds(self) -> float:
+        """How long joining, leaving, or a decision that is waited for, may take; known before `join`."""
+        ...
+
+    @property
     def failure(self) -> str | None:
         """Why this replica can't go on; None as far as is known."""
         ...

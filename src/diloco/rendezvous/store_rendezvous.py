@@ -28,7 +28,8 @@ class StoreRendezvous(StoreView):
     """A run in a store: a directory that all replicas see, or a bucket of S3, GCS or Azure.
 
     Each machine builds one with the same URL; the first creates the run, and the others join it, whenever they
-    like. `step()` of an engine with it never waits, but with the quorum "all".
+    like. `step()` of an engine with it never waits, but with the quorum "all". Of a sharded replica every process
+    builds one, and the first alone joins with it.
 
     Args:
         url: a path, file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix, with the
@@ -102,6 +103,11 @@ class StoreRendezvous(StoreView):
         self._follower: Follower | None = None
         self._aborted: str | None = None
         self._step_of_contact = 0
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long joining, leaving, or a decision that is waited for, may take."""
+        return self._timeout_seconds
 
     @property
     def failure(self) -> str | None:

@@ -1,5 +1,6 @@
 """The part of a StoreRendezvous that is read: the run's state, and this replica's place in it."""
 
+from diloco.errors import UserError
 from diloco.rendezvous.follower import Follower
 from diloco.rendezvous.joining import Entrance
 from diloco.rendezvous.machine import RunState
@@ -16,7 +17,8 @@ class StoreView:
     @property
     def replica(self) -> int:
         """This replica's number in the run."""
-        assert self._entrance is not None, "the engine has joined"
+        if self._entrance is None:
+            raise _not_joined()
         return self._entrance.own
 
     @property
@@ -37,8 +39,7 @@ class StoreView:
     @property
     def counted_tokens(self) -> int:
         """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
-        assert self._follower is not None, "the engine has joined"
-        state, bases = self.state, self._follower.bases
+        state, bases = self.state, self._following.bases
         return state.tokens - sum(
             contribution.tokens
             for p, log in enumerate(state.fragments)
@@ -78,5 +79,14 @@ class StoreView:
 
     @property
     def _following(self) -> Follower:
-        assert self._follower is not None, "the engine has joined"
+        if self._follower is None:
+            raise _not_joined()
         return self._follower
+
+
+def _not_joined() -> UserError:
+    return UserError(
+        "this process has not joined the run: build the engine first; of a sharded replica the first process "
+        "alone joins: let it tell the others what they need to know",
+        "exchange",
+    )

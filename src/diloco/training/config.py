@@ -47,10 +47,11 @@ class TrainConfig:
     replica_batch: int | None = field(
         default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )
-    """Sequences a step of this replica, with a rendezvous; None is global_batch / num_replicas."""
+    """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
+    num_replicas."""
     shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
-    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row; None is 1, on a resume the
-    run's own."""
+    """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
+    command starts; None is 1, on a resume the run's own."""
     ddp_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Processes that share each replica's batch and hold all of its parameters (DistributedDataParallel inside the
     replica), of M times as many those in a row; None is 1, on a resume the run's own."""
@@ -160,7 +161,7 @@ class TrainConfig:
     @property
     def process_batch(self) -> int:
         """Sequences a step of one process."""
-        return self.replica_batch or self.global_batch // (self.num_replicas * self.processes_per_replica)
+        return (self.replica_batch or self.global_batch // self.num_replicas) // self.processes_per_replica
 
     @property
     def num_steps(self) -> int:
@@ -229,8 +230,7 @@ def _check_rendezvous(config: TrainConfig) -> None:
     diloco = config.diloco
     refused = {
         "method": (config.method == "data_parallel", "it needs every replica at every step: take another"),
-        "shards_per_replica": (config.num_shards > 1, "a replica is one process there: leave it out"),
-        "ddp_per_replica": (config.num_ddp > 1, "a replica is one process there: leave it out"),
+        "ddp_per_replica": (config.num_ddp > 1, "take shards_per_replica for the processes of a replica"),
         "num_connections": (config.num_connections > 1, "replicas exchange through the store: leave it out"),
         "diloco.overlap_steps": (isinstance(diloco.overlap_steps, tuple), "give each replica its own number"),
         "diloco.freeze": (diloco.freeze, "the order of the sends is not known before: leave it out"),
@@ -256,6 +256,12 @@ def _check_batch(config: TrainConfig) -> None:
             f"global_batch={config.global_batch} must be a multiple of {divisor}: "
             "each process takes an equal share",
             *("global_batch", "num_replicas", "shards_per_replica", "ddp_per_replica"),
+        )
+    if config.replica_batch is not None and config.replica_batch % config.num_shards:
+        raise UserError(
+            f"replica_batch={config.replica_batch} must be a multiple of shards_per_replica={config.num_shards}: "
+            "each process takes an equal share",
+            *("replica_batch", "shards_per_replica"),
         )
     if config.micro_batch is not None and (config.micro_batch < 1 or config.process_batch % config.micro_batch):
         raise UserError(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diloco.engine.streaming import StreamingDiLoCo
-from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.config import TrainConfig
+from diloco.training.world import World
 
 
 class Progress(Protocol):
@@ -45,21 +45,28 @@ class ElasticProgress:
     speed this is t · B · sequence length. As a replica that was cut off for long says nothing about the others, no
     more than 2 H + τ of its steps are taken for theirs.
 
+    The first process of a sharded replica knows it, and all of its processes ask together.
+
     Args:
         config: the run's.
         engine: of this replica.
-        rendezvous: of its run, which it has joined.
+        world: of this process, with the rendezvous that the engine has joined.
     """
 
-    def __init__(self, config: TrainConfig, engine: StreamingDiLoCo, rendezvous: StoreRendezvous) -> None:
-        self._engine, self._rendezvous = engine, rendezvous
-        self._budget, self._own_tokens = config.num_tokens, config.process_batch * config.sequence_length
+    def __init__(self, config: TrainConfig, engine: StreamingDiLoCo, world: World) -> None:
+        assert world.rendezvous is not None, "replicas come and go"
+        self._engine, self._rendezvous, self._of_first = engine, world.rendezvous, world.of_first
+        self._budget = config.num_tokens
+        self._own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
         schedule = engine.settings.schedule
         self._most_steps = 2 * schedule.sync_every + schedule.overlap(0)
         self._most = 0
 
     def tokens(self, step: int) -> int:
         """The tokens of the class's equation, as far as this replica has taken the outer steps of the log."""
+        return self._of_first(lambda: self._tokens(step))
+
+    def _tokens(self, step: int) -> int:
         engine, state = self._engine, self._rendezvous.state
         num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
         ahead = (step - engine.num_steps) * self._own_tokens
@@ -72,4 +79,4 @@ class ElasticProgress:
 
     def is_over(self, step: int) -> bool:
         """True once the budget is spent, here or by the word of another replica."""
-        return self.tokens(step) >= self._budget or self._rendezvous.state.finished
+        return bool(self._of_first(lambda: self._tokens(step) >= self._budget or self._rendezvous.state.finished))

@@ -126,7 +126,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     exchange = world.rendezvous or world.exchange
     engine = StreamingDiLoCo(model, exchange=exchange, offload=config.diloco.offload, **vars(settings))
     if world.rendezvous is not None:
-        progress = ElasticProgress(config, engine, world.rendezvous)
+        progress = ElasticProgress(config, engine, world)
         return TrainState(model, forward, optimizer, engine, progress)
     state = TrainState(
         model, forward, optimizer, engine, FixedProgress(config), mean_loss=MeanLoss(world.exchange)

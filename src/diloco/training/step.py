@@ -39,7 +39,7 @@ def train_step(
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     rate = learning_rate(config, state.progress.tokens(step) / config.tokens_per_step)
     loss, grad_norm = inner_step(state, batch, config, world, rate)
-    outer_steps = [*sync.step(tokens=len(batch) * config.sequence_length)]
+    outer_steps = [*sync.step(tokens=len(batch) * world.num_ranks * config.sequence_length)]
     if state.mean_loss is not None:
         state.mean_loss.add(loss)
         if sync.bytes_sent > sent_before:

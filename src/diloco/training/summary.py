@@ -139,6 +139,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
 
     All processes of replica 0 must call it, and no other.
     """
+    num_tokens = state.progress.tokens(state.step)
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()
@@ -148,7 +149,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         return None
     exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
     write_atomically(config.directory / OUTER_FILE, [exported])
-    summary = _summary(state, config, world, loss) | {"outer_hash": parameters_hash(outer)}
+    summary = _summary(state, config, world, loss, num_tokens) | {"outer_hash": parameters_hash(outer)}
     write_json(config.directory / SUMMARY_FILE, summary)
     # A model that is sharded may fit on no device whole.
     model = state.model if world.mesh is None else config.model.build(seed=config.seed)
@@ -156,7 +157,9 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
     return Outcome(summary, _sample(model, config))
 
 
-def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> dict[str, Any]:
+def _summary(
+    state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, num_tokens: int
+) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
@@ -166,7 +169,7 @@ def _summary(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
         "shards_per_replica": config.num_shards,
         "ddp_per_replica": config.num_ddp,
         "num_params": num_params,
-        "num_tokens": state.progress.tokens(state.step),
+        "num_tokens": num_tokens,
         "num_steps": state.step,
         "eval_loss": loss.loss,
         "eval_standard_error": loss.standard_error,

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -47,7 +47,8 @@ class World:
     autocast: bool
     """Whether the forward pass runs in bfloat16."""
     rendezvous: StoreRendezvous | None = None
-    """The run of replicas that come and go, in the place of the exchanges, which have nobody to reach then."""
+    """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
+    replica's processes only the first has joined it."""
 
     @property
     def replica(self) -> int:
@@ -73,6 +74,10 @@ class World:
         """The name of a replica in an outer step's cohort."""
         return str(replica) if self.rendezvous is None else self.rendezvous.state.members[replica].name
 
+    def of_first(self, read: Callable[[], int]) -> int:
+        """A whole number, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
+        return int(self.over_ranks(read() if self.rank == 0 else 0, dist.ReduceOp.MAX))
+
     def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
         """Reduce a number over the processes of the replica; each of them must call it."""
         if self.own_device_group is None:
@@ -91,14 +96,31 @@ def join(config: TrainConfig) -> Iterator[World]:
         DisagreementError: if the processes were started with other numbers of replicas, processes or connections.
         TimeoutError: if the other processes don't join in time, or can't be reached.
     """
-    if config.rendezvous is not None:
-        device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
-        _check_one_process(config)
-        with meeting(config) as rendezvous:
-            yield replace(
-                alone(config), device=device, autocast=use_autocast(config, device), rendezvous=rendezvous
-            )
+    if config.rendezvous is None:
+        with _joined(config) as world:
+            yield world
         return
+    _check_shards(config)
+    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    one = replace(alone(config), device=device, autocast=use_autocast(config, device))
+    shards = _joined(config) if config.num_processes > 1 else nullcontext(one)
+    with shards as world, meeting(config) as rendezvous:
+        yield replace(world, rendezvous=rendezvous)
+
+
+def _check_shards(config: TrainConfig) -> None:
+    """Refuse a launcher's group of processes that is not one replica."""
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != str(config.num_processes):
+        raise UserError(
+            f"the launcher started {world_size} processes with rendezvous={config.rendezvous}, where they are the "
+            f"shards of one replica, and shards_per_replica={config.num_shards}: set it to {world_size}",
+            *("shards_per_replica", "rendezvous"),
+        )
+
+
+@contextmanager
+def _joined(config: TrainConfig) -> Iterator[World]:
+    """The world of several processes, or of one that a launcher started; it is left at the end."""
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError as missing:
@@ -136,16 +158,6 @@ def join(config: TrainConfig) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
-
-
-def _check_one_process(config: TrainConfig) -> None:
-    """Refuse a launcher's group of processes where each command is one replica."""
-    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"the launcher started {world_size} processes with rendezvous={config.rendezvous}, where a replica is "
-            "one process: start each by a command of its own, without a launcher",
-            "rendezvous",
-        )
 
 
 def _warn_of_open_ports() -> None:
@@ -188,7 +200,7 @@ def _agree_on_groups(config: TrainConfig, world_size: int) -> None:
 
 def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, is_first_on_machine: bool) -> World:
     """Make the groups of this process; payloads travel on gloo from the CPU, while the device computes."""
-    num_replicas, num_ranks = config.num_replicas, config.processes_per_replica
+    num_replicas, num_ranks = config.num_local_replicas, config.processes_per_replica
 
     def group(
         ranks: list[list[int]], backend: str | None = "gloo", timeout: timedelta = timeout

@@ -1,0 +1,60 @@
+"""One replica, sharded over the processes of a machine: torchrun --nproc-per-node 2 sharded_store_run.py"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import diloco
+
+dist.init_process_group("gloo")
+shard, num_shards = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)  # all replicas begin with the same parameters: the run compares them
+block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+model = torch.nn.TransformerEncoder(block, 4)
+
+# --8<-- [start:engine]
+mesh = init_device_mesh("cpu", (num_shards,))
+for module in (*model.layers, model):
+    fully_shard(module, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+rendezvous = diloco.StoreRendezvous(os.environ["RUN_STORE"], name="node")  # the first process alone joins with it
+fragments = diloco.strided(model, layers_per_fragment=2)
+engine = diloco.StreamingDiLoCo(
+    model,
+    fragments=fragments,
+    schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=2),
+    exchange=rendezvous,
+)
+# --8<-- [end:engine]
+
+
+# --8<-- [start:loop]
+def of_first(read: Callable[[], int]) -> int:
+    """A whole number that the first process knows, in all processes."""
+    value = torch.tensor(read() if shard == 0 else 0)
+    dist.broadcast(value, 0)
+    return int(value)
+
+
+def is_over() -> bool:
+    return rendezvous.state.finished or rendezvous.state.tokens >= BUDGET * len(fragments)
+
+
+BUDGET = 5_000
+text = torch.Generator().manual_seed(of_first(lambda: rendezvous.slot))  # the replica's own slot of the text
+while not of_first(is_over):
+    batch = torch.randn(4, 16, 8, generator=text).chunk(num_shards)[shard]
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.step(tokens=64)  # of all processes together
+
+engine.finish()
+rendezvous.leave(finished=True)
+# --8<-- [end:loop]
+print(f"outer hash {engine.outer_hash()[:16]}")
+dist.destroy_process_group()
