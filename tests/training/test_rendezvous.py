@@ -249,6 +249,7 @@ def test_the_shards_of_a_machine_are_one_replica(config, tmp_path):
     assert first == second and len(first) > STEPS / 2, (
         "both shards train with the same rate, and end after the same step"
     )
+    assert first[0][1] == learning_rate(config, 2), "the batch of a replica is that of its shards together"
     assert sorted(join.name for join in bodies(run.rendezvous, Join)) == ["a", "b"]
     assert {leave.finished for leave in bodies(run.rendezvous, Leave)} == {True}
     replay = replayed(run.rendezvous, initial=initial_parameters)

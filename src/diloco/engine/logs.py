@@ -39,7 +39,7 @@ def logs(rounds: ReplicaRounds) -> dict[str, float]:
     squares = torch.stack([_squared_distance(rounds), *torch.tensor(errors or (0.0, 0.0), device=device)])
     distance, error, delta = sum_over_shards(squares, group).tolist()
     computed = {"distance_to_outer": math.sqrt(distance)}
-    if errors is not None:
+    if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
         computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
     return counters(rounds) | computed
 
