@@ -204,13 +204,21 @@ class StoreRendezvous(StoreView):
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.run(self._keep(fragment, round, vectors))
 
-    def leave(self, *, finished: bool = False) -> None:
-        """Wait for own uploads, bounded in time, and leave; what was uploaded may still be counted."""
+    def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
+        """Wait for own uploads and leave; what was uploaded may still be counted.
+
+        Args:
+            finished: whether the run's token budget is spent.
+            seconds: how long this may take; None is twice `timeout_seconds`.
+
+        Raises:
+            ExchangeError: if it takes longer.
+        """
         if self._follower is None or self._aborted is not None:
             return
         try:
             if self.failure is None:
-                self._wait(self._follower.leave(finished=finished))
+                self._wait(self._follower.leave(finished=finished), seconds)
         finally:
             self._aborted = "this replica has left the run"
             self._background.stop()
@@ -223,9 +231,9 @@ class StoreRendezvous(StoreView):
     async def _keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
         self._following.append(await keep_snapshot(self._store, fragment, last_round, vectors))
 
-    def _wait(self, work: "Coroutine[Any, Any, _T]") -> _T:
+    def _wait(self, work: "Coroutine[Any, Any, _T]", seconds: float | None = None) -> _T:
         """The result of work in the loop, bounded in time."""
-        return self._background.wait(work, 2 * self._timeout_seconds, self._url)
+        return self._background.wait(work, 2 * self._timeout_seconds if seconds is None else seconds, self._url)
 
 
 def _name(name: str | None) -> str:
