@@ -4,6 +4,7 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.errors import DilocoError
+from diloco.rendezvous import payloads
 from diloco.rendezvous.archive import newest_snapshot, write_index
 from diloco.rendezvous.contract import Decision, Form, Offer, StoredSnapshot
-from diloco.rendezvous.decide import may_decide, turns
+from diloco.rendezvous.decide import may_decide, of_the_run, turns
 from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.inbox import Inbox
 from diloco.rendezvous.keys import Signer
@@ -24,6 +26,7 @@ from diloco.rendezvous.machine import FencedError, RunState
 from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.store import Store
 
+_LOG = logging.getLogger("diloco")
 MOST_DECISIONS_A_FRAGMENT = 2
 """Decisions with payloads that wait for the training thread, which may be evaluating, or stopped."""
 _AHEAD = 4
@@ -87,6 +90,7 @@ class Follower:
         self._to_deliver: asyncio.Queue[tuple[int, int, Outer]] = asyncio.Queue()
         self._to_append: deque[Body] = deque()
         self._watched: set[int] = set()
+        self._left_out: set[str] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -194,12 +198,29 @@ class Follower:
             log = self.state.fragments[p]
             if applied != log.round:
                 continue  # the training thread has not taken the last outer step yet
-            here = {replica: arrived.contribution for replica, arrived in self.inbox.here[p].items()}
+            here = self._of_the_run(p, f"{base:016x}")
             is_over, is_late = self._deadlines(offer)
             parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
             if parts is not None and self._is_turn(p, log.round + 1, parts):
                 return Outer(fragment=p, round=log.round + 1, before=f"{base:016x}", contributions=parts)
         return None
+
+    def _of_the_run(self, p: int, base: str) -> dict[int, Contribution]:
+        """The payloads of a fragment that were taken against the run's Θ_p, of which this replica's is `base`."""
+        arrived = self.inbox.here[p]
+        here = {replica: one.contribution for replica, one in arrived.items()}
+        bases = {replica: one.base for replica, one in arrived.items()}
+        sound = of_the_run(self.state, p, here, bases, self._own, base)
+        for replica in here.keys() - sound.keys():
+            name = payloads.name_of(replica, here[replica].seq)
+            if name not in self._left_out:
+                self._left_out.add(name)
+                _LOG.warning(
+                    "payload %s was taken against other outer parameters than the run's after round %d: it is "
+                    "left out",
+                    *(name, here[replica].base_round),
+                )
+        return sound
 
     def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
         """Whether τ, and τ + patience, have passed since an offer."""
@@ -225,10 +246,10 @@ class Follower:
             while not ahead or (len(ahead) < _AHEAD and not self._to_deliver.empty()):
                 outer = await self._to_deliver.get()
                 ahead.append((*outer, self._tasks.create_task(self.inbox.of_entry(outer[2], self.state))))
-            number, author, body, payloads = ahead.popleft()
+            number, author, body, task = ahead.popleft()
             while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
                 await asyncio.sleep(self._pace.poll_seconds)  # until the training thread has taken some
-            parts, state, tensors = body.contributions, self.state, await payloads
+            parts, state, tensors = body.contributions, self.state, await task
             self.inbox.forget(body.fragment, parts)
             is_whole = all(tensor is not None for tensor in tensors)
             snapshot = None if is_whole else await self._snapshot_after(number, body)

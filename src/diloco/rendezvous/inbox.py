@@ -30,6 +30,8 @@ class Arrived:
     """A payload that was here and sound."""
 
     contribution: Contribution
+    base: str
+    """The checksum of Θ_p in its header."""
     payload: Tensor | None = None
     """Flat uint8: an own one, which is kept until it is counted."""
 
@@ -66,12 +68,12 @@ class Inbox:
         self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
         self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
 
-    def put(self, contribution: Contribution, fragment: int, payload: Tensor | None = None) -> None:
+    def put(self, header: Header, payload: Tensor | None = None) -> None:
         """Tell of a payload that can be counted; an own one comes with its bytes."""
-        replica = contribution.replica
-        if (older := self.here[fragment].get(replica)) is not None:
-            self._cache.drop(payloads.name_of(replica, older.contribution.seq))
-        self.here[fragment][replica] = Arrived(contribution, payload)
+        here = self.here[header.fragment]
+        if (older := here.get(header.replica)) is not None:
+            self._cache.drop(payloads.name_of(header.replica, older.contribution.seq))
+        here[header.replica] = Arrived(payloads.contribution(header), header.base, payload)
         self._on_arrival()
 
     def forget(self, fragment: int, contributions: Iterable[Contribution]) -> None:
@@ -114,7 +116,7 @@ class Inbox:
                 except PayloadError as error:
                     _LOG.warning("%s: it is left out", error)
                 else:
-                    self.put(payloads.contribution(header), header.fragment)
+                    self.put(header)
             elif seq > counted:
                 now = state()
                 if now.members[replica].left or now.members[replica].fenced:

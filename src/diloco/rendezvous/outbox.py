@@ -74,4 +74,4 @@ class Outbox:
             raise LogError(f"{header.name} was written by another process: two runs share one place of the store")
         self.num_pending -= 1
         self.offers[offer.fragment] = offer
-        self._inbox.put(payloads.contribution(header), offer.fragment, offer.payload)
+        self._inbox.put(header, offer.payload)
