@@ -9,16 +9,18 @@ import pytest
 from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import Replica, new_model
 
+from diloco.cli.main import main
 from diloco.errors import DilocoError
 from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.keys import write_key
 from diloco.rendezvous.replay import replayed
 
 
-def ends(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> dict[str, str]:
-    """Let the replicas step until a condition holds; the sentences of those that end, by name."""
+def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> str:
+    """Let the replicas step until one has ended, no other, and a condition holds; the sentence of that one."""
     sentences: dict[str, str] = {}
     deadline = time.monotonic() + seconds
-    while not condition():
+    while name not in sentences or not condition():
         assert time.monotonic() < deadline, f"it takes too long: {sentences}"
         for replica in replicas:
             if replica.exchange.name not in sentences:
@@ -28,7 +30,8 @@ def ends(condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.
                     sentences[replica.exchange.name] = str(error)
                     replica.vanish()
         time.sleep(0.003)
-    return sentences
+    assert list(sentences) == [name], sentences
+    return sentences[name]
 
 
 def assert_sound(folder: Path, *survivors: Replica) -> None:
@@ -47,11 +50,10 @@ def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
     c.engine._rounds.state.use(kind, 0)[0] += 1.0
     rounds = a.rounds[0] + 6
-    sentences = ends(lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
-    assert list(sentences) == ["c"]
-    assert "the outer parameters of fragment 0" in sentences["c"] and "start this replica again" in sentences["c"]
+    sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
+    assert "the outer parameters of fragment 0" in sentence and "start this replica again" in sentence
     # A changed momentum shows after the next outer step.
-    assert ("this computer's memory changed; nothing was sent or merged" in sentences["c"]) == (kind == "outer")
+    assert ("this computer's memory changed; nothing was sent or merged" in sentence) == (kind == "outer")
     assert_sound(tmp_path, a, b)
 
 
@@ -65,9 +67,36 @@ def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, cap
     seq = counted(b)[0]
     with caplog.at_level(logging.WARNING, "diloco"):
         goal = a.rounds[0] + 2
-        sentences = ends(lambda: a.rounds[0] >= goal, *members)
-    assert "before round" in sentences["b"] and "an outer step gave other bits, here or where" in sentences["b"]
+        sentence = ending("b", lambda: a.rounds[0] >= goal, *members)
+    assert "before round" in sentence and "an outer step gave other bits, here or where" in sentence
     assert counted(b)[0] == seq
     left_out = "was taken against other outer parameters than the run's after round"
     assert sum(left_out in record.getMessage() for record in caplog.records) == 1
     assert_sound(tmp_path, a)
+
+
+def test_a_revoked_key_ends_its_replica_and_says_so(tmp_path, monkeypatch) -> None:
+    publics = [write_key(tmp_path / name) for name in "ab"]
+    url = str(tmp_path / "run")
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "a"))
+    a = Replica(url, name="a")
+    main(["keys", "allow", url, publics[1]])
+    b = Replica(url, name="b", key=str(tmp_path / "b"))
+    until(lambda: min(counted(b)) >= 0, a, b)
+    main(["keys", "revoke", url, publics[1]])
+    rounds = a.rounds[0]
+    sentence = ending("b", lambda: a.rounds[0] > rounds + 1, a, b)
+    assert sentence.endswith(": the key of b was revoked by the run's creator: this replica ends")
+    a.finish()
+
+
+def test_a_replica_whose_slot_was_given_away_says_so(tmp_path) -> None:
+    a, b = Replica(str(tmp_path), name="a", num_slots=2), Replica(str(tmp_path), name="b")
+    until(lambda: min(min(counted(a)), min(counted(b))) >= 0, a, b)
+    until(lambda: not a.exchange.state.is_active(b.exchange.replica), a)
+    c = Replica(str(tmp_path), name="c")
+    assert c.exchange.slot == b.exchange.slot
+    sentence = ending("b", lambda: min(counted(c)) >= 0, a, b, c)
+    assert "b was in no outer step for long, and its slot of the text was given to c: start this" in sentence
+    for replica in (a, c):
+        replica.finish()

@@ -22,7 +22,7 @@ from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError
 from diloco.rendezvous.inbox import Inbox
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.log import Log
-from diloco.rendezvous.machine import FencedError, RunState
+from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.store import Store
 
@@ -145,14 +145,7 @@ class Follower:
 
     def _heed(self, number: int, entry: Entry) -> None:
         """Act on an entry that is in the log now."""
-        own = self.state.members[self._own]
-        if own.fenced:
-            raise FencedError(
-                f"another process has joined the run as {own.name}, and goes on in the place of this one: end it, "
-                "or give each replica a name of its own"
-            )
-        if own.left and not isinstance(entry.body, Leave):
-            raise FencedError(f"the key of {own.name} was revoked by the run's creator")
+        self.state.check_goes_on(self._own, entry)
         if isinstance(entry.body, Outer):
             self._to_deliver.put_nowait((number, entry.author, entry.body))
             self.outbox.counted(entry.body)

@@ -41,6 +41,7 @@ class StoreRendezvous(StoreView):
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
         max_stale: rounds after which a late payload is not counted any more; None is the run's, or 3.
         snapshot_rounds: rounds of a fragment between two snapshots of it; None is the run's, or 8.
+        num_slots: parts of the text, and so the most replicas that are active at once; None is the run's, or 64.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         memory_bytes: size of the others' payloads that are kept in memory until they are counted. Up to 16 times
@@ -64,6 +65,7 @@ class StoreRendezvous(StoreView):
         weights: Literal["tokens", "tokens_squared_per_step"] | None = None,
         max_stale: int | None = None,
         snapshot_rounds: int | None = None,
+        num_slots: int | None = None,
         max_local_steps: int | None = None,
         key: str | None = None,
         memory_bytes: int = 1 << 30,
@@ -87,6 +89,7 @@ class StoreRendezvous(StoreView):
                 "weights": weights,
                 "max_stale": max_stale,
                 "snapshot_rounds": snapshot_rounds,
+                "num_slots": num_slots,
             }.items()
             if value is not None
         }
