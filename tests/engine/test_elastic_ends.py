@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.exceptions import GenericError
 from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import Replica, new_model
 
 from diloco.cli.main import main
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, ExchangeError
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.keys import write_key
 from diloco.rendezvous.replay import replayed
@@ -100,3 +102,35 @@ def test_a_replica_whose_slot_was_given_away_says_so(tmp_path) -> None:
     assert "b was in no outer step for long, and its slot of the text was given to c: start this" in sentence
     for replica in (a, c):
         replica.finish()
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no request reach a store any more."""
+
+    async def lost(*arguments: object, **options: object) -> None:
+        raise GenericError("Generic S3 error: HTTP error: error sending request")
+
+    for name in ("get_async", "put_async"):
+        monkeypatch.setattr(obstore, name, lost)
+
+
+def test_after_so_many_steps_without_the_store_a_replica_stops(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours", max_local_steps=40)
+    until(lambda: min(counted(ours)) >= 0, ours)
+    cut_off(monkeypatch)
+    until(lambda: ours.exchange.store.outage_seconds > 0, ours)
+    steps, theta = ours.engine.num_steps, ours.theta()
+    with pytest.raises(DilocoError, match=r"not be reached for \d+ s and 41 inner steps, more than max_local_st"):
+        until(lambda: False, ours)
+    assert 40 <= ours.engine.num_steps - steps <= 43
+    assert any((now != then).any() for now, then in zip(ours.theta(), theta, strict=True)), "it went on before"
+
+
+def test_who_leaves_does_not_wait_for_a_store_that_is_gone(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    until(lambda: min(counted(ours)) >= 0, ours)
+    cut_off(monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"gave no answer within 0\.2 s"):
+        ours.exchange.leave(seconds=0.2)
+    assert time.monotonic() - started < 5

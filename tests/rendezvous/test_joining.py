@@ -54,3 +54,9 @@ def test_a_name_that_joins_twice_is_one_of_those_with_which_a_run_begins(tmp_pat
     replaced, missing = sentences
     assert replaced.startswith("another process has joined the run as a, and goes on in the place of this one")
     assert missing == "1 of 2 replicas have joined within 1 s: start the others, each with a name of its own"
+
+
+def test_a_run_with_rules_that_can_not_be_read_is_not_created(tmp_path):
+    with pytest.raises(DilocoError, match=r"entry 0 of the log can't be read: .*num_slots"):
+        Replica(str(tmp_path / "run"), num_slots=0)
+    assert not (tmp_path / "run" / "log").exists()

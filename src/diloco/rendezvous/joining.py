@@ -93,6 +93,7 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
     entry = new_entry(body, author=-1, previous="")
     data = sealed(entry, signer.sign(entry.line()))
+    opened(data, number=0)  # refuse here what everybody would have to refuse
     other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
     if other is None and not signer.public:
         _LOG.warning(

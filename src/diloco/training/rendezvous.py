@@ -42,6 +42,8 @@ def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
             patience=elastic.patience,
             weights=elastic.weights,
             max_stale=elastic.max_stale,
+            num_slots=elastic.num_slots,
+            max_local_steps=elastic.max_local_steps,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text,
         )
