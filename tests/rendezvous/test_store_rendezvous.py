@@ -22,11 +22,13 @@ def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
         schedule=case.schedule(),
         wire=case.wire,
         mixing=case.alpha,
+        error_feedback=case.beta,
         exchange=exchange,
     )
 
 
 CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
+CASES.append(Case(P=P, H=H, T=14, tau=2, wire="e3m0", beta=0.5))
 
 
 def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_steps: int) -> tuple[str, float]:
