@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.sampling import Batches, Sampler
+from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards
 from diloco.errors import UserError
 
@@ -88,3 +88,36 @@ def test_batches_refuse_a_share_that_is_not_whole_at_once():
             sequence_length=10,
             num_replicas=3,
         )
+
+
+@given(st.integers(1, 300), st.integers(0, 63), st.integers(0, 2**64 - 1), st.data())
+def test_a_slot_reads_each_window_once_an_epoch_wherever_it_is_taken_up(num_windows, slot, seed, data):
+    sampler = SlotSampler(num_windows=num_windows, seed=seed)
+    cut = data.draw(st.integers(0, 2 * num_windows))
+    parts = sampler.windows(slot, 0, cut), sampler.windows(slot, cut, 2 * num_windows - cut)
+    epochs = np.concatenate(parts).reshape(2, num_windows)
+    assert epochs.dtype == np.int64
+    assert np.array_equal(np.sort(epochs), np.tile(np.arange(num_windows), (2, 1)))
+    assert np.array_equal(epochs.reshape(-1), sampler.windows(slot, 0, 2 * num_windows))
+
+
+@given(st.integers(0, 6), st.integers(1, 40), st.integers(0, 63), st.integers(0, 2**64 - 1))
+def test_as_many_slots_as_a_power_of_two_share_the_text_without_overlap(power, share, rest, seed):
+    num_windows = (share << power) + min(rest, (1 << power) - 1)
+    sampler = SlotSampler(num_windows=num_windows, seed=seed)
+    read = np.concatenate([sampler.windows(slot, 0, share) for slot in range(1 << power)])
+    assert len(np.unique(read)) == len(read) == share << power
+
+
+def test_the_order_of_a_slot_is_the_same_everywhere_and_forever():
+    order = SlotSampler(num_windows=1000, seed=42).windows(5, 990, 8).tolist()
+    assert order == [586, 15, 551, 793, 884, 359, 628, 706]
+
+
+def test_a_batch_of_a_slot_goes_on_from_the_token_where_it_was_taken_over():
+    sampler = SlotSampler(num_windows=10)
+    fields = {"shards": tokens_of(101), "sampler": sampler, "sequence_length": 10, "size": 2, "slot": 3}
+    first, resumed = SlotBatches(start=40, **fields), SlotBatches(start=60, after_step=1, **fields)
+    assert first.batch(1).shape == (2, 11) and (np.diff(first.batch(1)) == 1).all()
+    assert first.batch(2)[:, 0].tolist() == (sampler.windows(3, 6, 2) * 10).tolist()
+    assert np.array_equal(resumed.batch(2), first.batch(2))
