@@ -36,12 +36,12 @@ def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds
     return sentences[name]
 
 
-def assert_sound(folder: Path, *survivors: Replica) -> None:
+def assert_sound(url: str | Path, *survivors: Replica) -> None:
     """The log can be replayed, and whoever joins begins with what comes out."""
     for survivor in survivors:
         survivor.finish()
-    replay = replayed(str(folder), initial=lambda facts: dict(new_model().named_parameters()))
-    joiner = Replica(str(folder), name="joiner")
+    replay = replayed(str(url), initial=lambda facts: dict(new_model().named_parameters()))
+    joiner = Replica(str(url), name="joiner")
     joiner.vanish()
     assert replay.checked.steps and joiner.engine.outer_hash() == parameters_hash(replay.parameters())
 
