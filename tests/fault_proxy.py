@@ -24,6 +24,7 @@ from typing import Any
 
 _CHUNK = 1 << 18
 _CODES = {
+    403: "RequestTimeTooSkewed",
     409: "ConditionalRequestConflict",
     412: "PreconditionFailed",
     429: "TooManyRequests",
@@ -47,7 +48,7 @@ class Faults:
     truncate: float = 0.0
     """Probability that the connection closes amid the answer's body."""
     statuses: dict[str, float] = field(default_factory=dict)
-    """Probability that a request is not carried out and is answered by a status: 409, 412, 429, 500, 503."""
+    """Probability that a request is not carried out and is answered by a status: 403, 409, 412, 429, 500, 503."""
     script: list[str] = field(default_factory=list)
     """Faults of the next requests, one each: pass, lose_request, lose_answer, truncate, or a status."""
     methods: list[str] = field(default_factory=list)

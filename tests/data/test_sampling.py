@@ -99,3 +99,36 @@ def test_the_ranks_of_a_replica_together_read_its_slot():
     for step in (3, 4):
         parts = [read(step, rank=rank, num_ranks=3) for rank in range(3)]
         assert [window for part in parts for window in part] == read(step)
+
+
+@given(st.integers(1, 300), st.integers(0, 63), st.integers(0, 2**64 - 1), st.data())
+def test_a_slot_reads_each_window_once_an_epoch_wherever_it_is_taken_up(num_windows, slot, seed, data):
+    sampler = SlotSampler(num_windows=num_windows, seed=seed)
+    cut = data.draw(st.integers(0, 2 * num_windows))
+    parts = sampler.windows(slot, 0, cut), sampler.windows(slot, cut, 2 * num_windows - cut)
+    epochs = np.concatenate(parts).reshape(2, num_windows)
+    assert epochs.dtype == np.int64
+    assert np.array_equal(np.sort(epochs), np.tile(np.arange(num_windows), (2, 1)))
+    assert np.array_equal(epochs.reshape(-1), sampler.windows(slot, 0, 2 * num_windows))
+
+
+@given(st.integers(0, 6), st.integers(1, 10), st.integers(0, 63), st.integers(0, 2**64 - 1))
+def test_as_many_slots_as_a_power_of_two_share_the_text_without_overlap(power, share, rest, seed):
+    num_windows = (share << power) + min(rest, (1 << power) - 1)
+    sampler = SlotSampler(num_windows=num_windows, seed=seed)
+    read = np.concatenate([sampler.windows(slot, 0, share) for slot in range(1 << power)])
+    assert len(np.unique(read)) == len(read) == share << power
+
+
+def test_the_order_of_a_slot_is_the_same_everywhere_and_forever():
+    order = SlotSampler(num_windows=1000, seed=42).windows(5, 990, 8).tolist()
+    assert order == [586, 15, 551, 793, 884, 359, 628, 706]
+
+
+def test_a_batch_of_a_slot_goes_on_from_the_token_where_it_was_taken_over():
+    sampler = SlotSampler(num_windows=10)
+    fields = {"shards": tokens_of(101), "sampler": sampler, "sequence_length": 10, "size": 2, "slot": 3}
+    first, resumed = SlotBatches(start=40, **fields), SlotBatches(start=60, after_step=1, **fields)
+    assert first.batch(1).shape == (2, 11) and (np.diff(first.batch(1)) == 1).all()
+    assert first.batch(2)[:, 0].tolist() == (sampler.windows(3, 6, 2) * 10).tolist()
+    assert np.array_equal(resumed.batch(2), first.batch(2))

@@ -1,6 +1,8 @@
 """Replicas that come and go, in one process and step by step: conservation, errors, leaving, and resuming."""
 
+import asyncio
 import copy
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,7 +11,10 @@ import pytest
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
+import diloco
+from diloco.engine.elastic_rounds import ElasticRounds
 from diloco.errors import ExchangeError, UserError
+from diloco.rendezvous.contract import Decision
 from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
 
 ALPHA = 0.5
@@ -71,6 +76,68 @@ def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_t
     run = replayed(tmp_path, theta0())
     for p, number in enumerate(slow.rounds):
         np.testing.assert_array_equal(slow.outer()[p], run.outer[p][number])
+    fast.finish()
+    slow.finish()
+
+
+@pytest.fixture
+def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The fragments of which a replica has taken a snapshot in the place of outer steps."""
+    fragments, jump = [], ElasticRounds._jump
+
+    def noted(self: ElasticRounds, decision: Decision, *arguments) -> diloco.OuterStep:
+        fragments.append(decision.fragment)
+        return jump(self, decision, *arguments)
+
+    monkeypatch.setattr(ElasticRounds, "_jump", noted)
+    return fragments
+
+
+def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, jumps: list[int]) -> None:
+    fast = Replica(str(tmp_path), name="fast", patience=0, snapshot_rounds=2)
+    slow = Replica(str(tmp_path), name="slow")
+    rounds = slow.engine._rounds
+    until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
+    until(lambda: min(fast.rounds) >= 14, fast)
+    while not slow.rounds >= fast.rounds:
+        told, num_jumps, untold_then = list(rounds.told), len(jumps), untold(slow)
+        moved = [np.copy(progress) for progress in slow.progress]
+        slow.step()
+        for p in jumps[num_jumps:]:
+            assert rounds.told[p] == told[p]
+            expected = untold_then[p] + moved[p] - slow.progress[p]
+            np.testing.assert_allclose(untold(slow)[p], expected, atol=1e-4)
+    assert set(jumps) == set(range(P)), "the payloads of the rounds between were deleted"
+    for slow_p, fast_p in zip(slow.outer(), fast.outer(), strict=True):
+        np.testing.assert_array_equal(slow_p, fast_p)
+    seqs = counted(slow)
+    until(lambda: min(map(int.__sub__, counted(slow), seqs)) > 0, fast, slow)
+    fast.finish()
+    slow.finish()
+
+
+def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path, jumps: list[int]) -> None:
+    settings = {"snapshot_rounds": 2, "max_stale": 1000}
+    fast = Replica(str(tmp_path), name="fast", patience=0, **settings)
+    slow = Replica(str(tmp_path), name="slow", **settings)
+    rounds, create, is_slow = slow.engine._rounds, slow.exchange._store.create, threading.Event()
+    until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
+
+    async def slow_create(name: str, data, **limits):
+        while name.startswith("payloads/") and not is_slow.is_set():
+            await asyncio.sleep(0.01)
+        return await create(name, data, **limits)
+
+    slow.exchange._store.create = slow_create
+    until(lambda: 0 in rounds.in_flight, slow)
+    flight = rounds.in_flight[0]
+    until(lambda: min(fast.rounds) >= 12, fast)
+    is_slow.set()
+    until(lambda: counted(slow)[0] == flight.seq, fast)
+    until(lambda: fast.rounds[0] >= fast.exchange.state.fragments[0].last_round[1] + 8, fast)
+    until(lambda: 0 in jumps, slow)
+    assert rounds.told[0] == (flight.tokens, flight.step)
+    assert rounds.in_flight.get(0) is not flight
     fast.finish()
     slow.finish()
 

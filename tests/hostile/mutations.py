@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
+
 VALUES: tuple[Any, ...] = (
     *(
         None,
@@ -42,6 +44,11 @@ class Hostile:
 
 def hostile_pickle(marker: Path) -> bytes:
     return pickle.dumps(Hostile(marker))
+
+
+def generator(seed: int = 0) -> random.Random:
+    """The source of a test's mutations: the same ones in every run, and with --hostile-examples other ones."""
+    return random.Random(seed if settings.get_profile("hostile").derandomize else None)
 
 
 def mutated_bytes(content: bytes, rng: random.Random) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import settings
-from tests.hostile.mutations import hostile_pickle, mutated_bytes, mutated_json
+from tests.hostile.mutations import generator, hostile_pickle, mutated_bytes, mutated_json
 
 from diloco.errors import CheckpointError
 from diloco.files import sha256
@@ -161,7 +161,7 @@ def check_mutation(path: Path) -> None:
 
 
 def test_mutations_with_checksums_that_fit_are_refused_or_sound(path):
-    rng = random.Random(None if NUM_EXAMPLES > 1000 else 0)
+    rng = generator()
     wholes = {name: (path / name).read_bytes() for name in FILES[1:]}
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for example in range(4 * NUM_EXAMPLES):

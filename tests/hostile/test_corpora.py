@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import random
 import subprocess
 import sys
 import zlib
@@ -15,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import settings
+from tests.hostile.mutations import generator
 
 from diloco.data.config import DataConfig
 from diloco.data.contained import MIB, Contained
@@ -41,9 +41,8 @@ def parquet() -> bytes:
 
 def mutations(content: bytes, seed: int):
     """As many damaged copies as the profile asks for: bytes changed, cut out, doubled, or replaced by numbers."""
-    profile = settings.get_profile("hostile")
-    rng = random.Random(seed if profile.derandomize else None)
-    for _ in range(profile.max_examples):
+    rng = generator(seed)
+    for _ in range(settings.get_profile("hostile").max_examples):
         damaged = bytearray(content)
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(damaged) + 1)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.hostile.mutations import mutated_bytes, mutated_json
+from tests.hostile.mutations import generator, mutated_bytes, mutated_json
 from tests.rendezvous.referee import public_key, signed
 from tests.rendezvous.simulated import Run, simulate
 
@@ -66,10 +66,6 @@ def real_index(number: int) -> bytes:
 def index_numbers() -> list[int]:
     states = real_run().referee.states
     return [state.number for state in states if any(not member.fenced for member in state.members)]
-
-
-def generator() -> random.Random:
-    return random.Random(None if NUM_EXAMPLES > 1000 else 0)
 
 
 def resealed(value: dict, key: str) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from tests.hostile.mutations import hostile_pickle, mutated_bytes, mutated_json
+from tests.hostile.mutations import generator, hostile_pickle, mutated_bytes, mutated_json
 
 from diloco.errors import CheckpointError, DilocoError, FileError
 from diloco.experiments.runner.result import read_results
@@ -32,10 +32,6 @@ def run(finished_run, tmp_path) -> Path:
     """A copy of a run without its checkpoints."""
     shutil.copytree(finished_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
     return tmp_path / "run"
-
-
-def generator() -> random.Random:
-    return random.Random(None if NUM_EXAMPLES > 1000 else 0)
 
 
 def read_parameters(run: Path) -> None:

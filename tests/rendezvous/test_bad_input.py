@@ -155,8 +155,8 @@ def test_an_entry_that_is_not_sound_ends_those_who_read_it_with_its_number(tmp_p
 class Rogue:
     """Writes payloads in the name of a replica that has joined and is silent."""
 
-    def __init__(self, folder: Path, replica: int, run: str) -> None:
-        self.folder, self.replica, self.run, self.seq = folder, replica, run, 0
+    def __init__(self, folder: Path, replica: int, member: Replica) -> None:
+        self.folder, self.replica, self.member, self.seq = folder, replica, member, 0
 
     def put(self, data: bytes) -> None:
         path = self.folder / payloads.name_of(self.replica, self.seq)
@@ -166,18 +166,18 @@ class Rogue:
         self.seq += 1
 
     def sound(self, value: float, base_round: int, *, nan: bool = False) -> bytes:
-        """A payload of fragment 0 in the right form."""
+        """A payload of fragment 0 in the right form, against the Θ_p of another replica."""
         delta = np.full(4, value, np.float32)
         body = wire_reference.encode("fp32", delta)
         if nan:
             body = wire_reference.sealed(body[:24], np.full(4, np.nan, np.float32).tobytes())
         header = payloads.Header(
-            run=self.run,
+            run=self.member.exchange.state.run,
             replica=self.replica,
             seq=self.seq,
             fragment=0,
             base_round=base_round,
-            base="0" * 16,
+            base=f"{self.member.engine._rounds.bases[0]:016x}",
             tokens=1,
             steps=1,
             position=1,
@@ -194,7 +194,7 @@ def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.
     members = [Replica(str(tmp_path), name=name, snapshot_rounds=100) for name in ("a", "b", "silent")]
     a, b, silent = members
     silent.vanish()
-    rogue = Rogue(tmp_path, silent.exchange.replica, a.exchange.state.run)
+    rogue = Rogue(tmp_path, silent.exchange.replica, a)
     until(lambda: len(a.exchange.state.fragments[0].norms) >= 8, a, b)
     with caplog.at_level(logging.WARNING, "diloco"):
         rogue.put(b"forged")

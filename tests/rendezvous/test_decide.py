@@ -1,8 +1,12 @@
 """Who may write an outer entry, when, and whom it counts."""
 
+from dataclasses import replace
+
+import pytest
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.decide import may_decide, turns
+from diloco.errors import DisagreementError
+from diloco.rendezvous.decide import may_decide, of_the_run, turns
 from diloco.rendezvous.entries import Leave
 
 
@@ -58,6 +62,38 @@ def test_payloads_that_are_refused_are_left_out():
     here = {0: log.contribution(0), 1: log.contribution(1, base_round=0)}
     assert may_decide(log.state, 0, here, 0, overlap_over=True, patience_over=False) is None
     assert may_decide(log.state, 0, here, 0, overlap_over=True, patience_over=True) == (here[0],)
+
+
+OURS, THEIRS = "0" * 16, "f" * 16
+
+
+def test_a_payload_counts_if_it_was_taken_against_the_runs_parameters_of_its_round():
+    log = Log(num_fragments=1, max_stale=2).join("a", "b", "c").rounds(3, 0, 1, 2)
+    newest, past = log.contribution(1), log.contribution(2, base_round=1)
+    here = {0: log.contribution(0), 1: newest, 2: past}
+    bases = dict.fromkeys(here, OURS)
+    assert of_the_run(log.state, 0, here, bases, 0, OURS) == here
+    assert of_the_run(log.state, 0, here, bases | {1: THEIRS}, 0, OURS) == {0: here[0], 2: past}
+    assert of_the_run(log.state, 0, here, bases | {2: THEIRS}, 0, OURS) == {0: here[0], 1: newest}
+    # The log tells Θ_p after round 1, this replica that after round 3, and nobody yet that after round 4.
+    assert of_the_run(log.state, 0, here, bases | {0: THEIRS, 1: THEIRS}, 0, THEIRS) == here
+    later = {0: here[0], 1: replace(newest, base_round=4)}
+    assert of_the_run(log.state, 0, later, bases | {1: THEIRS}, 0, OURS) == later
+
+
+def test_a_replica_whose_parameters_most_others_contradict_writes_nothing():
+    log = Log(num_fragments=1).join("a", "b", "c", "d").rounds(2, 0, 1, 2, 3)
+    here = {replica: log.contribution(replica) for replica in (0, 1, 2)}
+    bases = {0: OURS, 1: THEIRS, 2: THEIRS}
+    with pytest.raises(DisagreementError, match="fragment 0 after round 2 are not those of 2 other replicas"):
+        of_the_run(log.state, 0, here, bases, 0, OURS)
+    assert of_the_run(log.state, 0, here, bases, 1, THEIRS) == {1: here[1], 2: here[2]}, "the others go on"
+    one = {replica: here[replica] for replica in (0, 1)}
+    assert of_the_run(log.state, 0, one, bases, 0, OURS) == {0: here[0]}, "one against one is no majority"
+    half = here | {3: log.contribution(3)}
+    assert of_the_run(log.state, 0, half, bases | {3: OURS}, 0, OURS) == {0: here[0], 3: half[3]}
+    counted = here | {2: log.contribution(2, seq=1)}
+    assert of_the_run(log.state, 0, counted, bases, 0, OURS) == {0: here[0]}, "what can't be counted has no say"
 
 
 def test_the_turn_goes_round():

@@ -1,11 +1,14 @@
-"""Joining over a slow network: what a joiner has to read, it asks for several at a time."""
+"""Joining: over a slow network what has to be read is asked for several at a time; who is waited for at first."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
-from tests.rendezvous.replicas import Replica
+import pytest
+from tests.rendezvous.replicas import Replica, wait_for_entry
 
+from diloco.errors import DilocoError
 from diloco.rendezvous.store import Store
 
 LATENCY_SECONDS = 0.03
@@ -32,3 +35,28 @@ def test_a_joiner_does_not_wait_for_one_answer_after_another(tmp_path, monkeypat
     joiner.vanish()
     assert num_requests >= 96, "48 entries and their payloads"
     assert seconds < 0.4 * 96 * LATENCY_SECONDS
+
+
+def test_a_name_that_joins_twice_is_one_of_those_with_which_a_run_begins(tmp_path):
+    settings = {"num_replicas": 2, "timeout_seconds": 1.0}
+    sentences: list[str] = []
+
+    def join() -> None:
+        with pytest.raises(DilocoError) as error:
+            Replica(str(tmp_path / "run"), name="a", **settings)
+        sentences.append(str(error.value))
+
+    first = threading.Thread(target=join)
+    first.start()
+    wait_for_entry(str(tmp_path / "run"), 1)
+    join()
+    first.join()
+    replaced, missing = sentences
+    assert replaced.startswith("another process has joined the run as a, and goes on in the place of this one")
+    assert missing == "1 of 2 replicas have joined within 1 s: start the others, each with a name of its own"
+
+
+def test_a_run_with_rules_that_can_not_be_read_is_not_created(tmp_path):
+    with pytest.raises(DilocoError, match=r"entry 0 of the log can't be read: .*num_slots"):
+        Replica(str(tmp_path / "run"), num_slots=0)
+    assert not (tmp_path / "run" / "log").exists()

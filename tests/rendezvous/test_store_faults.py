@@ -94,6 +94,14 @@ def test_a_refusal_is_one_sentence(
     assert time.monotonic() - started < 15  # the time to look for the credentials of a machine
 
 
+def test_a_clock_that_is_far_off_is_named(seaweedfs: Server, use_environment: UseEnvironment):
+    with FaultProxy(seaweedfs.port) as proxy:
+        use_environment(seaweedfs.through(proxy.url))
+        proxy.set(**once("403"))
+        with pytest.raises(StoreError, match=r"this computer's signatures: set its clock \(RequestTimeTooSkewed"):
+            asyncio.run(Store.open(seaweedfs.new_url()).create("x", b"mine"))
+
+
 def test_rights_to_a_prefix_are_enough(seaweedfs: Server, use_environment: UseEnvironment):
     async def use(store: Store) -> None:
         assert await store.create("x", b"mine") is None and await store.list("") == [("x", 4)]

@@ -23,11 +23,13 @@ def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
         wire=case.wire,
         combine=case.combine,
         mixing=case.alpha,
+        error_feedback=case.beta,
         exchange=exchange,
     )
 
 
 CASES = [Case(P=P, H=H, T=14, tau=tau, wire=wire) for tau, wire in itertools.product((0, 2), ("fp32", "e3m0"))]
+CASES.append(Case(P=P, H=H, T=14, tau=2, wire="e3m0", beta=0.5))
 OF_SHARES = [
     Case(P=P, H=H, T=14, tau=0, wire="e3m0", combine="reduce_scatter:bf16"),
     Case(P=P, H=H, T=14, tau=2, wire="int4:stochastic=true", combine="reduce_scatter"),

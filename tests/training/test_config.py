@@ -4,7 +4,7 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.training.recipes import tiny
-from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, EvaluationConfig
+from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, ElasticConfig, EvaluationConfig
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,9 @@ def test_contradictions_name_both_values_and_the_field(change, message):
         (DilocoConfig, {"outer_learning_rate": 0.0}, r"diloco.outer_learning_rate must be above 0 and finite"),
         (DilocoConfig, {"outer_momentum": 1.0}, r"diloco.outer_momentum must be at least 0 and below 1, not 1\.0"),
         (EvaluationConfig, {"batch": 0}, r"evaluation.batch must be at least 1, not 0"),
+        (ElasticConfig, {"num_slots": 0}, r"elastic.num_slots must be at least 1 and below 2\^16, not 0"),
+        (ElasticConfig, {"max_local_steps": 0}, r"elastic.max_local_steps must be at least 1 and below 2\^31"),
+        (ElasticConfig, {"max_stale": -1}, r"elastic.max_stale must be at least 0 and below 2\^31, not -1"),
     ],
 )
 def test_a_field_out_of_its_range_is_named(kind, fields, message):

@@ -274,7 +274,6 @@ def interrupt(config: TrainConfig) -> str:
     if rank == 0:
         train(of(config, "a"))
         return "finished"
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def press(metrics) -> None:
         if metrics.bytes_sent and metrics.step > 12:
@@ -302,8 +301,15 @@ def test_ctrl_c_leaves_the_run_and_loses_no_payload(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_command_joins_and_ctrl_c_ends_it_with_130(folder):
-    flags = ["--rendezvous", "bucket", "--runs", "elastic"]
+@pytest.mark.parametrize(
+    ("stop", "number", "exit_code"),
+    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
+    ids=["ctrl_c", "sigterm"],
+)
+def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, folder):
+    """A terminal sends Ctrl-C to all processes of the command; others send SIGTERM to its first."""
+    bucket = f"bucket-{number.name}"
+    flags = ["--rendezvous", bucket, "--runs", f"elastic-{number.name}"]
     with subprocess.Popen(
         command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
         cwd=folder,
@@ -313,17 +319,17 @@ def test_a_command_joins_and_ctrl_c_ends_it_with_130(folder):
         start_new_session=True,
     ) as process:
         try:
-            wait_for(folder / "elastic" / "stopped" / "metrics-0.jsonl", num_lines=25)
-            process.send_signal(signal.SIGINT)
+            wait_for(folder / flags[-1] / "stopped" / "metrics-0.jsonl", num_lines=25)
+            stop(process.pid, number)
             errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 130
+    assert process.returncode == exit_code
     trust, stopped = errors.splitlines()
     assert trust.startswith("this run trusts everybody who can write to ")
-    assert re.fullmatch(r"diloco: stopped by SIGINT; go on with: .* --resume elastic/stopped", stopped)
-    assert [leave.finished for leave in bodies(str(folder / "bucket"), Leave)] == [False]
+    assert re.fullmatch(rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped", stopped)
+    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False]
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")
     assert refused.returncode == 2
     assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr

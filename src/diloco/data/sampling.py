@@ -117,12 +117,15 @@ class SlotSampler:
     radical inverse in base 2: 0, 1/2, 1/4, 3/4, 1/8, … (van der Corput, 1935).
 
     So a slot reads each window once an epoch, slots 0 … 2^k − 1 at equal positions read different windows, and
-    together each window once while each of them reads W / 2^k.
+    together each window once while each of them reads W / 2^k. Other numbers of slots overlap before that.
 
     >>> sampler = SlotSampler(num_windows=8)
     >>> halves = [sampler.windows(slot, 0, 4) for slot in (0, 1)]
     >>> np.concatenate(halves).tolist() == sampler.windows(0, 0, 8).tolist()
     True
+    >>> thirds = [SlotSampler(num_windows=1200).windows(slot, 0, 400) for slot in range(3)]
+    >>> len(np.unique(thirds))
+    1000
     """
 
     num_windows: int

@@ -149,6 +149,7 @@ class ElasticRounds(ReplicaRounds):
         """Encode a fragment's outer gradient and offer it."""
         key = self.form.key(p, self.rounds[p], self.replica)
         with self.record.encoding():
+            self.check_outer_parameters(p, self.bases[p])
             self.check_parameters((p,))
             # A payload a share: each share is addressed to one of so many.
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
@@ -220,11 +221,12 @@ class ElasticRounds(ReplicaRounds):
         p, entry = decision.fragment, f"step {self.num_steps}: entry {decision.number} of the log"
         if decision.round != self.rounds[p] + 1:
             raise ExchangeError(f"{entry} is round {decision.round} of fragment {p} after round {self.rounds[p]}")
+        self.check_outer_parameters(p, self.bases[p])
         if decision.before != self.bases[p]:
             raise DisagreementError(
                 f"{entry}: the outer parameters of fragment {p} before round {decision.round} are not those of "
-                "this replica: its memory changed, or an outer step gave other bits; nothing was merged: start "
-                "this replica again"
+                "this replica: an outer step gave other bits, here or where the entry was written; nothing was "
+                "merged: start this replica again"
             )
         content = decision.content
         if isinstance(content, StoredSnapshot):

@@ -15,7 +15,7 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import shard_index
 from diloco.engine.state import ERROR, OUTER, OuterState
-from diloco.errors import NonFiniteError, UserError
+from diloco.errors import DisagreementError, NonFiniteError, UserError
 from diloco.exchange.messages import Peers
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule
@@ -97,6 +97,18 @@ class ReplicaRounds:
             self.parameters.check_still_the_models(fragments)
         except UserError as error:
             raise UserError(f"step {self.num_steps}: {error}") from None
+
+    def check_outer_parameters(self, p: int, base: int) -> None:
+        """Refuse a Θ_p that its last outer step did not leave so, before anybody else hears of it.
+
+        Raises:
+            DisagreementError: if its checksum is not `base`.
+        """
+        if self.state.checksum(p) != base:
+            raise DisagreementError(
+                f"step {self.num_steps}: the outer parameters of fragment {p} are not those that the last outer "
+                "step left: this computer's memory changed; nothing was sent or merged: start this replica again"
+            )
 
     def encode(self, p: int, key: Key, cohort: Cohort, *, base: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The payloads of a fragment's outer gradient, and the error that they leave.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from diloco.errors import DisagreementError
 from diloco.rendezvous.entries import Contribution, digest
 from diloco.rendezvous.machine import RunState
 
@@ -35,6 +36,36 @@ def may_decide(
     if is_whole or (state.rules.quorum == "majority" and (patience_over or (overlap_over and is_majority))):
         return tuple(usable)
     return None
+
+
+def of_the_run(
+    state: RunState, fragment: int, here: Mapping[int, Contribution], bases: Mapping[int, str], own: int, base: str
+) -> dict[int, Contribution]:
+    """The payloads of a fragment that were taken against the run's Θ_p of their base round.
+
+    Args:
+        state: after all entries, which tell Θ_p up to the last round but one.
+        fragment: p.
+        here: for each replica its newest payload of the fragment that was verified here.
+        bases: the checksum of Θ_p in the header of each.
+        own: this replica.
+        base: the checksum of its Θ_p after the newest round.
+
+    Raises:
+        DisagreementError: if more replicas have another Θ_p after the newest round than have this replica's own.
+    """
+    log = state.fragments[fragment]
+    known = {log.round: base} | {log.round - back: past for back, past in enumerate(reversed(log.before), 1)}
+    sound = {m: c for m, c in here.items() if known.get(c.base_round, bases[m]) == bases[m]}
+    newest = [m for m, c in here.items() if c.base_round == log.round and not state.refusal(fragment, c)]
+    num_others = sum(replica not in sound for replica in newest)
+    if 2 * num_others > len({own, *newest}):
+        raise DisagreementError(
+            f"the outer parameters of fragment {fragment} after round {log.round} are not those of {num_others} "
+            "other replicas: this computer's memory changed, or an outer step gave other bits here; nothing was "
+            "written: start this replica again"
+        )
+    return sound
 
 
 def turns(previous: str, replicas: Iterable[int]) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
     Raises:
         DisagreementError: if the run has other settings.
         LogError: if the run refuses the replica, or its log is damaged.
+        FencedError: if another process takes its place meanwhile.
         StoreError: if the store can't be used.
         ExchangeError: if too few replicas join in time.
     """
@@ -78,7 +79,7 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
     _compare(bytes(data), wish)
     await log.read(patience_seconds=patience)
     own = await _joined(log, signer, wish)
-    await _wait_for_others(log, wish)
+    await _wait_for_others(log, wish, own)
     state, fragments = log.state, range(len(wish.sizes))
     stored = await asyncio.gather(*(newest_snapshot(store, state, p, wish.sizes[p]) for p in fragments))
     newest = {p: snapshot for p, snapshot in enumerate(stored) if snapshot is not None}
@@ -92,6 +93,7 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
     entry = new_entry(body, author=-1, previous="")
     data = sealed(entry, signer.sign(entry.line()))
+    opened(data, number=0)  # refuse here what everybody would have to refuse
     other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
     if other is None and not signer.public:
         _LOG.warning(
@@ -139,17 +141,18 @@ async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
         await log.read(patience_seconds=wish.timeout_seconds)
 
 
-async def _wait_for_others(log: Log, wish: Wish) -> None:
+async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
     """Wait until as many replicas have joined as the run begins with."""
     deadline = time.monotonic() + wish.timeout_seconds
-    while (count := len(log.state.members)) < log.state.rules.num_replicas:
+    while not log.state.is_complete:
         if time.monotonic() > deadline:
             raise ExchangeError(
-                f"{count} of {log.state.rules.num_replicas} replicas have joined within "
-                f"{wish.timeout_seconds:g} s: start the others"
+                f"{len(log.state.names)} of {log.state.rules.num_replicas} replicas have joined within "
+                f"{wish.timeout_seconds:g} s: start the others, each with a name of its own"
             )
         await asyncio.sleep(0.05)
-        await log.read(patience_seconds=wish.timeout_seconds)
+        for _, entry in await log.read(patience_seconds=wish.timeout_seconds):
+            log.state.check_goes_on(own, entry)
 
 
 def _replay(state: RunState) -> tuple[OuterRef, ...]:

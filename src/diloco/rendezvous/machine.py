@@ -94,6 +94,26 @@ class RunState(RunRecord):
         self._check_author(entry.author)
         return self.members[entry.author].key
 
+    def check_goes_on(self, own: int, entry: Entry) -> None:
+        """Check that a replica is still in the run after an entry, which was written after its join.
+
+        Raises:
+            FencedError: if the entry ends it: another has its name or its slot, or its key was revoked.
+        """
+        body, member = entry.body, self.members[own]
+        if isinstance(body, Keys) and member.key in body.revoked:
+            raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
+        if isinstance(body, Join) and body.name == member.name:
+            raise FencedError(
+                f"another process has joined the run as {member.name}, and goes on in the place of this one: end "
+                "it, or give each replica a name of its own"
+            )
+        if isinstance(body, Join) and self.members[entry.author].slot == member.slot:
+            raise FencedError(
+                f"{member.name} was in no outer step for long, and its slot of the text was given to {body.name}: "
+                "start this replica again, and it gets another"
+            )
+
     def _refuse(self, reason: str) -> NoReturn:
         raise LogError(f"entry {self.number} of the log {reason}")
 

@@ -137,9 +137,14 @@ class RunRecord:
         return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names of all replicas that have joined."""
+        return frozenset(member.name for member in self.members)
+
+    @property
     def is_complete(self) -> bool:
         """Whether so many replicas have joined that the first inner step may be taken; a name counts once."""
-        return len({member.name for member in self.members}) >= self.rules.num_replicas
+        return len(self.names) >= self.rules.num_replicas
 
     def free_slot(self, name: str) -> int | None:
         """The slot that a joiner gets; None if active replicas hold all.

@@ -45,6 +45,7 @@ class StoreRendezvous(StoreView):
         snapshot_rounds: rounds of a fragment between two snapshots of it; None is the run's, or 8.
         num_shares: shares into which `combine="reduce_scatter"` cuts a fragment, each averaged by one replica:
             about as many as there are replicas; None is the run's, or 16.
+        num_slots: parts of the text, and so the most replicas that are active at once; None is the run's, or 64.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
         memory_bytes: size of the others' payloads that are kept in memory until they are counted. Up to 16 times
@@ -69,6 +70,7 @@ class StoreRendezvous(StoreView):
         max_stale: int | None = None,
         snapshot_rounds: int | None = None,
         num_shares: int | None = None,
+        num_slots: int | None = None,
         max_local_steps: int | None = None,
         key: str | None = None,
         memory_bytes: int = 1 << 30,
@@ -95,6 +97,7 @@ class StoreRendezvous(StoreView):
                 "max_stale": max_stale,
                 "snapshot_rounds": snapshot_rounds,
                 "num_shares": num_shares,
+                "num_slots": num_slots,
             }.items()
             if value is not None
         }
@@ -219,13 +222,21 @@ class StoreRendezvous(StoreView):
         """Start to upload Θ_p (`outer`) and the slots after a round."""
         self._background.run(self._keep(fragment, round, vectors))
 
-    def leave(self, *, finished: bool = False) -> None:
-        """Wait for own uploads, bounded in time, and leave; what was uploaded may still be counted."""
+    def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
+        """Wait for own uploads and leave; what was uploaded may still be counted.
+
+        Args:
+            finished: whether the run's token budget is spent.
+            seconds: how long this may take; None is twice `timeout_seconds`.
+
+        Raises:
+            ExchangeError: if it takes longer.
+        """
         if self._follower is None or self._aborted is not None:
             return
         try:
             if self.failure is None:
-                self._wait(self._follower.leave(finished=finished))
+                self._wait(self._follower.leave(finished=finished), seconds)
         finally:
             self._aborted = "this replica has left the run"
             self._background.stop()
@@ -238,9 +249,9 @@ class StoreRendezvous(StoreView):
     async def _keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
         self._following.append(await keep_snapshot(self._store, fragment, last_round, vectors))
 
-    def _wait(self, work: "Coroutine[Any, Any, _T]") -> _T:
+    def _wait(self, work: "Coroutine[Any, Any, _T]", seconds: float | None = None) -> _T:
         """The result of work in the loop, bounded in time."""
-        return self._background.wait(work, 2 * self._timeout_seconds, self._url)
+        return self._background.wait(work, 2 * self._timeout_seconds if seconds is None else seconds, self._url)
 
 
 def _rules(asked: Mapping[str, Any], form: Form) -> Rules:

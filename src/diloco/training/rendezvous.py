@@ -1,5 +1,6 @@
 """A replica of the trainer among others that come and go: how it joins and leaves, and who has contributed."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,15 +10,19 @@ from diloco.errors import DilocoError, setting
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.schema import Count
+from diloco.training.ancestor import SIGNALS, on_signal
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import facts_with_rendezvous
+
+_SECONDS_TO_LEAVE = 25.0
+"""Less than the launcher, torchrun, and providers of spot instances wait before they kill."""
 
 
 @contextmanager
 def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
     """The rendezvous of a run; the engine joins it, and at the end of the context this replica leaves.
 
-    After an error and on Ctrl-C, too: payloads on their way are uploaded before, and still counted.
+    After an error and on a signal, too: payloads on their way are uploaded before, and still counted.
 
     Raises:
         UserError: for a URL or a name that can't be right.
@@ -38,16 +43,26 @@ def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
             weights=elastic.weights,
             max_stale=elastic.max_stale,
             num_shares=elastic.num_shares,
+            num_slots=elastic.num_slots,
+            max_local_steps=elastic.max_local_steps,
             timeout_seconds=config.timeout_seconds,
             facts=facts_with_rendezvous(config) | text,
         )
-    try:
-        yield rendezvous
-    except BaseException:
-        with suppress(DilocoError):  # the first error is the one to report
-            rendezvous.leave()
-        raise
-    rendezvous.leave()
+    with on_signal(_stop):
+        try:
+            yield rendezvous
+        except BaseException:
+            with suppress(DilocoError):  # the first error is the one to report
+                rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
+            raise
+        rendezvous.leave()
+
+
+def _stop(number: int, _: object) -> None:
+    """End the run by an exception, which lets this replica leave."""
+    for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,12 +119,18 @@ class ElasticConfig:
     num_shares: int | None = None
     """Shares into which reduce_scatter cuts a fragment, each averaged by one replica: about as many as there are
     replicas. None is the run's, or 16."""
+    num_slots: int | None = None
+    """Parts of the text, of which each replica reads one, and so the most replicas that are active at once; None
+    is the run's, or 64."""
+    max_local_steps: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    """Inner steps without the store, after which this replica stops; None is 50 · sync_every."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of bounds."""
-        for name in ("patience", "max_stale"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1 << 31:
-                raise out_of_range(f"elastic.{name}", "at least 0 and below 2^31", value)
+        """Refuse numbers that are out of range."""
+        bounds = {"patience": (0, 31), "max_stale": (0, 31), "num_slots": (1, 16), "max_local_steps": (1, 31)}
+        for name, (least, bits) in bounds.items():
+            if (value := getattr(self, name)) is not None and not least <= value < 1 << bits:
+                raise out_of_range(f"elastic.{name}", f"at least {least} and below 2^{bits}", value)
         if self.num_shares is not None and not 2 <= self.num_shares <= MOST_SHARES:
             raise out_of_range("elastic.num_shares", f"from 2 to {MOST_SHARES}", self.num_shares)
 

@@ -1,0 +1,136 @@
+"""How a replica among others ends when something is wrong with it, while the others go on."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.exceptions import GenericError
+from tests.engine.test_elastic import counted, until
+from tests.rendezvous.replicas import Replica, new_model
+
+from diloco.cli.main import main
+from diloco.errors import DilocoError, ExchangeError
+from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.keys import write_key
+from diloco.rendezvous.replay import replayed
+
+
+def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> str:
+    """Let the replicas step until one has ended, no other, and a condition holds; the sentence of that one."""
+    sentences: dict[str, str] = {}
+    deadline = time.monotonic() + seconds
+    while name not in sentences or not condition():
+        assert time.monotonic() < deadline, f"it takes too long: {sentences}"
+        for replica in replicas:
+            if replica.exchange.name not in sentences:
+                try:
+                    replica.step()
+                except DilocoError as error:
+                    sentences[replica.exchange.name] = str(error)
+                    replica.vanish()
+        time.sleep(0.003)
+    assert list(sentences) == [name], sentences
+    return sentences[name]
+
+
+def assert_sound(url: str | Path, *survivors: Replica) -> None:
+    """The log can be replayed, and whoever joins begins with what comes out."""
+    for survivor in survivors:
+        survivor.finish()
+    replay = replayed(str(url), initial=lambda facts: dict(new_model().named_parameters()))
+    joiner = Replica(str(url), name="joiner")
+    joiner.vanish()
+    assert replay.checked.steps and joiner.engine.outer_hash() == parameters_hash(replay.parameters())
+
+
+@pytest.mark.parametrize("kind", ["outer", "velocity"])
+def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
+    a, b, c = members = [Replica(str(tmp_path), name=name, patience=1000) for name in "abc"]
+    until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
+    c.engine._rounds.state.use(kind, 0)[0] += 1.0
+    rounds = a.rounds[0] + 6
+    sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
+    assert "the outer parameters of fragment 0" in sentence and "start this replica again" in sentence
+    # A changed momentum shows after the next outer step.
+    assert ("this computer's memory changed; nothing was sent or merged" in sentence) == (kind == "outer")
+    assert_sound(tmp_path, a, b)
+
+
+def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, caplog) -> None:
+    a, b = members = [Replica(str(tmp_path), name=name, patience=100) for name in "ab"]
+    until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._rounds.in_flight, *members)
+    b.exchange._following._decision = lambda: None
+    rounds = b.engine._rounds
+    rounds.state.use("outer", 0).add_(1.0)
+    rounds.bases[0] = rounds.state.checksum(0)
+    seq = counted(b)[0]
+    with caplog.at_level(logging.WARNING, "diloco"):
+        goal = a.rounds[0] + 2
+        sentence = ending("b", lambda: a.rounds[0] >= goal, *members)
+    assert "before round" in sentence and "an outer step gave other bits, here or where" in sentence
+    assert counted(b)[0] == seq
+    left_out = "was taken against other outer parameters than the run's after round"
+    assert sum(left_out in record.getMessage() for record in caplog.records) == 1
+    assert_sound(tmp_path, a)
+
+
+def test_a_revoked_key_ends_its_replica_and_says_so(tmp_path, monkeypatch) -> None:
+    publics = [write_key(tmp_path / name) for name in "ab"]
+    url = str(tmp_path / "run")
+    monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "a"))
+    a = Replica(url, name="a")
+    main(["keys", "allow", url, publics[1]])
+    b = Replica(url, name="b", key=str(tmp_path / "b"))
+    until(lambda: min(counted(b)) >= 0, a, b)
+    main(["keys", "revoke", url, publics[1]])
+    rounds = a.rounds[0]
+    sentence = ending("b", lambda: a.rounds[0] > rounds + 1, a, b)
+    assert sentence.endswith(": the key of b was revoked by the run's creator: this replica ends")
+    a.finish()
+
+
+def test_a_replica_whose_slot_was_given_away_says_so(tmp_path) -> None:
+    a, b = Replica(str(tmp_path), name="a", num_slots=2), Replica(str(tmp_path), name="b")
+    until(lambda: min(min(counted(a)), min(counted(b))) >= 0, a, b)
+    until(lambda: not a.exchange.state.is_active(b.exchange.replica), a)
+    c = Replica(str(tmp_path), name="c")
+    assert c.exchange.slot == b.exchange.slot
+    sentence = ending("b", lambda: min(counted(c)) >= 0, a, b, c)
+    assert "b was in no outer step for long, and its slot of the text was given to c: start this" in sentence
+    for replica in (a, c):
+        replica.finish()
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no request reach a store any more."""
+
+    async def lost(*arguments: object, **options: object) -> None:
+        raise GenericError("Generic S3 error: HTTP error: error sending request")
+
+    for name in ("get_async", "put_async"):
+        monkeypatch.setattr(obstore, name, lost)
+
+
+def test_after_so_many_steps_without_the_store_a_replica_stops(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours", max_local_steps=40)
+    until(lambda: min(counted(ours)) >= 0, ours)
+    cut_off(monkeypatch)
+    until(lambda: ours.exchange.store.outage_seconds > 0, ours)
+    steps, theta = ours.engine.num_steps, ours.theta()
+    with pytest.raises(DilocoError, match=r"not be reached for \d+ s and 41 inner steps, more than max_local_st"):
+        until(lambda: False, ours)
+    assert 40 <= ours.engine.num_steps - steps <= 43
+    assert any((now != then).any() for now, then in zip(ours.theta(), theta, strict=True)), "it went on before"
+
+
+def test_who_leaves_does_not_wait_for_a_store_that_is_gone(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    until(lambda: min(counted(ours)) >= 0, ours)
+    cut_off(monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"gave no answer within 0\.2 s"):
+        ours.exchange.leave(seconds=0.2)
+    assert time.monotonic() - started < 5
