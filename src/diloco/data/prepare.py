@@ -33,7 +33,7 @@ from diloco.data.index import (
     write_record,
 )
 from diloco.data.packing import SplitWriter
-from diloco.data.splits import check_disjoint, empty_split, split_documents
+from diloco.data.splits import DOCUMENT_BYTES, check_disjoint, empty_split, split_documents
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
@@ -45,8 +45,6 @@ BPE_TRAINING_BYTES = 2**27
 """A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
 
 _BATCH_BYTES = 2**20
-_DOCUMENT_BYTES = 2**8
-"""Memory of a document without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +251,7 @@ def _batches(assigned: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[
     size_bytes = 0
     for split, document in assigned:
         batch.append((split, document))
-        size_bytes += len(_utf8(document)) + _DOCUMENT_BYTES
+        size_bytes += len(_utf8(document)) + DOCUMENT_BYTES
         if size_bytes >= _BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0

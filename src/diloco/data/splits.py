@@ -13,7 +13,8 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     """Stream all documents of `config`, each with its split, always in the same order.
 
     Raises:
-        UserError: as `documents` does.
+        UserError: as `documents` does, or if hardly any of the text belongs to the training split, and
+            `config.max_train_bytes` is far less than what has to be read for it.
     """
     yield from _documents_to_train_on(config)
     for source in config.held_out:
@@ -23,17 +24,39 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
 
 def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     """The documents of the training sources, held-out ones included."""
-    num_bytes = 0
+    most_bytes = config.max_train_bytes
+    train_bytes = read_bytes = 0
     for source in config.train:
         for document in documents(source, longest_bytes=config.max_document_bytes):
-            if not config.held_out and is_held_out(document.id, config.held_out_fraction):
-                yield "held_out", document
-                continue
-            yield "train", document
-            if config.max_train_bytes is not None:
-                num_bytes += len(document.text.encode(errors="surrogatepass"))
-                if num_bytes >= config.max_train_bytes:
-                    return
+            split = _split(config, document)
+            if most_bytes is not None:
+                size_bytes = len(document.text.encode(errors="surrogatepass"))
+                read_bytes += size_bytes + DOCUMENT_BYTES
+                if read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
+                    raise _too_little_text(source, most_bytes, train_bytes)
+                train_bytes += size_bytes if split == "train" else 0
+            yield split, document
+            if most_bytes is not None and train_bytes >= most_bytes:
+                return
+
+
+DOCUMENT_BYTES = 2**8
+"""Memory of a document without text."""
+_MOST_EXTRA_BYTES = 2**26
+
+
+def _split(config: DataConfig, document: Document) -> Split:
+    is_out = not config.held_out and is_held_out(document.id, config.held_out_fraction)
+    return "held_out" if is_out else "train"
+
+
+def _too_little_text(source: str, most_bytes: int, train_bytes: int) -> UserError:
+    return UserError(
+        f"data.max_train_bytes={most_bytes}: more than a hundred times as much was read, up to {source}, and held "
+        f"only {train_bytes} bytes of training text, the rest being empty or held out: name other sources",
+        "data.max_train_bytes",
+        "data.train",
+    )
 
 
 def check_disjoint(config: DataConfig) -> None:
