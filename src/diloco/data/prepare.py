@@ -209,8 +209,9 @@ def _pack(
     }
     with ExitStack() as stack:
         encode = tokenizer.encode
-        if is_file(config.tokenizer):
-            encode = stack.enter_context(ContainedTokenizer(tokenizer_file(config.tokenizer))).encode
+        if config.tokenizer != "bytes":
+            path = tokenizer_file(config.tokenizer if is_file(config.tokenizer) else output)
+            encode = stack.enter_context(ContainedTokenizer(path)).encode
         for batch in _batches(_unfinished(split_documents(config), writers)):
             encoded = encode([document.text for _, document in batch])
             for (split, document), ids in zip(batch, encoded, strict=True):
