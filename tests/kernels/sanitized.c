@@ -1,6 +1,7 @@
 // Drives native.c under the sanitizers: memory of exactly the right size, odd lengths and blocks, hostile bytes, and
 // the ranges of kernels/native.py on threads. Compile with -I src/diloco/kernels; ends with 1 if a result is wrong.
-// With any argument the ranges overlap, and the last reaches beyond the end: each sanitizer must notice that.
+// With any argument the ranges overlap, and the last reaches beyond the end: each sanitizer must notice that; with two,
+// those of the outer step alone.
 
 #include <pthread.h>
 #include <stdio.h>
@@ -115,17 +116,47 @@ static void drive(const Codec *codec, int64_t n, int64_t block) {
     }
 }
 
+typedef struct {
+    float *outer, *velocity, *total, *theta;
+    int64_t n;
+} Vectors;
+
+static void *step(void *argument) {
+    Vectors *v = argument;
+    outer_step(v->outer, v->velocity, v->total, v->theta, v->n, 3, 0.4f, 0.9f, 0.5f, 0.5f);
+    return NULL;
+}
+
+// The outer step of ranges on threads gives the bits of one call.
+static void drive_outer_step(int64_t n) {
+    float *alone[4], *split[4];
+    for (int i = 0; i < 4; i++) {
+        alone[i] = floats(n, 1), split[i] = malloc(4 * n);
+        memcpy(split[i], alone[i], 4 * n);
+    }
+    Vectors whole = {alone[0], alone[1], alone[2], alone[3], n}, ranges[THREADS];
+    pthread_t threads[THREADS];
+    step(&whole);
+    int64_t size = (n + THREADS - 1) / THREADS, started = 0;
+    for (int64_t start = 0; start < n; start += size, started++) {
+        int64_t count = faulty ? size + 1 : size < n - start ? size : n - start;
+        ranges[started] = (Vectors){split[0] + start, split[1] + start, split[2] + start, split[3] + start, count};
+        if (pthread_create(&threads[started], NULL, step, &ranges[started])) abort();
+    }
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    for (int i = 0; i < 4; i++) {
+        if (memcmp(alone[i], split[i], 4 * n)) wrong = 1, fprintf(stderr, "threads step elsewhere, %ld elements\n", (long)n);
+        free(alone[i]), free(split[i]);
+    }
+}
+
 int main(int argc, char **argv) {
     faulty = argc > 1;
+    if (argc > 2) return drive_outer_step(1283), wrong;
     for (int c = 0; c < COUNT(CODECS); c++)
         for (int b = 0; b < COUNT(BLOCKS); b++)
             for (int n = 0; n < COUNT(LENGTHS); n++)
                 if (BLOCKS[b] * *CODECS[c].bits % 8 == 0) drive(&CODECS[c], LENGTHS[n], BLOCKS[b]);
-    for (int n = 0; n < COUNT(LENGTHS); n++) {
-        float *v[4];
-        for (int i = 0; i < 4; i++) v[i] = floats(LENGTHS[n], 0);
-        outer_step(v[0], v[1], v[2], v[3], LENGTHS[n], 3, 0.4f, 0.9f, 0.5f, 0.5f);
-        for (int i = 0; i < 4; i++) free(v[i]);
-    }
+    for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n]);
     return wrong;
 }

@@ -150,8 +150,9 @@ def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
         pytest.skip(f"{compiler} has no -fsanitize={sanitizer}")
     assert run(compiler, Path(__file__).with_name("sanitized.c"), *flags) == (0, "")
     assert run(tmp_path / "driver") == (0, "")
-    code, report = run(tmp_path / "driver", "faulty")
-    assert code and ("data race" if sanitizer == "thread" else "heap-buffer-overflow") in report
+    for faults in (["faulty"], ["faulty", "outer step"]):
+        code, report = run(tmp_path / "driver", *faults)
+        assert code and ("data race" if sanitizer == "thread" else "heap-buffer-overflow") in report
 
 
 @pytest.mark.parametrize("part", ["ctypes.CDLL", "diloco.kernels.native.compiled_library"])
