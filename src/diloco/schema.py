@@ -33,14 +33,23 @@ def read_json(path: Path, kind: type[_T], *, most_bytes: int = 64 << 20) -> _T:
     Raises:
         FileError: if the file can't be read, is larger, or is not of this kind.
     """
+    return decoded(read_bytes(path, most_bytes=most_bytes), kind, source=str(path))
+
+
+def read_bytes(path: Path, *, most_bytes: int) -> bytes:
+    """The content of a file, as long as it is no larger than a file of its kind can be.
+
+    Raises:
+        FileError: if the file can't be read, or is larger.
+    """
     try:
         with path.open("rb") as file:
-            text = file.read(most_bytes + 1)
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise FileError(f"{path} can't be read: {error.strerror or error}") from error
-    if len(text) > most_bytes:
+    if len(content) > most_bytes:
         raise FileError(f"{path} can't be read: it has more than {most_bytes:,} bytes")
-    return decoded(text, kind, source=str(path))
+    return content
 
 
 def decoded(text: bytes | str, kind: type[_T], *, source: str) -> _T:

@@ -207,7 +207,7 @@ def test_the_published_laws_are_the_default(capsys):
         (["--num-params", "0.001"], "=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
         (["--num-params", "1e308"], "must be from 1 to 1e15"),
         (["--sync-every", "30"], "--sync-every=30 chooses among the runs of --data"),
-        (["--data", "nowhere.csv"], "nowhere.csv can't be read as a table"),
+        (["--data", "nowhere.csv"], "nowhere.csv can't be read: No such file"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from diloco.errors import UserError
 from diloco.scaling.published import LOSS, NUM_PARAMS
+from diloco.schema import read_bytes
+
+MOST_TABLE_BYTES = 64 << 20
+"""A larger CSV is no table of runs."""
 
 _OF_THE_OUTER_STEP = ("outer_learning_rate", "sync_every")
 _OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every", "tokens")
@@ -52,9 +56,10 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
     Raises:
         UserError: if the file can't be read, a row is wrong, a column is missing, or no law holds for all rows.
     """
+    content = read_bytes(path, most_bytes=MOST_TABLE_BYTES)
     try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = content.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as a table: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     rows = csv.DictReader(line + "\n" for _, line in numbered)

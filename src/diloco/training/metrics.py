@@ -13,7 +13,7 @@ from diloco.errors import FileError
 from diloco.files import write_atomically, writing
 from diloco.integrations.trackers import Tracker
 from diloco.outer.step import OuterStep
-from diloco.schema import Count, Seconds, decoded
+from diloco.schema import Count, Seconds, decoded, read_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +159,17 @@ class MetricsLog:
             tracker.close()
 
 
+_MOST_BYTES = 1 << 32
+"""Of a file of metrics: some million steps."""
+
+
 def _lines(path: Path) -> list[str]:
     """The complete lines of a file whose last line may be incomplete."""
     if not path.exists():
         return []
+    content = read_bytes(path, most_bytes=_MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        text = content.decode()
+    except ValueError as error:
         raise FileError(f"{path} can't be read: {error}") from error
     return [line + "\n" for line in text.split("\n")[:-1]]

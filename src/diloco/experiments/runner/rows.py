@@ -13,6 +13,8 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job
 from diloco.files import make_directory, write_atomically
+from diloco.scaling.table import MOST_TABLE_BYTES
+from diloco.schema import read_bytes
 
 _OF_THE_SUMMARY = (
     "eval_loss",
@@ -73,11 +75,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: if the file can't be read as a table, or has no rows.
     """
+    content = read_bytes(path, most_bytes=MOST_TABLE_BYTES)
     try:
-        with path.open(newline="") as file:
-            rows = [_values(row) for row in csv.DictReader(file, restkey="")]
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from None
+        text = io.StringIO(content.decode(), newline="")
+        rows = [_values(row) for row in csv.DictReader(text, restkey="")]
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path} is no table: {error}") from None
     if not rows:
