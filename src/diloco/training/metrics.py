@@ -160,7 +160,7 @@ class MetricsLog:
 
 
 _MOST_BYTES = 1 << 32
-"""Of a file of metrics: some million steps."""
+"""A larger file is not read; some million steps."""
 
 
 def _lines(path: Path) -> list[str]:
