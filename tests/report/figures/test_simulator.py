@@ -49,7 +49,7 @@ def test_a_pattern_shows_each_layer_once_a_round():
 
 
 def test_each_method_has_its_schedule():
-    """Data-Parallel reduces two layers at each of 6 steps, DiLoCo at every second, Streaming one layer a step."""
+    """Data-Parallel reduces two layers at each of 4 steps, DiLoCo at every second, Streaming one layer a step."""
     figure = schedules()
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "data_parallel",
@@ -58,7 +58,7 @@ def test_each_method_has_its_schedule():
         "streaming_overlapped",
     ]
     exchanges = [len([bar for bar in axes.patches if bar.get_y() > 0.5]) for axes in figure.axes]
-    assert exchanges == [12, 6, 6, 6]
+    assert exchanges == [8, 4, 4, 4]
 
 
 def test_the_names_in_the_help_are_all_there_are():

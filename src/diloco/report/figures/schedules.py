@@ -22,7 +22,7 @@ def schedules() -> "Figure":
     def intervals(method: Method) -> list[Interval]:
         settings = MethodSettings(method=method, sync_every=2, layers_per_fragment=1)
         model = PaperModel(settings=settings, num_params=1e9, num_layers=2, step_seconds=0.1)
-        return paper_timeline(model, gbit_s=200, num_steps=6)
+        return paper_timeline(model, gbit_s=200, num_steps=4)
 
     return draw_timelines({method: intervals(method) for method in methods})
 
