@@ -99,7 +99,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rendezvous/store_errors.py": "rendezvous/test_store.py",
     "rendezvous/store_url.py": "rendezvous/test_store.py",
     "report/figures/drawing.py": "report/figures/test_experiments.py",
-    "report/figures/simulator.py": "cli/test_simulate.py",
+    "report/figures/schedules.py": "report/figures/test_simulator.py",
     "report/html/experiment_section.py": "report/html/test_page.py",
     "report/html/run_section.py": "report/html/test_page.py",
     "report/html/store_section.py": "rendezvous/test_timeline.py",
