@@ -2,8 +2,8 @@
 
     python benchmarks/parity.py --train TRAIN.jsonl --held-out HELD_OUT.jsonl --output DIR
 
-1.2M parameters and 23,730 steps of 4 sequences of 256 tokens, as many steps as the papers' runs have. With the first
-seed both methods train at a grid of learning rates, which is extended while a method's best lies on its edge; then
+1.2M parameters and 23,730 steps of 4 sequences of 256 tokens, as many steps as the papers' runs have. With the
+first seed both methods train at a grid of learning rates, extended while a method's best lies on its edge; then
 come, at the best rates, the other seeds, H = 100, τ = 5 and M = 4. Data-Parallel trains in one process, whose
 gradient of the whole batch is the average that replicas would exchange.
 
@@ -83,7 +83,9 @@ def run(base: TrainConfig, variant: str, seed: int, rate: float) -> LabelledRun:
 def compare(rows: Sequence[dict[str, Any]], best: dict[str, float]) -> None:
     """Print each variant at its learning rate beside Data-Parallel at its own: seed by seed, and the bytes."""
     of_baseline = {"variant": BASELINE, "learning_rate": best[BASELINE]}
-    print(f"{'variant':16} {'rate':>8} {'loss':>8}  {'to Data-Parallel':28} fewer bytes than FP32, 2-byte gradients")
+    print(
+        f"{'variant':16} {'rate':>8} {'loss':>8}  {'to Data-Parallel':28} fewer bytes than FP32, 2-byte gradients"
+    )
     for variant, rate in best.items():
         labels = {"variant": variant, "learning_rate": rate}
         at_rate = chosen(rows, **labels)
