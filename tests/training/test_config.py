@@ -21,7 +21,7 @@ from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
         ({"shards_per_replica": 0}, "shards_per_replica must be at least 1, not 0"),
         ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
-        ({"method": "data_parallel", "shards_per_replica": 2}, "shards_per_replica=2 with method=data_parallel"),
+        ({"method": "data_parallel", "ddp_per_replica": 2}, "ddp_per_replica=2 with method=data_parallel"),
         ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
         ({"num_connections": 0}, "num_connections must be at least 1"),
         (

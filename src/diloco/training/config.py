@@ -206,13 +206,12 @@ def _check_data_parallel(config: TrainConfig) -> None:
             "to DistributedDataParallel: leave it out",
             "num_connections",
         )
-    for name in ("shards_per_replica", "ddp_per_replica"):
-        if (getattr(config, name) or 1) > 1:
-            raise UserError(
-                f"{name}={getattr(config, name)} with method=data_parallel: its replicas are one process each; "
-                "raise num_replicas instead",
-                *(name, "method", "num_replicas"),
-            )
+    if config.num_ddp > 1:
+        raise UserError(
+            f"ddp_per_replica={config.num_ddp} with method=data_parallel, whose replicas are equal processes "
+            "already: raise num_replicas instead",
+            *("ddp_per_replica", "method", "num_replicas"),
+        )
 
 
 def _check_rendezvous(config: TrainConfig) -> None:
