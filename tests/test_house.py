@@ -50,6 +50,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/export.py": "cli/test_finished_runs.py",
     "cli/report.py": "cli/test_finished_runs.py",
     "cli/scaling.py": "scaling/test_prediction.py",
+    "data/hugging_face.py": "training/test_export.py",
     "engine/phases.py": "engine/test_rounds.py",
     "engine/view.py": "engine/test_streaming.py",
     "exchange/board.py": "hostile/test_frames.py",

@@ -8,11 +8,11 @@ from typing import Literal
 import safetensors.torch
 from torch import Tensor
 
+from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    hugging_face_json,
     load_tokenizer,
     tokenizer_file,
 )
