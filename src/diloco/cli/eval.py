@@ -4,7 +4,7 @@ import json as writer
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(
-    run: tyro.conf.Positional[str],
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")],
     parameters: Parameters = "outer",
     tasks: str = "",
     data: tuple[Path, ...] = (),

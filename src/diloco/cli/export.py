@@ -1,6 +1,7 @@
 """`diloco export`: the outer parameters of a run, for other programs."""
 
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -17,7 +18,12 @@ def run(arguments: list[str]) -> None:
     call(_export, arguments, prog="diloco export")
 
 
-def _export(run: tyro.conf.Positional[str], to: Format, output: Path, prepared: Path | None = None) -> None:
+def _export(
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")],
+    to: Format,
+    output: Path,
+    prepared: Path | None = None,
+) -> None:
     """Write a run's outer parameters, with config and tokenizer, for other programs.
 
     Args:
