@@ -46,6 +46,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/_grid.py": "cli/test_sweep.py",
     "cli/_recipe.py": "cli/test_train.py",
     "cli/_source.py": "cli/test_finished_runs.py",
+    "cli/_writing.py": "cli/test_generate.py",
+    "cli/chat.py": "cli/test_generate.py",
     "cli/_simulated_run.py": "cli/test_simulate.py",
     "cli/export.py": "cli/test_finished_runs.py",
     "cli/report.py": "cli/test_finished_runs.py",

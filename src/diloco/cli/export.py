@@ -1,12 +1,9 @@
 """`diloco export`: the outer parameters of a run, for other programs."""
 
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from diloco.cli._command import call
-from diloco.cli._source import source
+from diloco.cli._source import Run, source
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
@@ -19,7 +16,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _export(
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")],
+    run: Run,
     to: Format,
     output: Path,
     prepared: Path | None = None,

@@ -9,6 +9,9 @@ import tyro
 from diloco.errors import UserError
 from diloco.training.traits import trait
 
+Parameters = Literal["outer", "replica", "average"]
+"""Parameters of a run to use: Θ, which the replicas share; replica 0's own; or the mean of all replicas' own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
