@@ -4,12 +4,13 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from tests.processes import free_port
 
 from diloco.data.corpora import documents
-from diloco.data.hub import hub_file
+from diloco.data.hub import hub_file, push
 from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
 
@@ -94,3 +95,29 @@ def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
     ):
         next(documents("hf:some/text"))
     assert time.monotonic() - begin < 6, "the libraries' own attempts take a minute"
+
+
+def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, endpoint: str) -> None:
+            self.endpoint = endpoint
+
+        def create_repo(self, name: str, **options: bool) -> huggingface_hub.RepoUrl:
+            calls.append((name, options))
+            return huggingface_hub.RepoUrl(f"{self.endpoint}/me/{name}", endpoint=self.endpoint)
+
+        def upload_folder(self, **options: object) -> None:
+            calls.append(options)
+            if options["folder_path"] == hub / "refused":
+                raise OSError("403 Forbidden\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert push(hub, "model").endswith("/me/model")
+    assert calls == [
+        ("model", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/model", "folder_path": hub},
+    ]
+    with pytest.raises(UserError, match=r"refused can't be uploaded to model: 403 Forbidden$"):
+        push(hub / "refused", "model")

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: asked once, and briefly, whether it answers; and the file of a tokenizer that it has."""
+"""The Hugging Face Hub: asked once, and briefly, whether it answers; files from it, and folders to it."""
 
 import os
 import re
@@ -76,3 +76,28 @@ def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
         except (OSError, ValueError) as error:
             raise UserError(f"{name} can't be read from the Hub: {str(error).splitlines()[0]}") from error
     raise UserError(f"{name} on the Hub has none of {', '.join(files)}")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload the files of a folder to a model's repository of the Hub; a new one is made, and is private.
+
+    Args:
+        folder: of the files.
+        name: of the repository, such as me/my-model.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: if the Hub does not answer, or refuses; `hf auth login` says who you are.
+    """
+    from huggingface_hub import HfApi
+
+    check_reachable(f"{name} of the Hub")
+    hub = HfApi(endpoint=endpoint())
+    try:
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} can't be uploaded to {name}: {str(error).splitlines()[0]}") from error
+    return str(address)

@@ -189,7 +189,8 @@ class SentencePieceTokenizer:
     """A SentencePiece `.model`. Most of them normalise white space, so that decoding does not restore it."""
 
     def __init__(self, path: Path) -> None:
-        content = _content(path)
+        self.content = content = _content(path)
+        """The bytes of the file."""
         self._backend = require("sentencepiece", extra="data").SentencePieceProcessor()
         with _failures_named(f"{path} is not a SentencePiece model"):
             self._backend.LoadFromSerializedProto(content)
@@ -199,6 +200,8 @@ class SentencePieceTokenizer:
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:
             raise UserError(f"{path} has no BOS to precede a document: train it with one")
+        self.unknown: str = self._backend.id_to_piece(self._backend.unk_id())
+        """The piece that stands for what it does not know."""
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text."""
