@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from diloco.cli._command import call
-from diloco.cli._source import source
+from diloco.cli._source import Run, source
 from diloco.errors import UserError
-from diloco.training.finished import Parameters, evaluate_run
+from diloco.training.sections import Parameters
 
 HELP = "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]"
 ORDER = 4
@@ -23,7 +21,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(
-    run: tyro.conf.Positional[str],
+    run: Run,
     parameters: Parameters = "outer",
     at_step: int | None = None,
     tasks: str = "",
@@ -50,6 +48,8 @@ def _evaluate(
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} must be at least 1; left out, all questions are asked", "limit")
+    from diloco.training.finished import evaluate_run
+
     files = _files(tasks, data)
     options = {"tasks": files, "limit": limit, "prepared": prepared}
     result = evaluate_run(source(run), parameters=parameters, at_step=at_step, **options)

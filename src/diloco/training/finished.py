@@ -3,27 +3,27 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.data.shards import open_split
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
 from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
+from diloco.training.sections import Parameters
 from diloco.training.sizes import check_sizes
 from diloco.training.store_runs import store_config, store_parameters
 from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
-
-Parameters = Literal["outer", "replica", "average"]
 
 
 def run_parameters(
@@ -129,6 +129,45 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     return config
 
 
+def load_writer(
+    source: Path | str,
+    *,
+    parameters: Parameters = "outer",
+    prepared: Path | None = None,
+    device: str = "auto",
+    **sampling: Any,
+) -> tuple[Writer, Tokenizer]:
+    """A run's model, ready to write text, and its tokenizer; it has read BOS, as at the beginning of a document.
+
+    Args:
+        source: as in `run_parameters`.
+        parameters: which of its parameters, as in `run_parameters`.
+        prepared: as in `finished_config`.
+        device: auto, cpu or cuda.
+        sampling: temperature, top_k and seed, as `Writer` takes them.
+
+    Raises:
+        UserError: if there is no run or no data, and for a value that `Writer` refuses.
+        CheckpointError: as `run_parameters`.
+    """
+    config = finished_config(source, prepared)
+    assert config.data.prepared is not None, "a run's config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    model, _ = run_parameters(source, parameters)
+    place, length = _place(device), config.sequence_length
+    model.to(place)
+    writer = Writer(model, context=length, device=place, vocab_size=tokenizer.vocab_size, **sampling)
+    writer.read([tokenizer.bos_id])
+    return writer, tokenizer
+
+
+def _place(device: str) -> torch.device:
+    """The device of a name, where `auto` is the GPU if there is one."""
+    return torch.device(
+        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    )
+
+
 def evaluate_run(
     source: Path | str,
     *,
@@ -166,9 +205,7 @@ def evaluate_run(
         check_tasks(tasks)
     config = finished_config(source, prepared)
     model, step = run_parameters(source, parameters, at_step=at_step)
-    place = torch.device(
-        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    )
+    place = _place(device)
     model.to(place)
     result: dict[str, Any] = {"run": str(source), "parameters": parameters, "step": step}
     if held_out:
