@@ -1,5 +1,6 @@
 # make train: train a language model with Streaming DiLoCo, here, now.
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
+# make hostile: the fuzzers of tests/hostile for hours.
 PYTHON ?= python3
 BIN := .venv/bin
 # The files in their order: by number of tests, the few that take minutes would come last.
@@ -7,7 +8,7 @@ PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reord
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train check test test-all coverage format clean
+.PHONY: env train check test test-all hostile coverage format clean
 
 env: .venv/installed
 
@@ -31,6 +32,10 @@ test: check
 
 test-all: check
 	$(PYTEST)
+
+EXAMPLES ?= 10000
+hostile: env
+	$(PYTEST) tests/hostile --hostile-examples $(EXAMPLES)
 
 # In one process, since the replicas that tests start are measured, too; .coverage.* is one file a process.
 coverage: env

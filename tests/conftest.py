@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if num_examples := config.getoption("hostile_examples"):
         random = settings(settings.get_profile("all"), derandomize=False, database=None)
         settings.register_profile("hostile", random, max_examples=num_examples)
+        config.option.timeout = 0  # as long as it takes
     else:
         settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
 

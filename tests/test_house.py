@@ -314,3 +314,33 @@ def test_importing_the_package_warns_of_nothing():
     command = [sys.executable, "-W", "error", "-c", "import diloco"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+MODULES_THAT_RUN_CODE = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
+CALLS_THAT_RUN_CODE = (
+    *("all_gather_object", "broadcast_object_list", "gather_object"),
+    *("recv_object_list", "scatter_object_list", "send_object_list"),
+)
+
+
+def test_ruff_refuses_what_runs_the_code_of_others():
+    lines = [f"import {name}" for name in MODULES_THAT_RUN_CODE]
+    lines += [f"from torch.distributed import {name}" for name in CALLS_THAT_RUN_CODE]
+    lines += ["import torch.distributed as dist", *(f"dist.{name}()" for name in CALLS_THAT_RUN_CODE)]
+    command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise"]
+    done = subprocess.run(
+        [*command, "--stdin-filename", str(PACKAGE / "some.py"), "-"],
+        **{"input": "\n".join(lines) + "\n", "capture_output": True, "text": True, "cwd": ROOT, "timeout": 60},
+    )
+    refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "TID251" in line}
+    allowed = [line for number, line in enumerate(lines, 1) if number not in refused]
+    assert allowed == ["import torch.distributed as dist"], done.stdout + done.stderr
+
+
+def test_torch_loads_nothing_but_weights():
+    for room in ("src", "benchmarks", "examples", "docs"):
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    given = [ast.unparse(keyword) for keyword in node.keywords]
+                    assert "weights_only=True" in given, f"{path}, line {node.lineno}"

@@ -1,4 +1,4 @@
-"""Files that are whole or absent whenever the process is killed, their digests, and optional libraries."""
+"""Files that are whole or absent when the process is killed, their digests; optional libraries; the memory."""
 
 import errno
 import hashlib
@@ -112,6 +112,11 @@ def sha256(*paths: Path) -> str:
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def expanded(path: str | Path) -> Path:

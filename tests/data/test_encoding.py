@@ -7,8 +7,9 @@ import pytest
 from diloco.data import encoding
 from diloco.data.config import DataConfig
 from diloco.data.encoding import ContainedTokenizer
+from diloco.data.index import read_index
 from diloco.data.prepare import prepare
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from diloco.errors import UserError
 
 TEXTS = ["one two", "", "né漢 " * 99]
@@ -56,6 +57,16 @@ def test_a_replacement_that_explodes_is_refused(tmp_path, monkeypatch):
         pytest.raises(UserError, match=r"much\.json can't be used: it takes more than 512 MiB of memory"),
     ):
         contained.encode(["a" * 1000])
+
+
+@pytest.mark.parametrize("kind", ["a file", "bpe:260"])
+def test_text_is_prepared_in_the_process_of_the_tokenizer(tmp_path, monkeypatch, kind):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"one two {i}"}) + "\n" for i in range(40)))
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    name = str(path) if kind == "a file" else kind
+    monkeypatch.setattr(HuggingFaceTokenizer, "encode", lambda *_: pytest.fail("it encodes in this process"))
+    config = DataConfig(train=(f"{tmp_path}/a.jsonl",), held_out_fraction=0.3, tokenizer=name)
+    assert read_index(prepare(config, tmp_path / "out")).vocab_size == (257 if kind == "a file" else 260)
 
 
 @pytest.mark.slow

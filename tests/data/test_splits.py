@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pytest
@@ -52,6 +53,24 @@ def test_training_text_is_read_up_to_so_many_bytes_and_held_out_text_whole(tmp_p
     assert sorted(read) == sorted(texts[: len(read)]) and len(read) > least
     for split, part in parts.items():
         assert texts_of(split, **fraction)[: len(part)] == part
+
+
+@pytest.mark.parametrize("kind", ["empty", "held out"])
+def test_reading_ends_where_hardly_any_document_is_to_be_trained_on(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("diloco.data.splits._MOST_EXTRA_BYTES", 2**16)
+    out = next(f"doc{i}" for i in range(10_000) if is_held_out(f"doc{i}", 0.02))
+    row = {"text": ""} if kind == "empty" else {"id": out, "text": "y" * 1000}
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.writelines([json.dumps(row) + "\n"] * 5000)
+    config = DataConfig(train=(str(tmp_path / "rows.jsonl.gz"),), max_train_bytes=1000)
+    num_read = 0
+    with pytest.raises(
+        UserError, match=r"max_train_bytes=1000: more than a hundred times .* only 0 bytes"
+    ) as refusal:
+        for _ in split_documents(config):
+            num_read += 1
+    assert refusal.value.fields == ("data.max_train_bytes", "data.train")
+    assert 100 <= num_read <= 1000
 
 
 def test_a_source_is_not_both_trained_on_and_held_out(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from diloco.rendezvous.entries import LogError, digest
 from diloco.rendezvous.machine import RunState
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
-pytestmark = pytest.mark.timeout(7200)  # of a hundred thousand
 KINDS = {"create", "join", "outer", "snapshot", "leave", "keys"}
 
 

@@ -26,7 +26,6 @@ from diloco.rendezvous.verify import check_header, verified
 from diloco.wire import Key, codec
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
-pytestmark = pytest.mark.timeout(7200)  # of a hundred thousand
 RUN, N = "ab" * 32, 300
 KEY = Key(5, fragment=2, round=8, replica=3)
 CODEC = codec("e3m0")

@@ -1,18 +1,23 @@
 """transformers' Trainer and trl's SFTTrainer: two replicas, each a job of its own, on tiny models."""
 
 import os
+import resource
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.hostile.mutations import Hostile, hostile_pickle
 from tests.processes import free_port, run_replicas
 
 import diloco
+from diloco.errors import CheckpointError, FileWriteError
 from diloco.outer.digest import parameters_hash
 
 transformers = pytest.importorskip("transformers")
@@ -252,6 +257,71 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         trainer_of(f"{tmp_path}/other", max_steps=6).train(resume_from_checkpoint=foreign)
     with pytest.raises(diloco.UserError, match="does not exist: resume a checkpoint in output_dir"):
         trainer_of(f"{tmp_path}/new", max_steps=6).train(resume_from_checkpoint=foreign)
+
+
+def wrong_shapes(saved: dict[str, Any]) -> dict[str, Any]:
+    outer = saved["engine"]["outer"]
+    return saved | {"engine": saved["engine"] | {"outer": {name: value[..., :1] for name, value in outer.items()}}}
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any], Path], Any], str]] = {
+    "a hostile pickle": (
+        lambda _, marker: hostile_pickle(marker),
+        "can't be read .*it is damaged, or holds more",
+    ),
+    "a hostile object": (lambda saved, marker: saved | {"engine": Hostile(marker)}, "can't be read .*holds more"),
+    "nothing": (lambda *_: b"", "can't be read"),
+    "rubbish": (lambda *_: b"x" * 100, "can't be read"),
+    "a list": (lambda *_: [1], "does not hold what this callback saves"),
+    "another dictionary": (lambda *_: {"a": 1}, "does not hold what this callback saves"),
+    "no state": (lambda saved, _: saved | {"engine": 3}, "does not hold what this callback saves"),
+    "an empty state": (lambda saved, _: saved | {"engine": {}}, "the state"),
+    "wrong shapes": (lambda saved, _: wrong_shapes(saved), r"q_proj.weight is \(16, 1\)"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """The state in a checkpoint."""
+    folder = tmp_path_factory.mktemp("begun")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*was never sent", UserWarning)
+        trainer_of(str(folder), max_steps=3).train()
+    return folder / "checkpoint-3" / "diloco.pt"
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_or_hostile_state_is_refused_and_runs_no_code(begun, tmp_path, name):
+    make, sentence = DAMAGED[name]
+    content = make(torch.load(begun, weights_only=True), tmp_path / "marker")
+    shutil.copytree(begun.parent, tmp_path / "checkpoint-3")
+    damaged = tmp_path / "checkpoint-3" / "diloco.pt"
+    damaged.write_bytes(content) if isinstance(content, bytes) else torch.save(content, damaged)
+    with pytest.raises(diloco.UserError, match=sentence) as refusal:
+        trainer_of(str(tmp_path), max_steps=6).train(resume_from_checkpoint=str(damaged.parent))
+    assert isinstance(refusal.value, CheckpointError) == (name not in ("an empty state", "wrong shapes"))
+    assert not (tmp_path / "marker").exists()
+
+
+def save_on_a_full_disk(path: Path) -> str:
+    from diloco.integrations.transformers import _save
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        _save(path, {"outer": {"a": torch.zeros(100_000)}}, "")
+    except FileWriteError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_the_disk_can_not_take_names_its_path_and_bytes(tmp_path):
+    path = tmp_path / "diloco.pt"
+    path.write_bytes(b"earlier")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        message = pool.submit(save_on_a_full_disk, path).result()
+    assert message.startswith(f"can't write {path}: ") and "needs more than 400,000 bytes" in message
+    assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]
 
 
 class ScheduleFree(torch.optim.SGD):

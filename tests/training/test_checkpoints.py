@@ -1,4 +1,5 @@
 import hashlib
+import re
 import subprocess
 import sys
 
@@ -164,4 +165,5 @@ def test_a_full_disk_is_reported_and_costs_nothing_that_was_saved(tmp_path):
     )
     message, files = process.stdout.splitlines()
     assert message.startswith("could not write a checkpoint to") and "make room, then resume" in message
+    assert re.search(r"can't write \S+/shard-0\.safetensors: .*\(needs 4,000,000 bytes\)", message), message
     assert files == "[1] ['step-00000001', 'step-00000001.sha256']"

@@ -1,9 +1,12 @@
 import json
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.training.runs import lines
 
+from diloco.errors import FileWriteError
 from diloco.integrations.trackers import tracker
 from diloco.training.metrics import MetricsLog, OuterStepMetrics, StepMetrics
 
@@ -53,6 +56,20 @@ def test_a_line_a_step_with_the_names_of_the_fields(tmp_path):
         "outer_steps": [OUTER],
     }
     assert list((tmp_path / "tensorboard" / "replica-1").iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_line_that_the_disk_can_not_take_names_its_file(tmp_path, buffering):
+    log = MetricsLog(tmp_path, 0, after_step=0)
+    log._file.close()
+    refused = rf"can't write {tmp_path}/metrics-0.jsonl: no space left on device"
+    log._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115 to close it fails, too
+    with pytest.raises(FileWriteError, match=refused):
+        log.write(metrics(1))  # unless it is buffered
+        log.close()
+    with suppress(OSError):
+        log._file.close()
 
 
 def test_a_resume_drops_what_lies_beyond_its_step_and_half_a_line(tmp_path):

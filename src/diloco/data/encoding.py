@@ -1,4 +1,4 @@
-"""Text to token ids by a tokenizer that somebody else made: in a process of its own, with limited memory and time.
+"""Text to token ids where others made the tokenizer, or wrote the text: in a process with limited memory and time.
 
 A replacement in a tokenizer's normalizer can turn a character into thousands, and its regular expression can
 backtrack for ever, inside of a library that can't be interrupted.

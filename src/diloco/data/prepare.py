@@ -34,7 +34,13 @@ from diloco.data.index import (
 )
 from diloco.data.packing import SplitWriter
 from diloco.data.readers import Document
-from diloco.data.splits import check_disjoint, empty_split, holds_out_by_position, split_documents
+from diloco.data.splits import (
+    DOCUMENT_BYTES,
+    check_disjoint,
+    empty_split,
+    holds_out_by_position,
+    split_documents,
+)
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
@@ -46,8 +52,6 @@ BPE_TRAINING_BYTES = 2**27
 """A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
 
 _BATCH_BYTES = 2**20
-_DOCUMENT_BYTES = 2**8
-"""Memory of a document without text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +223,9 @@ def _pack(
     }
     with ExitStack() as stack:
         encode = tokenizer.encode
-        if is_file(config.tokenizer):
-            encode = stack.enter_context(ContainedTokenizer(tokenizer_file(config.tokenizer))).encode
+        if config.tokenizer != "bytes":
+            path = tokenizer_file(config.tokenizer if is_file(config.tokenizer) else output)
+            encode = stack.enter_context(ContainedTokenizer(path)).encode
         for batch in _batches(_unfinished(split_documents(config), writers)):
             encoded = encode([document.text for _, document in batch])
             for (split, document), ids in zip(batch, encoded, strict=True):
@@ -262,7 +267,7 @@ def _batches(assigned: Iterable[tuple[Split, Document]]) -> Iterator[list[tuple[
     size_bytes = 0
     for split, document in assigned:
         batch.append((split, document))
-        size_bytes += len(_utf8(document)) + _DOCUMENT_BYTES
+        size_bytes += len(_utf8(document)) + DOCUMENT_BYTES
         if size_bytes >= _BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0

@@ -14,11 +14,12 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
     """Stream all documents of `config`, each with its split, always in the same order.
 
     Raises:
-        UserError: as `documents` does.
+        UserError: as `documents` does, or if hardly any of the text belongs to the training split, and
+            `config.max_train_bytes` is far less than what has to be read for it.
     """
     split = _cut if holds_out_by_position(config) else _whole
     num_bytes = 0
-    for document in _documents(config, config.train):
+    for document in _training_documents(config):
         for name, part in split(document, config):
             yield name, part
             if name == "train":
@@ -39,7 +40,7 @@ def holds_out_by_position(config: DataConfig) -> bool:
         return False
     splits: set[Split] = set()
     num_bytes = 0
-    for document in _documents(config, config.train):
+    for document in _training_documents(config):
         ((name, _),) = _whole(document, config)
         splits.add(name)
         num_bytes += len(document.text) if name == "train" else 0
@@ -48,6 +49,26 @@ def holds_out_by_position(config: DataConfig) -> bool:
         if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
             break
     return True
+
+
+DOCUMENT_BYTES = 2**8
+"""Memory of a document without text."""
+_MOST_EXTRA_BYTES = 2**26
+
+
+def _training_documents(config: DataConfig) -> Iterator[Document]:
+    """The documents of the training sources, as long as not far more is read than is asked for."""
+    most_bytes, read_bytes = config.max_train_bytes, 0
+    for document in _documents(config, config.train):
+        read_bytes += len(document.text.encode(errors="surrogatepass")) + DOCUMENT_BYTES
+        if most_bytes is not None and read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
+            raise UserError(
+                f"data.max_train_bytes={most_bytes}: more than a hundred times as much was read of data.train, and "
+                "hardly any of it is training text, the rest being empty or held out: name other sources",
+                "data.max_train_bytes",
+                "data.train",
+            )
+        yield document
 
 
 def _documents(config: DataConfig, sources: tuple[str, ...]) -> Iterator[Document]:

@@ -1,18 +1,19 @@
 """transformers' `Trainer`, and trl's `SFTTrainer`: one callback trains a replica in the Trainer's own loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from diloco.engine.streaming import StreamingDiLoCo
-from diloco.errors import UserError
+from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.control import agree
+from diloco.files import writing
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.contract import is_rendezvous
 
@@ -122,12 +123,13 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the engine's state in the Trainer's checkpoint."""
+        """Save the engine's state in the Trainer's checkpoint.
+
+        Raises:
+            FileWriteError: if it can't be written; nothing is left of it.
+        """
         if args.should_save:
-            path = _state_file(args, state)
-            partial = path.with_suffix(".partial")
-            torch.save({"engine": self.engine.state_dict(), "parameters": self._hash_of_model()}, partial)
-            partial.replace(path)
+            _save(_state_file(args, state), self.engine.state_dict(), self._hash_of_model())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -142,13 +144,13 @@ class DiLoCoCallback(TrainerCallback):
     def _resume(self, path: Path) -> None:
         if not path.exists():
             raise UserError(f"{path} does not exist: resume a checkpoint in output_dir, which this callback saved")
-        saved = torch.load(path, weights_only=True)
-        if saved["parameters"] != self._hash_of_model():
+        engine_state, parameters = _saved(path)
+        if parameters != self._hash_of_model():
             raise UserError(
                 f"{path} was saved with other parameters than those that the Trainer has loaded: resume from a "
                 "checkpoint in this replica's own output_dir"
             )
-        self.engine.load_state_dict(saved["engine"])
+        self.engine.load_state_dict(engine_state)
 
     def _hash_of_model(self) -> str:
         assert self._model is not None, "the engine was built"
@@ -163,6 +165,44 @@ class DiLoCoCallback(TrainerCallback):
         if self._outer is not None:
             self._outer.close()
             self._outer = None
+
+
+def _save(path: Path, engine_state: Mapping[str, Any], parameters: str) -> None:
+    """Write a file that `_saved` reads, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    try:
+        with writing(path):
+            torch.save({"engine": engine_state, "parameters": parameters}, partial)
+            partial.replace(path)
+    except RuntimeError as error:  # torch's writer does not keep what the operating system said
+        parts = [part for part in engine_state.values() if isinstance(part, Mapping)]
+        tensors = [value for part in parts for value in part.values() if isinstance(value, Tensor)]
+        raise CheckpointWriteError(
+            f"can't write {path}: torch could not write all of it, as on a full disk (needs more than "
+            f"{sum(tensor.nbytes for tensor in tensors):,} bytes)"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _saved(path: Path) -> tuple[dict[str, Any], str]:
+    """The engine's state, and the hash of the model's parameters, from a file that `_save` wrote.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds anything else; no code in it is run.
+    """
+    try:
+        saved = torch.load(path, weights_only=True)
+    except Exception as error:  # torch's reader raises errors of any class, and advises to trust the file
+        raise CheckpointError(
+            f"{path} can't be read ({type(error).__name__}): it is damaged, or holds more than tensors and "
+            "numbers: resume another checkpoint"
+        ) from error
+    if isinstance(saved, dict):
+        engine_state, parameters = saved.get("engine"), saved.get("parameters")
+        if isinstance(engine_state, dict) and isinstance(parameters, str):
+            return engine_state, parameters
+    raise CheckpointError(f"{path} does not hold what this callback saves: resume another checkpoint")
 
 
 def _state_file(args: TrainingArguments, state: TrainerState) -> Path:

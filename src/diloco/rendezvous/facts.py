@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import UserError
+from diloco.files import memory_bytes
 from diloco.outer.digest import parameters_hash
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
@@ -86,10 +87,25 @@ class RunFacts:
         except (AttributeError, TypeError, ValueError) as error:
             raise LogError(f"entry 0 of the log does not describe a run: {error}") from None
 
+    def check_memory(self) -> None:
+        """Refuse parameters that this machine's memory can't hold, before anything of them is allocated.
+
+        Raises:
+            UserError: with the bytes that they take.
+        """
+        num_bytes, memory = 4 * sum(self.form.sizes), memory_bytes()
+        if num_bytes > memory:
+            raise UserError(
+                f"the run's parameters, as entry 0 of the log describes them, take {num_bytes:,} bytes, and this "
+                f"machine has {memory:,} bytes of memory",
+                "run",
+            )
+
     def flat(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
         """Each fragment's flat FP32 vector (N), from the run's initial parameters by name; others are ignored.
 
         Raises:
+            LogError: if entry 0 gives one another shape.
             UserError: if they are not those with which the run began.
         """
         missing = [name for name in self.places if name not in parameters]
@@ -103,6 +119,8 @@ class RunFacts:
             )
         vectors = [torch.empty(size) for size in self.form.sizes]
         for name, place in self.places.items():
+            if own[name].shape != place.shape:
+                raise LogError(f"entry 0 of the log describes {name:.80} in another shape than it has")
             vectors[place.fragment][place.start : place.stop] = own[name].reshape(-1)
         return vectors
 

@@ -93,12 +93,13 @@ class Replay:
         """Replay.
 
         Raises:
-            UserError: if the store holds no run, or the initial parameters are others.
+            UserError: if the store holds no run, the initial parameters are others, or the memory is too small.
             LogError: for the first violation, naming the entry.
             StoreError: if the store can't be read.
         """
         create, first = await first_entry(self._store)
         self.facts, self._run_facts = create.facts, RunFacts.of(create)
+        self._run_facts.check_memory()
         self._outer = self._outer or self._run_facts.outer
         self.checked.entries = 1
         await self._read_log(first)

@@ -1,8 +1,10 @@
 """Refuse sizes that no memory, or not this machine's, can hold, before anything of them is allocated."""
 
-import os
+from collections.abc import Mapping
 
 from diloco.errors import UserError
+from diloco.files import memory_bytes
+from diloco.models.spec import ModelConfig
 from diloco.training.config import TrainConfig
 
 
@@ -19,12 +21,9 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
     Raises:
         UserError: with the fields and the bytes that they ask for.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if here else _LARGEST_MEMORY_BYTES
-    whose = "this machine has" if here else "no machine has more than"
     model, length = config.model, config.sequence_length
     micro_batch = config.micro_batch or config.process_batch
     needs = {
-        ("model.width", "model.num_layers", "model.vocab_size"): (4 * model.num_matrix_params, "parameters"),
         ("sequence_length", "global_batch"): (8 * config.process_batch * (length + 1), "tokens of one step"),
         ("sequence_length", "micro_batch", "model.vocab_size"): (
             4 * micro_batch * length * model.vocab_size,
@@ -35,19 +34,36 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
             "logits of one batch of the evaluation",
         ),
     }
+    check_model(model, here=here)
     values = {
-        **{f"model.{name}": getattr(model, name) for name in ("width", "num_layers", "vocab_size")},
-        **{"sequence_length": length, "global_batch": config.global_batch, "micro_batch": micro_batch},
+        **{
+            "model.vocab_size": model.vocab_size,
+            "sequence_length": length,
+            "global_batch": config.global_batch,
+            "micro_batch": micro_batch,
+        },
         **{"evaluation.batch": config.evaluation.batch},
     }
     for fields, (num_bytes, what) in needs.items():
-        if num_bytes > memory:
-            asked = ", ".join(f"{name}={values[name]}" for name in fields)
-            raise UserError(
-                f"{asked}: the {what} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of "
-                "memory: choose smaller sizes",
-                *sorted(fields, key=lambda name: -values[name]),
-            )
+        _check({name: values[name] for name in fields}, num_bytes, what, here=here)
+
+
+def check_model(model: ModelConfig, *, here: bool) -> None:
+    """Compare a model's parameters alone; arguments and errors as those of `check_sizes`."""
+    values = {f"model.{name}": getattr(model, name) for name in ("width", "num_layers", "vocab_size")}
+    _check(values, 4 * model.num_matrix_params, "parameters", here=here)
+
+
+def _check(values: Mapping[str, int], num_bytes: int, what: str, *, here: bool) -> None:
+    memory = memory_bytes() if here else _LARGEST_MEMORY_BYTES
+    whose = "this machine has" if here else "no machine has more than"
+    if num_bytes > memory:
+        asked = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(
+            f"{asked}: the {what} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of memory: choose "
+            "smaller sizes",
+            *sorted(values, key=lambda name: -values[name]),
+        )
 
 
 _LARGEST_MEMORY_BYTES = 1 << 46

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from diloco.data.index import read_index
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
 from diloco.models.language_model import LanguageModel
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.facts import INITIAL
 from diloco.rendezvous.history import first_entry, open_run
 from diloco.rendezvous.replay import replayed
 from diloco.training.config import TrainConfig
-from diloco.training.sizes import check_sizes
+from diloco.training.sizes import check_model, check_sizes
 from diloco.training.traits import from_json
 
 DATA_DIGEST = "digest of the data"
@@ -63,7 +63,11 @@ def store_parameters(url: str) -> tuple[LanguageModel, int]:
     config = _known(url, config_of(replay.facts))
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
-    model.load_state_dict(model.state_dict() | replay.parameters())
+    parameters, own = replay.parameters(), model.state_dict()
+    for name, value in parameters.items():
+        if name not in own or own[name].shape != value.shape:
+            raise FileError(f"{url}: entry 0 of the log describes {name:.80}, which its model does not have so")
+    model.load_state_dict(own | parameters)
     tokens = replay.state.tokens // len(replay.state.fragments)
     return model, min(config.num_steps, tokens // config.tokens_per_step)
 
@@ -91,17 +95,28 @@ def config_of(facts: Mapping[str, Any]) -> TrainConfig | None:
             inner = values
             for section in sections:
                 inner = inner.setdefault(section, {})
+                if not isinstance(inner, dict):
+                    raise FileError(f"entry 0 of the log can't be read: {dotted:.80} is a field of what has none")
             inner[name] = value
     if "model" not in values:
         return None
-    return from_json(TrainConfig, values, source="entry 0 of the log")
+    config = from_json(TrainConfig, values, source="entry 0 of the log")
+    if not config.model.vocab_size:
+        raise FileError("entry 0 of the log can't be read: its model has no vocab_size")
+    return config
 
 
 def initial_parameters(facts: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """The parameters with which a trainer's run began; None if this machine does not make the same."""
+    """The parameters with which a trainer's run began; None if this machine does not make the same.
+
+    Raises:
+        FileError: if the facts are no config.
+        UserError: if this machine's memory can't hold the parameters.
+    """
     config = config_of(facts)
     if config is None:
         return None
+    check_model(config.model, here=True)
     model = config.model.build(seed=config.seed)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return parameters if parameters_hash(parameters) == facts.get(INITIAL) else None

@@ -14,6 +14,7 @@ from diloco.cli.main import main
 from diloco.experiments.papers.recipes import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
+from diloco.report.html import page as parts
 
 pytest.importorskip("matplotlib")
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -101,6 +102,19 @@ def test_nothing_is_wider_than_the_screen_or_missing(page, size, tmp_path):
     printed = browser(wide, "--virtual-time-budget=10000", "--dump-dom", around.as_uri()).stdout
     scroll, inner, broken, small = map(int, re.search(r"<title>([\d ]+)</title>", printed)[1].split())
     assert scroll <= inner == width and (broken, small) == (0, 0)
+
+
+def test_nothing_that_a_stranger_wrote_is_markup(tmp_path):
+    evil = '"><script>alert(1)</script>&'
+    sections = (
+        parts.heading(evil),
+        parts.paragraph(evil),
+        parts.facts({evil: evil}),
+        parts.table([evil], [[evil]]),
+    )
+    parts.write_page(evil, sections, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<script" not in text and text.count("&quot;&gt;&lt;script&gt;") == 2 + 1 + 1 + 3 + 2
 
 
 def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):
