@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from training_runs import base_config, finish, parser
+from training_runs import base_config, best_rate, finish, parser
 
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.presets import Method
@@ -35,8 +35,7 @@ def main() -> None:
     options = parser(__doc__, seeds=(0, 1), learning_rates=LEARNING_RATES)
     options.add_argument("--steps", type=int, default=2048)
     arguments = options.parse_args()
-    base = base_config(arguments)
-    base = replace(base, num_tokens=arguments.steps * base.tokens_per_step)
+    base = base_config(arguments, num_steps=arguments.steps)
     first_seed = arguments.seeds[0]
     grid = [run(base, variant, first_seed, rate) for rate in arguments.learning_rates for variant in TUNED]
     rows = finish(grid, arguments.output)
@@ -60,12 +59,6 @@ def run(base: TrainConfig, variant: str, seed: int, rate: float) -> LabelledRun:
         diloco=replace(base.diloco, **fields),
     )
     return LabelledRun(labels={"variant": variant, "seed": seed, "learning_rate": rate}, config=config)
-
-
-def best_rate(rows: Sequence[dict[str, Any]], variant: str) -> float:
-    """The learning rate of a variant's lowest loss."""
-    best = min((row for row in rows if row["variant"] == variant), key=lambda row: row["eval_loss"])
-    return best["learning_rate"]
 
 
 def at_rate(rows: Sequence[dict[str, Any]], variant: str, rate: float) -> list[dict[str, Any]]:

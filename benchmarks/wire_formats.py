@@ -55,12 +55,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def main() -> None:
     options = parser(__doc__, seeds=(0, 1, 2), learning_rates=LEARNING_RATES)
     options.add_argument("--width", type=int, default=64)
-    options.add_argument("--num-tokens", type=int, default=1_048_576)
+    options.add_argument("--steps", type=int, default=512)
     options.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT"
     )
     arguments = options.parse_args()
-    base = base_config(arguments, num_tokens=arguments.num_tokens)
+    base = base_config(arguments, num_steps=arguments.steps)
     base = replace(base, model=replace(base.model, width=arguments.width))
 
     def run(variant: str, seed: int, rate: float) -> LabelledRun:

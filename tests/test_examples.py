@@ -124,8 +124,7 @@ def test_the_snippet_of_a_store_trains_and_ends_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_snippet_of_a_sharded_replica_trains_and_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUN_STORE", str(tmp_path / "run"))
+def test_the_snippet_of_a_sharded_replica_trains_and_ends_the_run(tmp_path):
     arguments = (run_example, 2, str(tmp_path), free_port(), 2, str(SNIPPETS / "sharded_store_run.py"))
     outputs = run_replicas(*arguments, joined=False)
     assert replicas_agree("".join(outputs), num_processes=2)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import diloco
 
+STORE = os.environ.get("RUN_STORE", "run")
 dist.init_process_group("gloo")
 shard, num_shards = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)  # all replicas begin with the same parameters: the run compares them
@@ -21,7 +22,7 @@ mesh = init_device_mesh("cpu", (num_shards,))
 for module in (*model.layers, model):
     fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-rendezvous = diloco.StoreRendezvous(os.environ["RUN_STORE"], name="node")  # the first process alone joins with it
+rendezvous = diloco.StoreRendezvous(STORE, name="node")  # the first process alone joins with it
 fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,

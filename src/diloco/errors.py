@@ -1,7 +1,8 @@
 """The errors that diloco raises on purpose; any other exception but OSError is a bug, and shows its traceback."""
 
+import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -71,6 +72,16 @@ def setting(field: str, value: object) -> Iterator[None]:
         if error.fields:
             raise
         raise UserError(f"{field}={value}: {error}", field) from None
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A question after a name that is not known: the choice that it was meant for; nothing where none is near.
+
+    >>> nearest("metod", ["name", "method"])
+    ': did you mean method?'
+    """
+    matches = difflib.get_close_matches(word, list(choices), n=1)
+    return f": did you mean {matches[0]}?" if matches else ""
 
 
 class NonFiniteError(UserError):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,23 @@ def test_streaming_vs_data_parallel(tmp_path: Path, text: list[str]):
     assert [line.split()[0] for line in output.splitlines()[-4:]] == names
 
 
+def test_parity_goes_on_from_its_table(tmp_path: Path, text: list[str]):
+    arguments = [*text, "--output", tmp_path, *TINY, "--steps", 170]
+    output = run("parity.py", *arguments)
+    rows, lines = table(tmp_path / "results.csv"), output.splitlines()[-5:]
+    names = ["data_parallel", "streaming", "sync_every_100", "overlap_steps_5", "num_replicas_4"]
+    assert [row["variant"] for row in rows] == [line.split()[0] for line in lines] == names
+    assert len({row["eval_loss"] for row in rows}) == 5, "five different runs"
+    assert {row["num_tokens"] for row in rows} == {str(170 * 4 * 64)}
+    sent = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in rows}
+    assert sent["num_replicas_4"] == 3 * sent["streaming"], "to each of three others"
+    shutil.rmtree(tmp_path / "runs")
+    assert run("parity.py", *arguments) == output and not list((tmp_path / "runs").glob("*/config.json"))
+
+
 def test_wire_formats(tmp_path: Path, text: list[str]):
     variants = ["fp32", "e3m0, error feedback"]
-    arguments = [*TINY, "--width", 32, "--num-tokens", 30 * 8 * 64, "--variants", *variants]
+    arguments = [*TINY, "--width", 32, "--steps", 30, "--variants", *variants]
     output = run("wire_formats.py", *text, "--output", tmp_path, *arguments)
     sizes = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in table(tmp_path / "results.csv")}
     assert sizes["fp32"] > 7 * sizes["e3m0, error feedback"]

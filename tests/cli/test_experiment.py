@@ -1,14 +1,22 @@
 """`diloco experiment`: the commands of a cluster, and tables of the runs that are finished."""
 
+import itertools
 import json
+import shlex
+from dataclasses import replace
 
 import pytest
+from tests.experiments.papers.made_up import made_up
+from tests.experiments.runner.machines import FakeMachine
 
 from diloco.cli import experiment as cli_experiment
 from diloco.cli.main import main
 from diloco.experiments.papers.recipes import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import make_job
+from diloco.experiments.runner.identity import run_name
+from diloco.experiments.runner.rows import read_rows, write_rows
+from diloco.training.memory import device_bytes
 
 
 def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):
@@ -17,6 +25,44 @@ def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):
     assert lines[0] == "# freezing: {'frozen': 'no', 'seed': 0}"
     assert lines[1].startswith("torchrun --nproc-per-node 2 -m diloco train 550m ")
     assert lines[3].split().count("--diloco.freeze") == 1 and "hf:allenai/c4:en:train" in lines[3]
+
+
+def test_commands_have_shards_and_passes_that_fit(capsys, tmp_path):
+    runs = experiment("scaling", TIERS["paper"]()).runs
+    main(["experiment", "scaling", "--tier", "paper", "--commands", "--output", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == [f"# scaling: {run.labels}" for run in runs]
+    for run, command in zip(runs, lines[1::2], strict=True):
+        words = shlex.split(command)
+        flags = dict(itertools.pairwise(words))
+        assert flags["--name"] == run_name(run.config), "the same as without shards, so that it counts as done"
+        shards, micro_batch = (flags.get(name) for name in ("--shards-per-replica", "--micro-batch"))
+        config = replace(
+            run.config,
+            shards_per_replica=shards and int(shards),
+            micro_batch=micro_batch and int(micro_batch),
+            model=replace(run.config.model, vocab_size=32_000),
+        )
+        assert device_bytes(config) <= 72e9
+        assert config.num_processes == int(flags["--nproc-per-node"])
+        assert (shards is None) == (run.labels["size"] != "4B")
+
+
+def test_a_row_of_a_table_counts_as_a_finished_run(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    machine = FakeMachine()
+    monkeypatch.setattr(cli_experiment, "machines_of", lambda *_: machine)
+    one = experiment("freezing", TIERS["small"]())
+    rows = made_up(one, lambda labels: 1.2 if labels["frozen"] == "yes" else 1.0)
+    rows = [{**row, "run": run_name(run.config)} for row, run in zip(rows, one.runs, strict=True)]
+    # As the table of another experiment had it.
+    write_rows(rows[:3], tmp_path / "overlap.csv")
+    main(["experiment", "freezing", "--output", str(tmp_path)])
+    assert [job.config.name for job in machine.jobs] == [rows[3]["run"]]
+    written = read_rows(tmp_path / "freezing.csv")
+    assert [row["eval_loss"] for row in written] == [row["eval_loss"] for row in rows[:3]] + [1.0]
+    main(["experiment", "freezing", "--output", str(tmp_path)])
+    assert len(machine.jobs) == 1 and read_rows(tmp_path / "freezing.csv") == written
 
 
 def test_equal_runs_are_one_command_with_all_labels(capsys, tmp_path):

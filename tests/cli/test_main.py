@@ -37,19 +37,22 @@ def test_a_module_of_the_package_is_a_verb(tmp_path, monkeypatch, capsys):
 def test_a_command_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["trian"])
-    assert "'trian'" in capsys.readouterr().err
+    assert "there is no command 'trian': did you mean train?" in capsys.readouterr().err
 
 
 def test_an_option_before_the_command_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--versoin"])
-    assert "unknown option --versoin: COMMAND comes first" in capsys.readouterr().err
+    assert "unknown flag --versoin: the command comes first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("train tiny --num-tokens 7", "--num-tokens=7 is no whole number of steps of --global-batch"),
+        (
+            "train tiny --num-tokens 7",
+            "7 tokens are less than half a step of --global-batch·--sequence-length=512",
+        ),
         ("train tiny --diloco.freeze --diloco.fragments whole", "--diloco.freeze"),
         ("sweep tiny --axis seed=0 --cores 0", "--cores=0 must be at least 1"),
         (
@@ -71,20 +74,29 @@ def test_a_mistake_is_one_sentence_that_names_flags(command, sentence, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message", "help_command"),
+    ("command", "sentence"),
     [
-        (["train", "tiny", "--metod", "diloco"], "--method {data_parallel,", "diloco train tiny --help"),
-        (["train", "tiny", "--num-replicas", "two"], "with base 10: 'two'", "diloco train tiny --help"),
-        (["simulate", "published", "--json"], "--json", "diloco simulate published --help"),
-        (["train", "tony"], "Available subcommands: laptop, tiny", "diloco train --help"),
+        ("train tiny --metod diloco", "unknown flag --metod: did you mean --method? (diloco train tiny --help"),
+        ("train tiny --learning-rate 1", "unknown flag --learning-rate: did you mean --optimizer.learning-rate?"),
+        (
+            "train tiny --num-replicas two",
+            "--num-replicas takes a whole number, not 'two' (diloco train tiny --help)",
+        ),
+        ("train tiny --optimizer.beta1 x", "--optimizer.beta1 takes a number, not 'x'"),
+        ("train tiny --diloco.overlap-steps x", "--diloco.overlap-steps takes INT|{[INT [INT ...]]}, not 'x'"),
+        ("train tiny --device gpu", "--device takes one of 'auto', 'cpu', 'cuda', not 'gpu'"),
+        ("train tiny --seed", "--seed needs a value"),
+        ("train tiny more", "'more' is not expected here"),
+        ("train tony", "diloco train has no 'tony': did you mean tiny?"),
+        ("train --seed 3", "diloco train --seed: name one of laptop, tiny, 35m"),
+        ("simulate published --json", "unknown flag --json (diloco simulate published --help"),
+        ("bench", "diloco bench needs one of wire"),
+        ("eval", "diloco eval needs RUN"),
+        ("export run", "diloco export needs --to"),
     ],
 )
-def test_a_parse_error_names_the_command_that_helps(arguments, message, help_command, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    printed = capsys.readouterr().err
-    assert message in printed and f"run {help_command}" in printed.replace("see ", "run ")
-    assert "1.3b --help" not in printed
+def test_a_command_line_that_cannot_be_parsed_is_one_sentence(command, sentence, capsys):
+    assert refusal(capsys, *command.split()).startswith(sentence)
 
 
 @pytest.mark.parametrize("command", ["train tiny --help | head -1", "scaling predict --num-params 1e9 | true"])

@@ -37,7 +37,27 @@ def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
 
 
 def test_a_plan_for_described_machines_loads_no_torch():
-    assert loaded(*PLAN, "1").splitlines()[-1] == "['numpy', 'tyro']"
+    assert loaded(*PLAN, "1", "--store").splitlines()[-1] == "['numpy', 'tyro']"
+
+
+def test_a_plan_says_what_a_bucket_costs(capsys):
+    arguments = ["plan", "--num-params", "1e9", "--num-layers", "4", "--step-seconds", "1", "--link-gbit-s", "2"]
+    arguments += ["--num-replicas", "3"]
+    plans = json.loads(printed(capsys, *arguments, "--json"))["plans"]
+    assert all((plan["store_a_day"] is None) == (plan["combine"] != "gather") for plan in plans)
+    plan = next(plan for plan in plans if plan["combine"] == "gather")
+    bill, rounds = plan["store_a_day"], 86400 * plan["compute_utilization"] / plan["sync_every"]
+    outer_steps = rounds * (-(-4 // plan["layers_per_fragment"]) + 1)
+    bits = {"e3m0": 4 + 8 / 256, "int8": 8 + 32 / 256, "bf16": 16, "fp32": 32}[plan["wire"]]
+    assert bill["terabytes_down"] == pytest.approx(3 * 2 * 1e9 * bits / 8 * rounds / 1e12)
+    creates, gets = outer_steps * (3 + 1), outer_steps * (3 + 3 * 2) + 9 * 86400 / 0.5
+    assert bill["requests"] == pytest.approx(creates + gets)
+    assert bill["dollars"]["S3"] == pytest.approx(
+        (creates * 5 + gets * 0.4) / 1e6 + bill["terabytes_down"] * 90, abs=1e-6
+    )
+    sentence = printed(capsys, *arguments, "--store")
+    assert f"move {bill['terabytes_down']:.3g} TB a day out of it, in {bill['requests']:,.0f} requests" in sentence
+    assert "out of it" not in printed(capsys, *arguments)
 
 
 @pytest.mark.slow

@@ -90,9 +90,28 @@ def test_tables_are_for_people(capsys):
 
 def test_the_published_tables_are_shown_cell_by_cell(capsys):
     table = printed(capsys, "simulate", "published")
-    assert "48 of 50 are exact (=), none is further off than 1" in table
+    assert "72 of 75 are exact (=), 3 are one point off, 0 more" in table
+    assert "88 of 90 are exact (=), 2 are one point off, 0 more" in table
+    assert "184.2 · 184.2 =" in table and "1000+ · 1000 -1" in table
     assert "86.8 · 86.85 =" in table and "1.7 · 1.389 -1" in table
     assert "504 · 695" in table and "(+38%)" in table
+
+
+def test_sequential_fragments_need_more_bandwidth_at_100b(capsys):
+    """They sync early layers, for which the next forward pass waits first, together."""
+    size = ["--num-params", "1e11", "--num-layers", "108", "--step-seconds", "4.9", "--method", "streaming"]
+    for preset in ("paper", "physical"):
+        command = ["simulate", "bandwidth", *size, "--preset", preset, "--targets", "0.99", "--json"]
+        strided = json.loads(printed(capsys, *command))["gbit_s"]["0.99"]
+        sequential = json.loads(printed(capsys, *command, "--fragments", "sequential"))["gbit_s"]["0.99"]
+        assert strided < sequential if preset == "paper" else strided == sequential
+
+
+def test_a_steps_time_follows_from_its_operations(capsys):
+    machine = ["--batch-tokens", "1048576", "--num-chips", "64", "--flops-per-chip", "459e12", "--mfu", "0.4"]
+    assert printed(capsys, "simulate", "step-seconds", "--num-params", "1e9", *machine) == "0.5354\n"
+    complaint = refusal(capsys, "simulate", "step-seconds", "--num-params", "0", *machine)
+    assert "--num-params must be above 0 and finite, not 0" in complaint
 
 
 def test_wall_clock_is_the_sum_of_its_parts(capsys):
@@ -101,6 +120,12 @@ def test_wall_clock_is_the_sum_of_its_parts(capsys):
     assert parts.pop("seconds") == pytest.approx(sum(parts.values()))
     assert parts["compute_seconds"] == pytest.approx(6250)
     assert "outer gradients" in printed(capsys, "simulate", "wall-clock", *arguments)
+    bits = ["--inner-bits-per-param", "32", "--outer-bits-per-param", "4"]
+    some = json.loads(
+        printed(capsys, "simulate", "wall-clock", *arguments, "--num-replicas", "2", *bits, "--json")
+    )
+    assert some["inside_seconds"] == pytest.approx(2 * parts["inside_seconds"], rel=0.05)  # but for the latency
+    assert some["between_seconds"] == pytest.approx(parts["between_seconds"] / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("preset", ["physical", "paper"])
@@ -113,12 +138,10 @@ def test_a_timeline_is_drawn(preset, capsys, tmp_path):
     assert svg.read_text() == first
 
 
-@pytest.mark.slow
-def test_every_figure_is_drawn(capsys, tmp_path):
-    from diloco.report.figures.simulator import FIGURES
-
-    printed(capsys, "simulate", "curves", "--output", str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{end}" for n in FIGURES for end in ("svg", "png")}
+def test_figures_are_drawn_by_name(capsys, tmp_path):
+    shown = printed(capsys, "simulate", "pictures", "--figures", "schedules", "--output", str(tmp_path))
+    assert shown.split() == [str(tmp_path / f"schedules.{end}") for end in ("svg", "png")]
+    assert "<svg" in (tmp_path / "schedules.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +217,7 @@ WALL_CLOCK = [
             ["timeline", "--method", "data_parallel"],
             "--method=data_parallel has a timeline with --preset=paper",
         ),
-        (["curves", "--figures", "loss"], "'loss' is not a figure: choose from methods"),
+        (["pictures", "--figures", "loss"], "'loss' is not a figure: choose from fragment_patterns"),
         ([*WALL_CLOCK, "--overlap-steps", "5"], "--overlap-steps=5, but --num-replicas=0 is Data-Parallel"),
     ],
 )
@@ -209,7 +232,7 @@ def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatc
         raise ModuleNotFoundError(name=module.partition(".")[0])
 
     monkeypatch.setattr("diloco.files.importlib.import_module", no_library)
-    for what in ("timeline", "curves"):
+    for what in ("timeline", "pictures"):
         with pytest.raises(SystemExit, match="2"):
             main(["simulate", what, "--output", str(tmp_path)])
         assert "pip install '.[pictures]' in diloco's clone" in capsys.readouterr().err

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.cli.commands import refusal
+from tests.cli.commands import loaded, refusal
 
 from diloco.cli.main import main
 from diloco.training.recipes import recipe
@@ -16,7 +16,6 @@ from diloco.training.traits import to_json
         (["--model.num-heads", "3"], "--model.width=32 must be a multiple of twice"),
         (["--optimizer.learning-rate", "nan"], "--optimizer.learning-rate must be above 0 and finite, not nan"),
         (["--evaluation.num-tokens", "0"], "--evaluation.num-tokens must be at least 1, not 0"),
-        (["--num-tokens", "7"], "--num-tokens=7 is no whole number of steps of --global-batch"),
         (["--num-replicas", "3"], "--global-batch=8 must be a multiple of --num-replicas=3"),
     ],
 )
@@ -28,6 +27,45 @@ def test_a_resume_needs_no_recipe(tmp_path, capsys):
     started = replace(recipe("tiny"), seed=3, micro_batch=4)
     (tmp_path / "config.json").write_text(json.dumps(to_json(started)))
     assert "was started with --seed=3" in refusal(capsys, "train", "--resume", str(tmp_path), "--seed", "9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["train", "tiny", "--help"], "--epochs"), (["train", "-h"], "35m")]
+)
+def test_help_loads_no_torch(arguments, expected):
+    output = loaded(*arguments)
+    assert expected in output and "'torch'" not in output.splitlines()[-1]
+
+
+def test_train_alone_lists_the_recipes_in_a_few_lines(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    printed = capsys.readouterr().out
+    assert "35m … 10b" in printed and "laptop " in printed and printed.count("\n") < 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--num-tokens", "1MB"], "--num-tokens=1MB is no number of tokens"),
+        (["--num-tokens", "1M", "--epochs", "2"], "--num-tokens=1M and --epochs=2 are two budgets"),
+        (["--num-tokens"], "--num-tokens needs a value"),
+        (["--epochs", "two"], "--epochs takes FLOAT, not 'two'"),
+        (["--resume", "a", "--config", "b.toml"], "--resume goes on with the run's own settings: leave"),
+        (["--config", "b.toml"], "b.toml can't be read"),
+    ],
+)
+def test_a_budget_or_a_file_that_cannot_be_used_is_refused(flags, sentence, capsys):
+    assert refusal(capsys, "train", "tiny", *flags).startswith(sentence)
+
+
+def test_a_dry_run_prints_what_the_run_would_be_and_starts_nothing(small_corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(f'[data]\ntrain = ["{small_corpus}"]\nheld_out_fraction = 0.1\n')
+    main(["train", "tiny", "--config", "run.toml", "--num-tokens", "2x", "--diloco.sync-every", "12", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "2 tokens a parameter are rounded to" in printed and "first sent after step 12, 16, 20" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml", "data"] or not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

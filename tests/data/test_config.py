@@ -8,6 +8,7 @@ from diloco.errors import UserError
     ("fields", "message"),
     [
         ({"train": ()}, "data.train names no source"),
+        ({"text_field": ""}, "data.text_field='' names no text"),
         ({"held_out_fraction": 0.0}, "data.held_out_fraction=0.0 must lie between"),
         ({"held_out_fraction": 1.0}, "data.held_out_fraction=1.0 must lie between"),
         ({"max_train_bytes": 0}, "data.max_train_bytes=0 must be at least 1"),

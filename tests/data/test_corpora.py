@@ -15,7 +15,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from diloco.data.corpora import Document, content, documents, file_digest, fingerprint
+from diloco.data.corpora import content, documents, file_digest, fingerprint
+from diloco.data.readers import Document, Reading
 from diloco.errors import UserError
 
 ROWS = [{"text": "one\r\ntwo\u2028three"}, {"text": "", "id": "empty"}, {"text": "né", "id": 7}]
@@ -99,7 +100,7 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path):
         ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst can't be read"),
         ("a.txt.zst", zstandard.compress(b"x" * 99)[:-3], r"a\.txt\.zst can't be read: Truncated"),
         ("a.parquet", b"no parquet", r"a\.parquet can't be read"),
-        ("a.csv", b"", r"a\.csv has none of the known suffixes: \.txt, .*\.parquet"),
+        ("a.md", b"", r"a\.md has none of the known suffixes: \.txt, .*\.csv, .*\.parquet"),
         ("a.parquet.gz", b"", r"a\.parquet\.gz has none of the known suffixes"),
     ],
 )
@@ -123,9 +124,10 @@ def test_a_document_that_is_too_long_names_the_place_and_the_setting(tmp_path, n
         rf"{name} can't be read: {place} is longer than data\.max_document_bytes=100: cut it into documents, or"
     )
     with pytest.raises(UserError, match=message) as refusal:
-        list(documents(str(tmp_path / name), longest_bytes=100))
+        list(documents(str(tmp_path / name), Reading(longest_bytes=100)))
     assert refusal.value.fields == ("data.max_document_bytes",)
-    assert len(list(documents(str(tmp_path / name), longest_bytes=200))) == (2 if name == "a.jsonl" else 1)
+    read = list(documents(str(tmp_path / name), Reading(longest_bytes=200)))
+    assert len(read) == (2 if name == "a.jsonl" else 1)
 
 
 def test_a_text_of_parquet_that_is_too_long_names_its_row(tmp_path):
@@ -133,7 +135,7 @@ def test_a_text_of_parquet_that_is_too_long_names_its_row(tmp_path):
     with pytest.raises(
         UserError, match=r"a\.parquet can't be read: row 2 is longer than data\.max_document_bytes=100"
     ):
-        list(documents(str(tmp_path / "a.parquet"), longest_bytes=100))
+        list(documents(str(tmp_path / "a.parquet"), Reading(longest_bytes=100)))
 
 
 def test_a_long_line_is_read_as_a_short_one(tmp_path):
@@ -175,10 +177,27 @@ def test_a_pattern_that_is_none_is_refused(source):
         documents(source)
 
 
-@pytest.mark.parametrize("source", ["", ".", "/", "~"])
-def test_a_directory_is_not_searched_unasked(source):
-    with pytest.raises(UserError, match=r"is a directory: name the files in it"):
-        documents(source)
+def test_a_directory_stands_for_the_files_in_it_that_can_be_read(tmp_path):
+    names = [
+        "b.txt",
+        "deep/er/a.txt",
+        "deep/README",
+        "deep/notes.md",
+        ".git/c.txt",
+        "deep/.d.txt",
+        "empty.txt/e.txt",
+    ]
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text(name)
+    expected = [Document(name, name) for name in ("b.txt", "deep/er/a.txt", "empty.txt/e.txt")]
+    assert list(documents(str(tmp_path / "texts"))) == expected
+    assert [name for name, *_ in fingerprint(str(tmp_path / "texts"))] == [document.id for document in expected]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"the directory .*none holds no file with a known suffix: \.txt"):
+        documents(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="a source of text is empty"):
+        documents("")
 
 
 def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
@@ -254,6 +273,6 @@ def test_fields_that_are_not_kept_take_no_memory(tmp_path):
     path = tmp_path / "values.jsonl"
     path.write_bytes(b'{"text": "a", "n": [' + b"[]," * 500_000 + b"[]]}\n")
     tracemalloc.start()
-    assert [document.text for document in documents(str(path), longest_bytes=1 << 21)] == ["a"]
+    assert [document.text for document in documents(str(path), Reading(longest_bytes=1 << 21))] == ["a"]
     assert tracemalloc.get_traced_memory()[1] < 8 << 20, "500,000 lists take more than 30 MB"
     tracemalloc.stop()

@@ -13,7 +13,7 @@ def test_rows_of_all_files_and_types_in_one_process(tmp_path):
         pyarrow.parquet.write_table(table, tmp_path / f"{type_name}.parquet", row_group_size=4000)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None], "id": [3, 4]}), tmp_path / "z.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1" * 9)
-    with ParquetReader(2**20) as reader:
+    with ParquetReader("text", 2**20) as reader:
         for type_name in ("string", "large_string", "string_view"):
             assert [row["text"] for row in reader.rows(tmp_path / f"{type_name}.parquet")] == texts
         with pytest.raises(UserError, match=r"broken\.parquet can't be read: "):
@@ -24,7 +24,7 @@ def test_rows_of_all_files_and_types_in_one_process(tmp_path):
 def test_a_file_that_takes_much_memory_is_refused(tmp_path):
     table = pyarrow.table({"text": ["x" * 2**20 + str(i) for i in range(64)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="zstd")
-    with ParquetReader(2**20) as reader:
+    with ParquetReader("text", 2**20) as reader:
         assert len(list(reader.rows(tmp_path / "a.parquet"))) == 64
         reader._most_bytes = 2**26
         with pytest.raises(UserError, match=r"a\.parquet can't be read: it takes more than 64 MiB of memory"):

@@ -4,6 +4,7 @@ import json
 import pytest
 
 from diloco.data.config import DataConfig
+from diloco.data.index import read_index
 from diloco.data.prepare import prepare
 from diloco.data.splits import check_disjoint, is_held_out, split_documents
 from diloco.errors import UserError
@@ -81,12 +82,31 @@ def test_a_source_is_not_both_trained_on_and_held_out(tmp_path, monkeypatch):
         assert refusal.value.fields == ("data.held_out", "data.train")
 
 
+def test_the_end_of_each_document_is_held_out_where_hashing_would_leave_a_split_empty(tmp_path):
+    """A single text, such as one .txt file; with a second document in the other split, both stay whole."""
+    (tmp_path / "text.txt").write_text("né" * 100)
+    train = (str(tmp_path / "text.txt"),)
+    assert texts_of("train", train=train, held_out_fraction=0.1) == ["né" * 90]
+    assert texts_of("held_out", train=train, held_out_fraction=0.1) == ["né" * 10]
+    for prefix, is_whole in (("line", True), ("row", False)):
+        rows = write_rows(tmp_path / f"{prefix}.jsonl", ["one" * 10, "two" * 10, ""], prefix)
+        ids = [is_held_out(f"{prefix}{i}", 0.2) for i in range(3)]
+        assert any(ids) is is_whole, ids
+        lengths = {
+            split: sum(map(len, texts_of(split, train=(rows,), held_out_fraction=0.2)))
+            for split in ("train", "held_out")
+        }
+        assert lengths == ({"train": 30, "held_out": 30} if is_whole else {"train": 48, "held_out": 12})
+        directory = prepare(DataConfig(train=(rows,), held_out_fraction=0.2), tmp_path / prefix)
+        assert read_index(directory).held_out_by_position is not is_whole
+
+
 @pytest.mark.parametrize(
     ("train", "held_out", "message"),
     [
         ([], ["x"], "data.train=.* holds no document for its split"),
         (["x"], [], "data.held_out=.* holds no document for its split"),
-        (["x"], None, r"data.held_out_fraction=0\.02 holds out none of the documents of data.train=.*: raise it"),
+        (["x"], None, r"data.held_out_fraction=0\.02 holds out none of the text of data.train=.*: raise it"),
     ],
 )
 def test_an_empty_split_is_refused(tmp_path, train, held_out, message):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.data.tokenizers import ByteTokenizer, hugging_face_json, load_tokenizer, train_bpe
+from diloco.data.hugging_face import hugging_face_json
+from diloco.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import Likelihood
 from diloco.models.decoder import Decoder, DecoderConfig

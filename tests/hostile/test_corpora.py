@@ -18,9 +18,10 @@ from tests.hostile.mutations import generator
 
 from diloco.data.config import DataConfig
 from diloco.data.contained import MIB, Contained
-from diloco.data.corpora import Document, documents
+from diloco.data.corpora import documents
 from diloco.data.parquet import ParquetReader
 from diloco.data.prepare import prepare
+from diloco.data.readers import Document, Reading
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import train_bpe
 from diloco.errors import UserError
@@ -29,6 +30,7 @@ from diloco.evaluation.questions import read_questions
 ROWS = b"".join(
     json.dumps({"id": f"d{i}", "text": f"text {i} é\u6f22", "n": [i]}).encode() + b"\n" for i in range(9)
 )
+CSV = b"id,text\n" + b"".join(f'd{i},"text ""{i}"",\n\u00e9"\n'.encode() for i in range(9))
 QUESTION = b'{"query": "a", "choices": ["b", "c"], "gold": 0}\n'
 
 
@@ -67,6 +69,7 @@ def mutations(content: bytes, seed: int):
     [
         ("a.jsonl", ROWS),
         ("a.txt", ROWS),
+        ("a.csv", CSV),
         ("a.jsonl.gz", gzip.compress(ROWS, mtime=0)),
         ("a.jsonl.zst", zstandard.compress(ROWS)),
     ],
@@ -76,7 +79,7 @@ def test_damaged_text_is_read_or_refused_by_its_file(tmp_path, name, content):
     for damaged in mutations(content, 1):
         path.write_bytes(damaged)
         try:
-            read = list(documents(str(path), longest_bytes=4096))
+            read = list(documents(str(path), Reading(longest_bytes=4096)))
         except UserError as error:
             assert str(error).startswith(str(path))
         else:
@@ -85,7 +88,7 @@ def test_damaged_text_is_read_or_refused_by_its_file(tmp_path, name, content):
 
 def test_a_damaged_parquet_file_is_read_or_refused_by_its_file(tmp_path):
     path = tmp_path / "a.parquet"
-    with ParquetReader(4096) as reader:
+    with ParquetReader("text", 4096) as reader:
         for damaged in mutations(parquet(), 2):
             path.write_bytes(damaged)
             try:
@@ -189,6 +192,8 @@ def test_what_unpacks_to_much_takes_little_memory(tmp_path):
         "values.jsonl": b'{"text": "a", "n": [' + b"[]," * 300_000 + b"[]]}\n",
         "deep.jsonl": b'{"text": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
         "rows.parquet": repeated_rows(),
+        "field.csv.gz": zipped([b'text\n"', *[b"x\n" * (MIB // 2)] * 80, b'"\n']),
+        "fields.csv.gz": zipped([b"text\n", *[b"x," * (MIB // 2)] * 80, b"\n"]),
     }
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(content)
@@ -200,6 +205,8 @@ def test_what_unpacks_to_much_takes_little_memory(tmp_path):
     too_long = "is longer than data.max_document_bytes=1048576: cut it into documents, or raise that"
     for name, place in (("line.jsonl.gz", "line 1"), ("text.txt.gz", "the text"), ("text.txt.zst", "the text")):
         assert outcomes[name] == f"UserError {tmp_path / name} can't be read: {place} {too_long}"
+    for name in ("field.csv.gz", "fields.csv.gz"):
+        assert outcomes[name] == f"UserError {tmp_path / name} can't be read: row 1 {too_long}"
     assert outcomes["line.jsonl"] == f"UserError {tmp_path}/line.jsonl can't be read: line 1 {too_long}"
     assert outcomes["lines.jsonl.gz"] == "1000" and outcomes["values.jsonl"] == "1"
     assert outcomes["deep.jsonl"].endswith("line 1 is not JSON: its lists and objects are nested too deep")

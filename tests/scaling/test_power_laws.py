@@ -11,7 +11,19 @@ from diloco.scaling import judgement, parametric
 from diloco.scaling.laws import Laws
 from diloco.scaling.parametric import FORMS, NUM_STARTS, fit_parametric
 from diloco.scaling.power_laws import PowerLaw, PowerLawFit
-from diloco.scaling.published import EXTRAPOLATED, JOINT, LAWS, LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens
+from diloco.scaling.published import (
+    EXTRAPOLATED,
+    EXTRAPOLATED_PARAMS,
+    FORM_RESIDUALS,
+    JOINT,
+    LAWS,
+    LOSS,
+    NUM_PARAMS,
+    SEQUENCE_LENGTH,
+    batch_tokens,
+)
+from diloco.scaling.published import SIZES as NAMED_SIZES
+from diloco.scaling.table import Point
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "published"
 SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
@@ -24,9 +36,16 @@ def rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
+def named(size: str) -> float:
+    """The rounded number of parameters in a size's name, such as 1.3B."""
+    return float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
+
+
 def test_the_published_numbers_are_the_papers():
     losses = {(float(r["params"]), int(r["replicas"])): float(r["eval_loss"]) for r in rows("scaling_loss.csv")}
-    ours = {(n, m): loss for m, several in LOSS.items() for n, loss in zip(NUM_PARAMS, several, strict=True)}
+    ours = {
+        (named(n), m): loss for m, several in LOSS.items() for n, loss in zip(NAMED_SIZES, several, strict=False)
+    }
     assert ours == losses
     names = {"loss": "loss", "learning_rate": "learning_rate", "batch_size": "batch_tokens"}
     for row in rows("scaling_power_laws.csv"):
@@ -40,28 +59,58 @@ def test_the_published_numbers_are_the_papers():
         for r in rows("scaling_extrapolation.csv")
     }
     assert extrapolated == EXTRAPOLATED
+    residuals = [float(row["average_residual"]) for row in rows("scaling_parametric.csv")]
+    assert list(FORM_RESIDUALS.values()) == residuals and list(FORM_RESIDUALS) == list(FORMS)
     assert 2**16 < batch_tokens(1e9, 0) < 2**19 and SEQUENCE_LENGTH == 2048
+
+
+def test_the_parameters_that_we_count_have_the_papers_names():
+    for size, num_params in NAMED_SIZES.items():
+        assert num_params == pytest.approx(named(size), rel=0.05)
+    assert (*NUM_PARAMS, *EXTRAPOLATED_PARAMS) == tuple(NAMED_SIZES.values())
 
 
 @pytest.mark.parametrize("replicas", list(LOSS))
 def test_the_published_losses_give_the_published_independent_laws(replicas):
+    """Losses are rounded to 0.001: a standard deviation of A of 0.06 %."""
     law = Laws().fit("loss", replicas, "independent").law
-    assert law.factor == pytest.approx(LAWS["loss"][replicas].factor, rel=0.005)
-    assert law.exponent == pytest.approx(LAWS["loss"][replicas].exponent, abs=0.0003)
+    assert law.factor == pytest.approx(LAWS["loss"][replicas].factor, rel=0.0012)
+    assert law.exponent == pytest.approx(LAWS["loss"][replicas].exponent, abs=0.0001)
 
 
 def test_the_published_losses_give_the_published_joint_law():
     law = Laws().fit("loss", 1, "joint").law
-    assert law.factor == pytest.approx(JOINT["loss"].factor, rel=0.005)
-    assert law.exponent == pytest.approx(JOINT["loss"].exponent, abs=0.0003)
-    assert law.replicas_exponent == pytest.approx(JOINT["loss"].replicas_exponent, abs=0.0003)
+    assert law.factor == pytest.approx(JOINT["loss"].factor, rel=0.0006)
+    assert law.exponent == pytest.approx(JOINT["loss"].exponent, abs=0.00005)
+    assert law.replicas_exponent == pytest.approx(JOINT["loss"].replicas_exponent, abs=0.00005)
+
+
+RESIDUALS = {
+    "independent": {1: 0.011, 2: 0.0099, 4: 0.012, 8: 0.014},
+    "joint": {1: 0.019, 2: 0.013, 4: 0.0082, 8: 0.0076},
+}
+"""Table 11 of arXiv 2503.09799: residuals of the loss at 2.4B, left out of the fit."""
+
+
+def test_the_published_losses_give_the_published_residuals_at_the_size_left_out():
+    """Only with the parameters counted: the rounded sizes of the names move residuals by up to 0.003."""
+
+    def farthest(laws: Laws) -> float:
+        ours = {error.law: error.by_replicas for error in judgement.held_out_errors(laws)}
+        return max(abs(ours[law][m] - theirs) for law, of in RESIDUALS.items() for m, theirs in of.items())
+
+    rounded = [
+        Point(named(size), m, loss) for m, of in LOSS.items() for size, loss in zip(NAMED_SIZES, of, strict=False)
+    ]
+    assert farthest(Laws()) < 0.0005  # half of the last printed digit
+    assert farthest(Laws(rounded)) > 0.002
 
 
 def test_the_published_laws_predict_larger_models_and_always_low():
     for (fit, replicas), (at_4b, at_10b) in EXTRAPOLATED.items():
         law = JOINT["loss"] if fit == "joint" else LAWS["loss"][replicas]
-        for num_params, measured, bound in ((4e9, at_4b, 0.02), (10e9, at_10b, 0.05)):
-            assert 1 - bound < law(num_params, max(1, replicas)) / measured < 1
+        for num_params, measured, bound in zip(EXTRAPOLATED_PARAMS, (at_4b, at_10b), (0.025, 0.045), strict=True):
+            assert 1 - bound < law(num_params, max(1, replicas)) / measured < 0.99
 
 
 @pytest.mark.slow
@@ -78,20 +127,21 @@ def test_the_published_table_is_judged(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("independent", "joint", *(form.formula for form in FORMS.values())))
     assert "loss = A·N^α" in printed and printed.count(" has less loss than Data-Parallel ") == 4
-    assert (
-        "DiLoCo, M = 1, joint        1e+10 parameters 2.086   law 1.990 (-4.6 %)   form 2.070 (-0.8 %)" in printed
-    )
-    assert fits["product_constant"].coefficients == pytest.approx(
-        {"log A": 3.657, "α": -0.160, "β": 0.0182, "C": 1.106}, rel=0.02
-    )
+    assert "9.79e+09 parameters 2.086   law 1.994 (-4.4 %)   form 2.066 (-1.0 %)" in printed
+    assert "among all starts, as the paper selects: 0.0120; published: 0.0044" in printed
+    ranked = sorted(fits, key=lambda name: fits[name].residual)
+    assert ranked == sorted(FORM_RESIDUALS, key=FORM_RESIDUALS.__getitem__)
+    for name in ranked[:3]:
+        assert fits[name].residual == pytest.approx(FORM_RESIDUALS[name], abs=0.0006)
+    # A·N^α·M^β is the joint law, whose residual is 0.012 in Table 11; the 0.0044 of Table 13 is not reproduced.
+    assert fits["product"].residual_of_all == pytest.approx(0.0120, abs=0.0002)
     c = fits["exponent"].coefficients
-    assert 0.0001 < c["β"] < 0.0005
+    assert c == pytest.approx({"log A": 3.593, "α": -0.1548, "β": 0.00028, "C": 1.028}, rel=0.02)
     by_hand = math.exp(c["log A"]) * 1e9 ** (c["α"] + 4 * c["β"]) + c["C"]
     assert fits["exponent"](1e9, 4) == pytest.approx(by_hand)
-    extrapolates_best = min(fits.values(), key=lambda fit: fit.residual)
     for (_, replicas), (_, at_10b) in EXTRAPOLATED.items():
         if replicas:
-            assert extrapolates_best(10e9, replicas) == pytest.approx(at_10b, rel=0.025)
+            assert fits[ranked[0]](EXTRAPOLATED_PARAMS[1], replicas) == pytest.approx(at_10b, rel=0.025)
 
 
 @pytest.fixture
@@ -162,6 +212,7 @@ def test_among_equally_low_fits_the_best_at_the_largest_size_is_kept(monkeypatch
     monkeypatch.setattr(parametric, "minimize", minimize)
     fit = fit_parametric(FORMS["product"], n, m, loss)
     assert fit.coefficients["log A"] == pytest.approx(math.log(18.0) + 0.01)
+    assert fit.residual == pytest.approx(0.01, abs=0.004) and fit.residual_of_all < 0.004
     assert next(ends, None) is None and NUM_STARTS == 256
 
 

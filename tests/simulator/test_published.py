@@ -1,14 +1,38 @@
+import csv
+import math
+
 import numpy as np
 import pytest
 
-from diloco.simulator.published import BANDWIDTHS, WALL_CLOCK_HOURS, bandwidth_table, wall_clock_table
+from diloco.simulator.published import (
+    BANDWIDTHS,
+    SCALING_BANDWIDTHS,
+    SCALING_SIZES,
+    SIZES,
+    WALL_CLOCK_HOURS,
+    Cell,
+    bandwidth_tables,
+    wall_clock_table,
+)
 
 
-def test_the_published_bandwidths_are_reproduced():
-    cells = [cell for row in bandwidth_table().values() for cell in row]
-    assert len(cells) == 50
-    assert sum(cell.distance == 0 for cell in cells) >= 48
-    assert max(abs(cell.distance) for cell in cells) == 1
+def test_the_published_bandwidths_are_reproduced_to_a_point_of_the_grid():
+    """Exact cells, and those that are one point off, of each file of shared/published."""
+    first, second = bandwidth_tables().values()
+    small, large = (
+        {key: row for key, row in first.items() if (key[0] == "100B") == is_large} for is_large in (0, 1)
+    )
+    counts = []
+    for table in (small, large, second):
+        distances = [abs(cell.distance) for row in table.values() for cell in row]
+        counts.append((len(distances), distances.count(0), distances.count(1)))
+    assert counts == [(50, 48, 2), (25, 24, 1), (90, 88, 2)]
+
+
+def test_a_distance_counts_points_of_the_grid_and_one_more_beyond_them():
+    grid = np.logspace(-1, 3, 50).tolist()
+    assert Cell(104.8, grid[37]).distance == 0 and Cell(104.8, grid[36]).distance == -1
+    assert Cell(math.inf, None).distance == 0 and Cell(math.inf, grid[49]).distance == -1
 
 
 def test_the_published_wall_clock_is_reproduced_except_for_data_parallel():
@@ -18,10 +42,28 @@ def test_the_published_wall_clock_is_reproduced_except_for_data_parallel():
     assert max(np.abs(np.divide(ours["data_parallel"], WALL_CLOCK_HOURS["data_parallel"]) - 1)) > 0.3
 
 
-def test_the_published_figures_equal_another_transcription(pytestconfig):
-    source = pytestconfig.rootpath.parent / "shared" / "published" / "streaming_bandwidth.csv"
+def rows(config: pytest.Config, name: str) -> list[dict[str, str]]:
+    source = config.rootpath.parent / "shared" / "published" / name
     if not source.exists():
         pytest.skip("the published tables are not beside the project")
-    for line in source.read_text().splitlines()[3:]:
-        size, _, _, method, *cells = line.split(",")
-        assert BANDWIDTHS[size, method] == tuple(map(float, cells))
+    return list(csv.DictReader(line for line in source.read_text().splitlines() if line[0] != "#"))
+
+
+def cells(row: dict[str, str]) -> tuple[float, ...]:
+    texts = (row[f"cu{percent}"] for percent in (50, 80, 90, 95, 99))
+    return tuple(math.inf if text == "1000+" else float(text) for text in texts)
+
+
+def test_the_published_figures_equal_another_transcription(pytestconfig):
+    names = ("streaming_bandwidth.csv", "streaming_bandwidth_100b.csv")
+    first = [row for name in names for row in rows(pytestconfig, name)]
+    assert {(row["model"], row["method"]): cells(row) for row in first} == BANDWIDTHS
+    second = rows(pytestconfig, "scaling_bandwidth.csv")
+    assert {(row["model"], int(row["sync_every"])): cells(row) for row in second} == SCALING_BANDWIDTHS
+    for row in first:
+        size = SIZES[row["model"]]
+        assert (size.num_layers, size.step_seconds) == (int(row["layers"]), float(row["step_seconds"]))
+    for row in second:
+        size = SCALING_SIZES[row["model"]]
+        assert (size.num_params, size.num_layers) == (float(row["params"]), int(row["layers"]))
+        assert 0 < size.step_seconds - float(row["step_seconds"]) < (0.1 if row["model"] == "10B" else 1)

@@ -13,7 +13,8 @@ RUN = IdealizedRun(
     num_chips=100,
     inside=Network(400, 1e-4),
     between=Network(10, 1e-2),
-    bits_per_param=16,
+    inner_bits_per_param=16,
+    outer_bits_per_param=16,
 )
 STEPS, ALL_REDUCE = 20_000, 2 * 16e9 / 10e9 * 0.99 + 1e-2
 
@@ -39,6 +40,18 @@ def test_several_replicas_reduce_gradients_within_their_site():
     assert run.seconds == pytest.approx(run.compute_seconds + run.inside_seconds + run.between_seconds)
 
 
+def test_gradients_and_outer_gradients_have_bits_of_their_own():
+    """Each traffic is proportional to its own bits, latency apart, and independent of the other's."""
+    fast, slow = Network(400, 0.0), Network(10, 0.0)
+    for num_replicas in (0, 1, 4):
+        run = replace(RUN, num_replicas=num_replicas, inside=fast, between=slow)
+        inner, outer = replace(run, inner_bits_per_param=32), replace(run, outer_bits_per_param=4)
+        assert inner.inside_seconds == pytest.approx(2 * run.inside_seconds)
+        assert inner.between_seconds == pytest.approx(run.between_seconds)
+        assert outer.inside_seconds == pytest.approx(run.inside_seconds)
+        assert outer.between_seconds == pytest.approx(run.between_seconds / 4)
+
+
 def test_overlap_hides_the_exchange_for_the_duration_of_its_steps():
     run = replace(RUN, num_replicas=4, sync_every=50)
     step = (run.compute_seconds + run.inside_seconds) / STEPS
@@ -59,7 +72,8 @@ def test_the_archetypes_are_the_papers():
     ("changes", "message"),
     [
         ({"num_tokens": -1}, "num_tokens must be above 0 and finite, not -1"),
-        ({"bits_per_param": 0}, "bits_per_param must be above 0"),
+        ({"inner_bits_per_param": 0}, "inner_bits_per_param must be above 0"),
+        ({"outer_bits_per_param": -4}, "outer_bits_per_param must be above 0"),
         ({"num_replicas": 101}, "num_replicas=101 must be at least 0, and at most num_chips=100"),
         ({"overlap_steps": 30, "num_replicas": 2}, "overlap_steps=30 must be at least 0 and below sync_every=30"),
         ({"overlap_steps": 1}, "overlap_steps=1, but num_replicas=0 is Data-Parallel"),

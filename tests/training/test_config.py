@@ -11,8 +11,6 @@ from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig
     ("change", "message"),
     [
         ({"num_replicas": 3}, "global_batch=8 must be a multiple of num_replicas=3"),
-        ({"num_tokens": 1000}, "num_tokens=1000 is no whole number of steps .*take 512 or 1024"),
-        ({"num_tokens": 100}, "take 512 or more"),
         ({"micro_batch": 3}, "micro_batch=3 must divide a process's share of the batch, 4"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
@@ -21,7 +19,7 @@ from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig
         ({"num_replicas": 0}, "num_replicas must be at least 1, not 0"),
         ({"shards_per_replica": 0}, "shards_per_replica must be at least 1, not 0"),
         ({"shards_per_replica": 3}, "global_batch=8 must be a multiple of num_replicas=2 · shards_per_replica=3"),
-        ({"method": "data_parallel", "shards_per_replica": 2}, "shards_per_replica=2 with method=data_parallel"),
+        ({"method": "data_parallel", "ddp_per_replica": 2}, "ddp_per_replica=2 with method=data_parallel"),
         ({"method": "data_parallel", "num_connections": 2}, "num_connections=2 means nothing to data_parallel"),
         ({"num_connections": 0}, "num_connections must be at least 1"),
         (
@@ -61,6 +59,13 @@ def test_a_field_out_of_its_range_is_named(kind, fields, message):
     with pytest.raises(UserError, match=message) as error:
         kind(**fields)
     assert error.value.field == message.split()[0]
+
+
+@pytest.mark.parametrize(("num_tokens", "choice"), [(1000, "512 or 1024"), (100, "512 or more")])
+def test_a_budget_of_broken_steps_is_never_rounded_here(num_tokens, choice):
+    with pytest.raises(UserError, match=rf"num_tokens={num_tokens} is no whole number of steps .*take {choice}"):
+        _ = replace(tiny(), num_tokens=num_tokens).num_steps
+    assert replace(tiny(), num_tokens=1024).num_steps == 2
 
 
 def test_one_replica_needs_no_spare_checkpoint():

@@ -1,4 +1,4 @@
-"""The baseline on two real processes."""
+"""The baseline on real processes: replicas of one process, and sharded ones."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
+from diloco.engine.sharded import gathered
+from diloco.outer.digest import parameters_hash
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
@@ -21,27 +23,33 @@ from diloco.training.world import World, alone, world_of
 SAVED, LAST = 3, 6
 
 
-def config_of(num_replicas: int) -> TrainConfig:
+def config_of(num_replicas: int, num_shards: int = 1) -> TrainConfig:
     unresolved = replace(
-        tiny(), num_replicas=num_replicas, method="data_parallel", micro_batch=2, precision="fp32"
+        tiny(),
+        num_replicas=num_replicas,
+        shards_per_replica=num_shards,
+        method="data_parallel",
+        micro_batch=1,
+        precision="fp32",
     )
     return resolve(unresolved, vocab_size=257, prepared=Path())
 
 
-def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:
+def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[tuple[float, float]]:
+    """The loss of the replica, and the norm of the average gradient, at each step."""
     losses = []
     for step in range(state.step + 1, last + 1):
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        share = np.split(np.sort(tokens), config.num_replicas)[world.replica]
-        losses.append(inner_step(state, share, config, world, 1e-3)[0])
+        share = np.split(np.sort(tokens), config.num_processes)[world.everyone.replica]
+        losses.append(inner_step(state, share, config, world, 1e-3))
         assert state.sync.step() == ()
         state.step = step
     return losses
 
 
-def train_and_resume(folder: Path) -> tuple[list[float], dict[str, np.ndarray], bool, bool]:
-    """Losses and final parameters; whether a resumed replica has the same, and has counted the same bytes."""
-    config = config_of(2)
+def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
+    """Losses, parameters, outer hash and counters of a process, and whether a resumed one has the same."""
+    config = config_of(num_replicas, num_shards)
     world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
     state = initial_state(config, world)
     checkpoints = Checkpoints(folder, world.replica, world.own_group, keep=1)
@@ -52,27 +60,43 @@ def train_and_resume(folder: Path) -> tuple[list[float], dict[str, np.ndarray], 
     resumed = initial_state(config, world)
     resumed.load(checkpoints, SAVED)
     same_losses = advance(resumed, config, world, LAST) == losses[SAVED:]
-    num_params = sum(parameter.numel() for parameter in state.model.parameters())
-    counted = {s.sync.bytes_sent for s in (state, resumed)} == {LAST * ring_all_reduce_bytes(num_params, 2)}
-    parameters = {name: value.numpy() for name, value in state.sync.outer_parameters().items()}
-    return losses, parameters, same_losses and resumed.sync.outer_hash() == state.sync.outer_hash(), counted
+    parameters = {name: gathered(value) for name, value in state.sync.outer_parameters().items()}
+    outer_hash = state.sync.outer_hash()
+    assert outer_hash == parameters_hash(parameters)
+    same = (
+        same_losses
+        and resumed.sync.outer_hash() == outer_hash
+        and resumed.sync.bytes_sent == state.sync.bytes_sent
+    )
+    return (
+        losses,
+        {name: value.numpy() for name, value in parameters.items()},
+        outer_hash,
+        state.sync.counters(),
+        same,
+    )
 
 
 @pytest.mark.slow
-def test_two_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path):
-    one, other = run_replicas(train_and_resume, 2, tmp_path)
+@pytest.mark.parametrize(("num_replicas", "num_shards"), [(2, 1), (1, 2), (2, 2)])
+def test_replicas_are_one_with_the_whole_batch_and_resume_bit_for_bit(tmp_path, num_replicas, num_shards):
+    """By DistributedDataParallel, by FSDP2, and by both: losses, gradients and parameters of one process."""
+    processes = run_replicas(train_and_resume, num_replicas * num_shards, num_replicas, num_shards, tmp_path)
     config = replace(config_of(1), method="diloco", diloco=resolved_diloco())
     world = alone(config)
     state = initial_state(config, world)
     whole = []
     for step in range(1, LAST + 1):
         tokens = np.random.default_rng(step).integers(0, 257, (config.global_batch, config.sequence_length + 1))
-        whole.append(inner_step(state, np.sort(tokens), config, world, 1e-3)[0])
-    assert np.mean([one[0], other[0]], axis=0) == pytest.approx(whole, rel=1e-5)
-    for name, parameter in state.model.named_parameters():
-        np.testing.assert_array_equal(one[1][name], other[1][name])
-        np.testing.assert_allclose(one[1][name], parameter.detach().numpy(), rtol=1e-3, atol=1e-5)
-    assert one[2:] == other[2:] == (True, True)
+        whole.append(inner_step(state, np.sort(tokens), config, world, 1e-3))
+    assert np.mean([losses for losses, *_ in processes], axis=0) == pytest.approx(np.array(whole), rel=1e-5)
+    num_params = sum(parameter.numel() for parameter in state.model.parameters())
+    for _, parameters, outer_hash, counters, resumed_alike in processes:
+        for name, parameter in state.model.named_parameters():
+            np.testing.assert_allclose(parameters[name], parameter.detach().numpy(), rtol=1e-3, atol=1e-5)
+        assert outer_hash == processes[0][2] and resumed_alike
+        assert counters["bytes_sent"] == LAST * ring_all_reduce_bytes(num_params, num_replicas)
+        assert (counters["blocked_seconds"] > 0) == (num_replicas > 1)
 
 
 def resolved_diloco():

@@ -10,6 +10,7 @@ import torch
 from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
 from diloco.models.language_model import next_token_loss
+from diloco.training.checkpoints import finished_steps
 from diloco.training.export import export_run
 from diloco.training.finished import evaluate_run, run_parameters
 from diloco.training.runs import read_config
@@ -70,6 +71,22 @@ def test_a_run_that_is_not_over_is_evaluated_at_its_newest_checkpoint(unfinished
     from_checkpoint, step = run_parameters(unfinished, "outer")
     assert step == read_config(finished_run).num_steps
     assert all(torch.equal(value, at_end[name]) for name, value in from_checkpoint.state_dict().items())
+
+
+def test_a_run_is_evaluated_at_an_earlier_checkpoint(finished_run):
+    steps = finished_steps(read_config(finished_run).checkpoints, 0)
+    for which in WHICH:
+        (at_first, step), (at_end, _) = (
+            run_parameters(finished_run, which, at_step=at_step) for at_step in (steps[0], None)
+        )
+        assert step == steps[0] < read_config(finished_run).num_steps
+        assert not all(map(torch.equal, at_first.parameters(), at_end.parameters()))
+        assert evaluate_run(finished_run, parameters=which, at_step=step)["step"] == step
+        with pytest.raises(
+            CheckpointError, match=rf"at_step=1: .*checkpoints holds the steps {steps[0]}, "
+        ) as error:
+            run_parameters(finished_run, which, at_step=1)
+        assert error.value.fields == ("at_step",)
 
 
 def test_a_run_without_checkpoints_is_refused(unfinished):

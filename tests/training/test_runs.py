@@ -55,7 +55,7 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     ("change", "sentence", "field"),
     [
         ({"seed": 3}, "was started with seed=0, and now 3 is asked for", "seed"),
-        ({"num_tokens": 61440}, "num_tokens=30720, and now 61440", "num_tokens"),
+        ({"sequence_length": 128}, "sequence_length=64, and now 128", "sequence_length"),
         (
             {"data": replace(tiny().data, tokenizer="bpe:500")},
             "data.tokenizer=bytes, and now bpe:500",

@@ -45,8 +45,10 @@ def test_theta_comes_from_the_newest_snapshot_and_the_rounds_after_it(run, finis
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameters[name], value) for name, value in run.theta().items())
     assert step == 600 // read_config(finished_run).tokens_per_step
-    with pytest.raises(UserError, match="a store holds the outer parameters alone"):
+    with pytest.raises(UserError, match="a store holds the newest outer parameters alone"):
         run_parameters(str(run.directory), "replica")
+    with pytest.raises(UserError, match=r"at_step=1: a store holds the newest"):
+        run_parameters(str(run.directory), "outer", at_step=1)
 
 
 def test_a_run_is_evaluated_and_exported_from_its_store(run, finished_run, tmp_path) -> None:

@@ -34,7 +34,7 @@ def fields_of(command: Callable[..., Any]) -> Iterator[str]:
             families = (kind, *kind.__subclasses__())  # a model's own fields stand in the class of its family
             yield from dict.fromkeys(prefix + field for family in families for field in fields_of(family))
         elif name != "return" and not _NO_FLAG & set(extras):
-            yield name
+            yield next((extra.name for extra in extras if getattr(extra, "name", None)), name)
 
 
 _NO_FLAG = {get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress)}

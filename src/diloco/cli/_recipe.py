@@ -5,9 +5,9 @@ from typing import TypeVar
 
 import tyro
 
-from diloco.cli._command import parsed
+from diloco.cli._command import asks_for_help, parsed, unknown_choice
 from diloco.training.config import TrainConfig
-from diloco.training.recipes import RECIPES, recipe
+from diloco.training.recipes import PAPER_RECIPES, RECIPES, recipe
 
 _Command = TypeVar("_Command")
 
@@ -28,20 +28,32 @@ def parsed_recipe(
         configs: configs in the place of the recipes' own.
 
     Raises:
-        UserError: for values that a config refuses.
-        SystemExit: for what can't be parsed, which has been explained, and after help.
+        UserError: for what can't be parsed, and for values that a config refuses.
+        SystemExit: after help, and after the list of recipes where the command line is empty.
     """
-    commands = {name: command((configs or {}).get(name) or recipe(name)) for name in RECIPES}
-    texts = {name: function.__doc__ or "" for name, function in RECIPES.items()}
-    if not arguments or arguments[0] not in commands:  # which prints help, or explains what there is to choose
-        choices = {name: (texts[name], commands[name]) for name in commands}
-        return tyro.extras.overridable_config_cli(choices, prog=prog, args=arguments)
+    if not arguments or (arguments[0] not in RECIPES and asks_for_help(arguments)):
+        print(_recipes(prog))
+        raise SystemExit(0 if arguments else 2)
     name, *flags = arguments
+    if name not in RECIPES:
+        raise unknown_choice(arguments, RECIPES, prog=prog)
+    default = command((configs or {}).get(name) or recipe(name))
     return parsed(
-        type(commands[name]),
+        type(default),
         flags,
         prog=f"{prog} {name}",
-        default=commands[name],
-        description=texts[name],
+        default=default,
+        description=RECIPES[name].__doc__ or "",
         config=(tyro.conf.AvoidSubcommands,),
     )
+
+
+def _recipes(prog: str) -> str:
+    """The recipes, in a few lines."""
+    rows = {name: function.__doc__ or "" for name, function in RECIPES.items() if name not in PAPER_RECIPES}
+    first, *_, last = PAPER_RECIPES
+    rows[f"{first} … {last}"] = "The models of arXiv 2503.09799; they need --data.train and --data.tokenizer."
+    width = max(map(len, rows))
+    lines = [f"  {name:{width}}  {text}" for name, text in rows.items()]
+    usage = f"usage: {prog} [-h] {{{','.join(RECIPES)}}} [--field value …]"
+    return "\n".join([usage, "", *lines, "", f"{prog} laptop --help lists all fields, with the recipe's values."])

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from diloco.errors import UserError
 from diloco.presets import Method
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.methods import MethodSettings, Pattern
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
@@ -38,6 +38,9 @@ class SimulatedRun:
     """H, inner steps between two syncs of the same fragment; data_parallel ignores it."""
     layers_per_fragment: int = 3
     """Blocks in a fragment of the streaming methods."""
+    fragments: Pattern = "strided"
+    """Pattern by which blocks form fragments of the streaming methods; it matters to the preset paper, in which
+    each layer waits for itself."""
     overlap_steps: int | tuple[int, ...] | None = None
     """τ, inner steps between sending a fragment and merging it; one number, or one a replica; left out, the
     method's own."""
@@ -90,6 +93,7 @@ class SimulatedRun:
             method=self.method,
             sync_every=self.sync_every,
             layers_per_fragment=self.layers_per_fragment,
+            fragments=self.fragments,
             overlap_steps=self.overlap_steps,
         )
 

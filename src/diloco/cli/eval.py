@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from diloco.cli._command import call
-from diloco.cli._source import source
+from diloco.cli._source import Run, source
 from diloco.errors import UserError
-from diloco.training.finished import Parameters, evaluate_run
+from diloco.training.sections import Parameters
 
 HELP = "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]"
 ORDER = 4
@@ -23,8 +21,9 @@ def run(arguments: list[str]) -> None:
 
 
 def _evaluate(
-    run: tyro.conf.Positional[str],
+    run: Run,
     parameters: Parameters = "outer",
+    at_step: int | None = None,
     tasks: str = "",
     data: tuple[Path, ...] = (),
     limit: int | None = None,
@@ -37,6 +36,8 @@ def _evaluate(
         run: Directory of the run, or the URL of the store in which its replicas meet.
         parameters: outer: the parameters that the replicas share; replica: replica 0's own; average: the mean of
             all replicas' own. The last two need the run's checkpoints, and its directory.
+        at_step: The step of the checkpoint to read them from; left out, the end of the run, or its newest
+            checkpoint.
         tasks: Names of tasks, separated by commas; lm-evaluation-harness loads them from the hub unless --data has
             a file for them. Left out, the tasks of --data.
         data: Files of questions, a JSON object a line with query, choices, gold; a file's name begins with its
@@ -47,8 +48,11 @@ def _evaluate(
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} must be at least 1; left out, all questions are asked", "limit")
+    from diloco.training.finished import evaluate_run
+
     files = _files(tasks, data)
-    result = evaluate_run(source(run), parameters=parameters, tasks=files, limit=limit, prepared=prepared)
+    options = {"tasks": files, "limit": limit, "prepared": prepared}
+    result = evaluate_run(source(run), parameters=parameters, at_step=at_step, **options)
     if json:
         print(writer.dumps(result))
     else:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -18,10 +18,11 @@ from diloco.experiments.papers.comparison import finished
 from diloco.experiments.papers.experiment import Experiment
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
-from diloco.experiments.runner.grid import LabelledRun, Machines, make_job, read_result, run_grid
-from diloco.experiments.runner.rows import write_rows
+from diloco.experiments.runner.grid import LabelledRun, Machines, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.files import require
 from diloco.training.config import TrainConfig
+from diloco.training.memory import fitted
 
 HELP = "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]"
 ORDER = 6
@@ -47,7 +48,8 @@ def _experiment(
 ) -> None:
     """Run a paper's experiments; after an interruption the same command continues, and no run is repeated.
 
-    Writes OUTPUT/NAME.csv, a row a run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs.
+    Writes OUTPUT/NAME.csv, a row a run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs;
+    without them, too, a run whose row is in such a table counts as done, if the row has all that is asked for.
 
     Args:
         names: Names of experiments, or `all`.
@@ -58,12 +60,12 @@ def _experiment(
         eval_data: Files of questions for zero-shot accuracy, in experiments for which the paper reports it.
         cores: Number of cores to use at once; left out, all.
         ray: Address of a Ray cluster to run on; `auto` is the cluster that this machine belongs to.
-        commands: Run nothing, and print each run's command, to be started with torchrun on a cluster.
+        commands: Run nothing, and print each run's command, to be started with torchrun on a cluster. Those of the
+            tier paper have as few shards, and as large micro-batches, as fit into 80 GB a GPU by an estimate.
         tabulate: Train nothing: evaluate the finished runs, and write their table and figure.
     """
-    experiments = [
-        experiment(name, TIERS[tier](corpus, held_out)) for name in (EXPERIMENTS if names == ("all",) else names)
-    ]
+    sizes = TIERS[tier](corpus, held_out)
+    experiments = [experiment(name, sizes) for name in (EXPERIMENTS if names == ("all",) else names)]
     if not experiments:
         raise UserError(f"name an experiment, or all: {', '.join(EXPERIMENTS)}")
     if commands and tabulate:
@@ -71,10 +73,13 @@ def _experiment(
             "commands prints what to run, and tabulate what was run: leave one out", "commands", "tabulate"
         )
     if commands:
-        _print_commands(experiments, output)
+        _print_commands(experiments, output, sizes.gpu_bytes)
         return
     _check_eval_data(eval_data)
     machines = machines_of(cores, ray)
+    for table in (output / f"{name}.csv" for name in EXPERIMENTS):
+        if table.exists():
+            adopt(read_rows(table), output / "runs")
     tasks = [eval_data if one.with_accuracy else () for one in experiments]
     if tabulate:
         experiments = [_finished(one, output, files) for one, files in zip(experiments, tasks, strict=True)]
@@ -110,8 +115,9 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
 
     rows: list[dict] = []
     with grid_progress(one.name) as on_finished:
-        options = {"tasks": tasks, "parameters": one.parameters, "on_finished": on_finished}
-        for results in run_grid(one.runs, output / "runs", machines, **options):
+        for results in run_grid(
+            one.runs, output / "runs", machines, **_asked(one, tasks), on_finished=on_finished
+        ):
             rows = [{"tier": tier, **row} for row in results]
             if rows:
                 write_rows(rows, output / f"{one.name}.csv")
@@ -126,11 +132,16 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     return sum("failed" in row for row in rows)
 
 
+def _asked(one: Experiment, tasks: tuple[Path, ...]) -> dict[str, Any]:
+    """The measurements of each run that the experiment asks for."""
+    return {"tasks": tasks, "parameters": one.parameters, "with_curves": one.with_curves}
+
+
 def _finished(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experiment:
     """The experiment without its unfinished runs."""
 
     def is_finished(run: LabelledRun) -> bool:
-        job = make_job(run.config, output / "runs", tasks, one.parameters)
+        job = make_job(run.config, output / "runs", at_step=run.at_step, **_asked(one, tasks))
         # A run that took place on another machine left its result alone here, which must lack nothing.
         return (job.directory / "summary.json").exists() or "failed" not in (read_result(job) or {"failed": ""})
 
@@ -142,7 +153,7 @@ def _finished(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experim
     return replace(one, runs=runs)
 
 
-def _print_commands(experiments: Sequence[Experiment], output: Path) -> None:
+def _print_commands(experiments: Sequence[Experiment], output: Path, gpu_bytes: float | None) -> None:
     """Print the command of each different run once, under all its labels."""
     labels: dict[TrainConfig, list[str]] = {}
     for one in experiments:
@@ -151,5 +162,13 @@ def _print_commands(experiments: Sequence[Experiment], output: Path) -> None:
     for config, names in labels.items():
         for name in names:
             print(f"# {name}")
+        config = config if gpu_bytes is None else _on_gpus(config, gpu_bytes)
         words = shlex.join(word for words in changes(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {words}")
+
+
+def _on_gpus(config: TrainConfig, gpu_bytes: float) -> TrainConfig:
+    """The same run, under the same name, in shards and passes that fit into the memory of each GPU."""
+    vocab_size = int(config.data.tokenizer.removeprefix("bpe:"))
+    chosen = fitted(replace(config, model=replace(config.model, vocab_size=vocab_size)), gpu_bytes)
+    return replace(config, micro_batch=chosen.micro_batch, shards_per_replica=chosen.shards_per_replica)

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import tyro
-
 from diloco.cli._command import call
-from diloco.cli._source import source
+from diloco.cli._source import Run, source
+from diloco.data.hub import check_reachable, push
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
@@ -17,7 +16,13 @@ def run(arguments: list[str]) -> None:
     call(_export, arguments, prog="diloco export")
 
 
-def _export(run: tyro.conf.Positional[str], to: Format, output: Path, prepared: Path | None = None) -> None:
+def _export(
+    run: Run,
+    to: Format,
+    output: Path,
+    prepared: Path | None = None,
+    push_to_hub: str | None = None,
+) -> None:
     """Write a run's outer parameters, with config and tokenizer, for other programs.
 
     Args:
@@ -25,6 +30,11 @@ def _export(run: tyro.conf.Positional[str], to: Format, output: Path, prepared: 
         to: safetensors, with this project's names; or hf, for transformers' AutoModelForCausalLM.from_pretrained.
         output: A new directory to write to.
         prepared: Directory of the run's data, if it was moved, or the run is in a store.
+        push_to_hub: A repository of the Hugging Face Hub to upload it to, such as me/model; a new one is private.
     """
+    if push_to_hub is not None:
+        check_reachable(f"{push_to_hub} of the Hub")
     export_run(source(run), to, output, prepared=prepared)
     print(output)
+    if push_to_hub is not None:
+        print(push(output, push_to_hub))

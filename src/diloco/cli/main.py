@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco import cli
 from diloco.cli._explain import explained
+from diloco.errors import UserError, nearest
 from diloco.version import __version__
 
 
@@ -32,7 +33,7 @@ def verbs() -> list[str]:
 
 
 def _run_no_verb(words: Sequence[str]) -> None:
-    """Print the help or the version, or explain what is wrong with a command line that begins with no verb."""
+    """Print the help or the version, or refuse a command line that begins with no verb."""
     parser = argparse.ArgumentParser(
         prog="diloco",
         description="Train one language model on computers joined by slow links (Streaming DiLoCo).",
@@ -43,8 +44,15 @@ def _run_no_verb(words: Sequence[str]) -> None:
     constants = {verb: _constants(verb) for verb in verbs()}
     for verb, values in sorted(constants.items(), key=lambda item: item[1].get("ORDER", math.inf)):
         commands.add_parser(verb, help=values["HELP"], add_help=False)
-    if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        parser.error(f"unknown option {words[0]}: COMMAND comes first")
+    if words and words[0] not in ("-h", "--help", "--version"):
+        if words[0].startswith("-"):
+            raise UserError(f"unknown flag {words[0]}: the command comes first, as in diloco train laptop")
+        raise UserError(
+            f"there is no command {words[0]!r}{nearest(words[0], constants)} (diloco --help lists all)"
+        )
+    if not words:
+        parser.print_help()
+        raise SystemExit(UserError.exit_code)
     parser.parse_args(words)
 
 

@@ -11,7 +11,7 @@ import tyro
 from diloco.cli._command import call
 from diloco.cli._flags import changes, flags, spelled
 from diloco.errors import UserError
-from diloco.report.terminal.plan import plan_json, print_plans, print_remedy
+from diloco.report.terminal.plan import plan_json, print_plans, print_remedy, print_store
 from diloco.report.terminal.simulation import wide_console
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
@@ -47,6 +47,7 @@ def _plan_described(
     num_tokens: float | None = None,
     batch_tokens: float = 2**21,
     target: float = 0.95,
+    store: bool = False,
     json: bool = False,
 ) -> None:
     """Settings that reach a compute utilization on given links; the first risks the least of the model's quality.
@@ -67,6 +68,7 @@ def _plan_described(
         num_tokens: Tokens of the whole run; left out, 20·N.
         batch_tokens: Tokens of a step over all replicas.
         target: Compute utilization to reach, between 0 and 1.
+        store: Say, too, what a day costs if the replicas meet in a bucket.
         json: Print JSON.
     """
     size = ModelSize(
@@ -85,6 +87,8 @@ def _plan_described(
     _check_length(num_steps, num_tokens=tokens, batch_tokens=batch_tokens)
     task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)
     _answer(task, command="diloco train RECIPE", json=json)
+    if store and not json and (plans := feasible(task)):
+        print_store(plans, wide_console())
 
 
 def _check_length(num_steps: int, **settings: float) -> None:

@@ -105,6 +105,8 @@ def _print_forms(judgement: Mapping[str, Any]) -> None:
     for form in judgement["forms"]:
         values = ", ".join(f"{symbol} = {value:.4g}" for symbol, value in form["coefficients"].items())
         print(f"    {form['formula']:17} {form['selected_at_largest']:.4f}   {_by_replicas(form)}   {values}")
+        published = f"; published: {form['published']:.4f}" if form["published"] else ""
+        print(f"    {'':17} among all starts, as the paper selects: {form['selected_among_all']:.4f}{published}")
     for name, reason in judgement["forms_refused"].items():
         print(f"    {name}: {reason}")
 
@@ -120,7 +122,7 @@ def _print_extrapolation(judgement: Mapping[str, Any]) -> None:
             for name in ("law", "form")
             if later[name]
         )
-        print(f"    {which:27} {later['params']:.0e} parameters {later['loss']:.3f}   {'   '.join(predictions)}")
+        print(f"    {which:27} {later['params']:.3g} parameters {later['loss']:.3f}   {'   '.join(predictions)}")
 
 
 def _law(law: dict[str, Any]) -> str:

@@ -26,10 +26,11 @@ from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import replicas_of
+from diloco.simulator.step_time import step_seconds
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 
-HELP = "links and runs: diloco simulate bandwidth|utilization|timeline|curves|wall-clock|published"
+HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|published"
 ORDER = 3
 
 
@@ -102,8 +103,30 @@ def _print_rounded_period(run: SimulatedRun) -> None:
             )
 
 
+def _step_seconds(
+    num_params: float, batch_tokens: float, num_chips: float, flops_per_chip: float, mfu: float
+) -> None:
+    """The compute time of a step, 6·N·B/(R·Q·MFU), in seconds.
+
+    Args:
+        num_params: N, number of parameters that a token activates; all of them but in a mixture of experts.
+        batch_tokens: B, tokens of a step on these chips.
+        num_chips: R, number of chips.
+        flops_per_chip: Q, floating-point operations that a chip can do in a second.
+        mfu: Part of Q that training reaches, between 0 and 1.
+    """
+    seconds = step_seconds(
+        num_params=num_params,
+        batch_tokens=batch_tokens,
+        num_chips=num_chips,
+        flops_per_chip=flops_per_chip,
+        mfu=mfu,
+    )
+    print(f"{seconds:.4g}")
+
+
 def _published() -> None:
-    """The paper's tables of bandwidth and wall-clock, each cell beside that of the preset paper."""
+    """The papers' tables of bandwidth and wall-clock, each cell beside that of the preset paper."""
     print_published(wide_console())
 
 
@@ -138,7 +161,7 @@ def _timeline(
         preset: physical: replicas on links, as the engine works; paper: the simulator of the paper's table.
     """
     from diloco.report.figures.drawing import save
-    from diloco.report.figures.simulator import draw_timelines
+    from diloco.report.figures.schedules import draw_timelines
 
     settings = MethodSettings(
         method=method,
@@ -165,17 +188,18 @@ def _timeline(
     _print_paths(save(draw_timelines(panels), output, "timeline"))
 
 
-def _curves(figures: tuple[str, ...] = (), output: Path = Path("pictures")) -> None:
-    """Draw the papers' figures of compute utilization over bandwidth, and of loss over wall-clock.
+def _pictures(figures: tuple[str, ...] = (), output: Path = Path("pictures")) -> None:
+    """Draw the papers' figures of schedules, of compute utilization over bandwidth, and of loss over wall-clock.
 
     Args:
-        figures: Names among methods, large_models, sync_every, overlap_steps, layers_per_fragment,
-            diloco_sync_every, wall_clock; left out, all.
+        figures: Names among fragment_patterns, schedules, methods, large_models, step_seconds, sync_every,
+            overlap_steps, fragments, layers_per_fragment, fragment_bandwidth, diloco_sync_every, wall_clock; left
+            out, all.
         output: Directory to write NAME.svg and NAME.png to.
     """
-    from diloco.report.figures.simulator import FIGURES, draw_curves
+    from diloco.report.figures.simulator import FIGURES, draw_figures
 
-    _print_paths(draw_curves(figures or FIGURES, output))
+    _print_paths(draw_figures(figures or FIGURES, output))
 
 
 def _print_paths(paths: Sequence[Path]) -> None:
@@ -194,7 +218,8 @@ def _wall_clock(
     inside: NetworkName = "high",
     between: NetworkName = "low",
     flops_per_chip: float = 300e12,
-    bits_per_param: float = 16,
+    inner_bits_per_param: float = 16,
+    outer_bits_per_param: float = 16,
     json: bool = False,
 ) -> None:
     """Idealized time of a whole run on two levels of network (arXiv 2503.09799, appendix A).
@@ -209,8 +234,9 @@ def _wall_clock(
         overlap_steps: τ, inner steps that hide the exchange of outer gradients.
         inside: Network within a replica (400, 100 or 10 Gbit/s).
         between: Network between replicas, and of Data-Parallel.
-        flops_per_chip: Q, floating-point operations a second.
-        bits_per_param: Bits of a parameter or its gradient on the network.
+        flops_per_chip: Q, floating-point operations that a chip does in a second.
+        inner_bits_per_param: Bits of a gradient on the network.
+        outer_bits_per_param: Bits of an outer gradient on the network.
         json: Print JSON.
     """
     run = IdealizedRun(
@@ -224,7 +250,8 @@ def _wall_clock(
         inside=NETWORKS[inside],
         between=NETWORKS[between],
         flops_per_chip=flops_per_chip,
-        bits_per_param=bits_per_param,
+        inner_bits_per_param=inner_bits_per_param,
+        outer_bits_per_param=outer_bits_per_param,
     )
     if json:
         print(wall_clock_json(run))
@@ -235,8 +262,9 @@ def _wall_clock(
 _COMMANDS = {
     "bandwidth": _bandwidth,
     "utilization": _utilization,
+    "step-seconds": _step_seconds,
     "published": _published,
     "timeline": _timeline,
-    "curves": _curves,
+    "pictures": _pictures,
     "wall-clock": _wall_clock,
 }

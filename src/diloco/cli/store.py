@@ -138,7 +138,7 @@ def _checked(replay: Replay) -> Iterator[str]:
         f"{done.retired:,} retired"
     )
     if done.averages:
-        yield f"averages     {done.averages:,} of shares, made again with the bits that are in the store"
+        yield f"averages     {done.averages:,} of shares, made again: those in the store have these bits"
     yield f"outer steps  {done.steps:,} of {done.rounds:,} repeated, with the bits that the log names"
     yield f"snapshots    {done.snapshots:,}, indexes {done.indexes:,}"
     yield from (f"note: {note}" for note in replay.notes)

@@ -65,7 +65,7 @@ def _sweep_of(command: Command) -> Sweep:
     """The sweep that a command line describes."""
     config = command.config
     recipe_tokens = recipe(config.recipe).num_tokens
-    if config.num_tokens != recipe_tokens and not recipe_tokens % config.tokens_per_step:
+    if config.num_tokens != recipe_tokens:
         raise UserError(
             "leave out num_tokens: the budget of a sweep's runs is tokens_per_param times their size",
             *("num_tokens", "tokens_per_param"),

@@ -1,28 +1,26 @@
-"""`diloco train`: a run, from a recipe or from where an earlier one ended."""
+"""`diloco train`: a run, from a recipe or from where one ended; torch is loaded once the command is understood."""
 
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from diloco.cli._command import asks_for_help
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
 from diloco.cli._recipe import parsed_recipe
-from diloco.data.index import read_index
-from diloco.report.terminal.training import TrainingProgress, preparation_progress, print_outcome
+from diloco.errors import UserError
+from diloco.training.budget import Budget, epochs, parse_tokens
 from diloco.training.config import TrainConfig
-from diloco.training.launcher import launch, prepared, under_a_launcher
-from diloco.training.loop import train
-from diloco.training.prepare import prepare_run
+from diloco.training.config_file import read_config_file
 from diloco.training.recipes import RECIPES, recipe
-from diloco.training.runs import CONFIG_FILE, resumable
 
-HELP = "train a language model: diloco train RECIPE [--field value …] [--resume RUN]"
+HELP = "train a language model: diloco train RECIPE [--field value …] [--config FILE] [--resume RUN] [--dry-run]"
 ORDER = 1
 
 
@@ -31,63 +29,142 @@ class Command:
     """The command line: a run's config, and where it begins."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
+    """A .toml file with changes to the recipe, or another run's config.json; flags change it further."""
+    epochs: float | None = None
+    """Passes over the training text, in the place of --num-tokens; rounded to whole steps."""
     resume: Path | None = None
-    """Directory of a run to continue, from the newest step that every replica holds."""
+    """Directory of a run to continue, from the newest step that every replica holds. --num-tokens extends it, and
+    --optimizer.learning-rate and the schedule's fields change its schedule from there on."""
+    dry_run: bool = False
+    """Prepare the text, and print what the run would be: memory, steps, bytes, its first syncs."""
 
 
 def run(arguments: list[str]) -> None:
     """Train a run of a recipe, or resume one."""
     with spelled(Command):
-        command = _parsed(arguments)
-        with prepared():
-            with preparation_progress(Console(stderr=True)) as progress:
-                config = prepare_run(command.config, resume=command.resume, progress=progress)
-            hint = f"go on with: diloco train {config.recipe} --resume {config.directory}"
-            with hinted(hint, where=config.directory / CONFIG_FILE):
-                _train(config, is_resume=command.resume is not None)
+        command, budget = _parsed(arguments)
+        _start(command, budget)
 
 
-def _parsed(arguments: Sequence[str]) -> Command:
-    """The command; a resume begins with the run's own config, and needs no recipe."""
+def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
+    """The command and its budget; a resume begins with the run's own config, and needs no recipe."""
+    words, others = _words(arguments)
+    if words.resume is not None and words.config is not None:
+        raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
     configs: dict[str, TrainConfig] = {}
-    words = _words(arguments)
+    budget = _budget(words)
     if words.rendezvous is not None:  # each command starts one replica
         configs = {name: replace(recipe(name), num_replicas=1) for name in RECIPES}
-    if (directory := words.resume) is not None:
-        saved = resumable(directory)
+    if words.config is not None and not asks_for_help(others):
+        named = others[0] if others and others[0] in RECIPES else None
+        base, budget_of_file = read_config_file(words.config, named)
+        configs, budget = {base.recipe: base}, budget or budget_of_file
+        others = others if named else [base.recipe, *others]
+    if words.resume is not None:
+        from diloco.training.runs import resumable
+
+        saved = resumable(words.resume)
         configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
-        if saved.recipe in RECIPES and arguments[0] not in RECIPES:
-            arguments = [saved.recipe, *arguments]
-    return parsed_recipe(lambda config: Command(config=config), arguments, prog="diloco train", configs=configs)
+        if saved.recipe in RECIPES and (not others or others[0] not in RECIPES):
+            others = [saved.recipe, *others]
+    command = parsed_recipe(lambda config: Command(config=config), others, prog="diloco train", configs=configs)
+    if budget is None and command.resume is None:
+        budget = Budget(command.config.num_tokens, "tokens")
+    return command, budget
 
 
-def _words(arguments: Sequence[str]) -> argparse.Namespace:
-    """The directory of the run that a command line resumes, and the rendezvous, on which the defaults depend."""
+def _words(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The words of a command line on which the defaults of the others depend, and all but those of the budget."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--rendezvous")
+    parser.add_argument("--num-tokens", "--num_tokens")
+    parser.add_argument("--epochs", type=float)
+    defaults = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, kind in (("--resume", Path), ("--config", Path), ("--rendezvous", str)):
+        defaults.add_argument(name, type=kind)
     try:
-        return parser.parse_known_args(arguments)[0]
-    except argparse.ArgumentError:
-        return argparse.Namespace(resume=None, rendezvous=None)  # tyro explains what is wrong with it
+        words, others = parser.parse_known_args(arguments)
+        defaults.parse_known_args(others, words)
+    except argparse.ArgumentError:  # tyro explains what is wrong with it
+        return argparse.Namespace(num_tokens=None, epochs=None, resume=None, config=None, rendezvous=None), [
+            *arguments
+        ]
+    return words, others
+
+
+def _budget(words: argparse.Namespace) -> Budget | None:
+    if words.num_tokens is not None and words.epochs is not None:
+        raise UserError(
+            f"num_tokens={words.num_tokens} and epochs={words.epochs:g} are two budgets: leave one of them out",
+            *("num_tokens", "epochs"),
+        )
+    if words.epochs is not None:
+        return epochs(words.epochs)
+    return None if words.num_tokens is None else parse_tokens(words.num_tokens)
+
+
+def _start(command: Command, budget: Budget | None) -> None:
+    """Prepare the run; then start it, or print what it would be."""
+    from rich.console import Console
+
+    from diloco.report.terminal.training import preparation_progress
+    from diloco.training.launcher import prepared
+    from diloco.training.prepare import prepare_run
+    from diloco.training.runs import CONFIG_FILE
+
+    with nullcontext() if command.dry_run else prepared():
+        with preparation_progress(Console(stderr=True)) as progress:
+            config = prepare_run(command.config, resume=command.resume, budget=budget, progress=progress)
+        if command.dry_run:
+            _print_forecast(config, budget)
+            return
+        _print_start(config, budget, resume=command.resume)
+        hint = f"go on with: diloco train {config.recipe} --resume {config.directory}"
+        with hinted(hint, where=config.directory / CONFIG_FILE):
+            _train(config, is_resume=command.resume is not None)
+
+
+def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
+    from diloco.report.terminal.start import forecast_lines, start_lines
+    from diloco.training.forecast import forecast
+
+    print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
+
+
+def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | None) -> None:
+    """Print what the first process of a run knows before it starts."""
+    from diloco.report.terminal.start import change_lines, start_lines
+    from diloco.training.runs import read_config
+    from diloco.training.traits import differences
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    lines = [*start_lines(config, budget)]
+    if resume is not None:
+        lines += change_lines(differences(read_config(resume), config))
+    print("\n".join(lines), flush=True)
+    if config.prometheus_port is not None:
+        ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
+        print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
 
 
 def _train(config: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
+    from diloco.training.launcher import launch, under_a_launcher
+
     if under_a_launcher():
         _replica(config, is_resume)
-        return
-    if config.data.prepared is not None:
-        print(f"data  {config.data.prepared}, digest {read_index(config.data.prepared).digest[:16]}")
-    print(f"run   {config.directory}", flush=True)
-    if config.prometheus_port is not None:
-        ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
-        print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
-    launch(_replica, config.num_local_replicas, config.processes_per_replica, config, is_resume)
+    else:
+        launch(_replica, config.num_local_replicas, config.processes_per_replica, config, is_resume)
 
 
 def _replica(config: TrainConfig, is_resume: bool) -> None:
     """Train one replica, or one of its shards, in this process; the first shows progress and outcome."""
+    from rich.console import Console
+
+    from diloco.report.terminal.training import TrainingProgress, print_outcome
+    from diloco.training.loop import train
+
     console = Console()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
     on_start = progress.resumed if progress is not None and is_resume else None

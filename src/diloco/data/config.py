@@ -16,11 +16,14 @@ class DataConfig:
     """
 
     train: tuple[str, ...] = ("stdlib",)
-    """Sources of training text: `stdlib`, a file or glob, or `hf:NAME[:CONFIG][:SPLIT]`."""
+    """Sources of training text: `stdlib`, a file, glob or directory, or `hf:NAME[:CONFIG][:SPLIT]`."""
+    text_field: str = "text"
+    """The field, or column, that holds the text of a row of `.jsonl`, `.csv`, `.parquet` or a dataset."""
     held_out: tuple[str, ...] = ()
     """Sources of held-out text; where empty, a fraction of the training documents is held out."""
     held_out_fraction: float = 0.02
-    """Share of the training documents that is held out, chosen by a hash of each document's id."""
+    """Share of the training documents that is held out, chosen by a hash of each document's id; where that would
+    hold out none of them, or all, the same share at the end of each document."""
     max_train_bytes: int | None = None
     """Bytes of UTF-8 after which training text ends, with the document that reaches them; None is all text. With a
     vocabulary of 32,000, a token is four to five bytes of English."""
@@ -30,7 +33,8 @@ class DataConfig:
     Reading a document takes a few times as much memory, tokenizing it about a hundred times.
     """
     tokenizer: str = "bytes"
-    """`bytes`, `bpe:SIZE` (trained on the training split), or a path: `tokenizer.json`, SentencePiece `.model`."""
+    """`bytes`, `bpe:SIZE` (trained on the training split), a path (`tokenizer.json`, SentencePiece `.model`), or
+    the name of a repository of the Hugging Face Hub, such as `gpt2`."""
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
     """A directory made by `diloco data prepare`, to be read in place of the sources above."""
     cache: Path = Path("data")
@@ -39,6 +43,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.train:
             raise UserError("data.train names no source of training text: name one, such as stdlib", "data.train")
+        if self.text_field in ("", "id"):
+            raise UserError(
+                f"data.text_field={self.text_field!r} names no text: name the field that holds it",
+                "data.text_field",
+            )
         if not 0 < self.held_out_fraction < 1:
             raise UserError(
                 f"data.held_out_fraction={self.held_out_fraction} must lie between 0 and 1",

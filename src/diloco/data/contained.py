@@ -3,6 +3,7 @@
 Libraries in C++ and Rust can't be interrupted, allocate what a file asks for, and end the process they fail in.
 """
 
+import json
 import os
 import resource
 import signal
@@ -71,7 +72,7 @@ class Contained:
         if outcome == _NO_MEMORY:
             raise UserError(f"{self.doing}: {_no_memory(most_bytes)}")
         if outcome == _REFUSED:
-            raise UserError(answer.decode())
+            raise UserError(*json.loads(answer))
         assert outcome == _DONE, answer.decode()
         return answer
 
@@ -144,7 +145,7 @@ def _serve(factory: str, *arguments: str) -> None:
             assert answer is not None
             outcome, content = _DONE, answer(request)
         except UserError as error:
-            outcome, content = _REFUSED, str(error).encode(errors="replace")
+            outcome, content = _REFUSED, json.dumps([str(error), *error.fields]).encode()
         except MemoryError:
             outcome, content = _NO_MEMORY, b""
         except BaseException:  # Rust's panics are no Exception

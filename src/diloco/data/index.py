@@ -59,6 +59,8 @@ class PreparationSettings:
     """Tokens after which a shard ends, with the document that reaches them."""
     max_train_bytes: _Positive | None = None
     """Bytes of text after which the training split ends, with the document that reaches them; None is all text."""
+    text_field: str = "text"
+    """The field that holds the text of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ class Index:
     """The shards of each split, in order."""
     digest: _Digest
     """SHA-256 of all token bytes in order, those of the training split first."""
+    held_out_by_position: bool = False
+    """The end of each document is held out, since hashing their ids would leave a split empty."""
 
     def __post_init__(self) -> None:
         if self.bos_id >= self.vocab_size:

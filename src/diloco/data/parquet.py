@@ -20,15 +20,16 @@ class ParquetReader:
     """Reads one Parquet file after another in one process.
 
     Args:
+        text_field: the column of the text.
         longest_bytes: UTF-8 bytes of the longest text.
     """
 
-    def __init__(self, longest_bytes: int) -> None:
+    def __init__(self, text_field: str, longest_bytes: int) -> None:
         self._most_bytes = 1024 * MIB + _FEWEST_ROWS * longest_bytes
-        self._process = Contained(f"{__name__}:answering_with_rows", doing="")
+        self._process = Contained(f"{__name__}:answering_with_rows", text_field, doing="")
 
     def rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The fields `text` and `id` of each row, where they are strings.
+        """The text and the field `id` of each row, where they are strings; all its strings where it has no text.
 
         Raises:
             UserError: if the file can't be read, or that takes more memory than 1 GiB and 16 of the longest texts.
@@ -50,7 +51,7 @@ class ParquetReader:
         self._process.close()
 
 
-def answering_with_rows() -> Callable[[bytes], bytes]:
+def answering_with_rows(text_field: str) -> Callable[[bytes], bytes]:
     """The reader's other end: a path opens a file, and each answer holds its next rows, none at its end."""
     parquet = require("pyarrow.parquet", extra="data")
     rows: Iterator[dict[str, Any]] = iter(())
@@ -61,7 +62,7 @@ def answering_with_rows() -> Callable[[bytes], bytes]:
         nonlocal rows, path
         if request:
             path = request.decode("utf-8", "surrogateescape")
-            rows = _rows(parquet, path)
+            rows = _rows(parquet, path, text_field)
         gathered: list[dict[str, Any]] = []
         size = 0
         try:
@@ -79,18 +80,19 @@ def answering_with_rows() -> Callable[[bytes], bytes]:
     return answer
 
 
-def _rows(parquet: Any, path: str) -> Iterator[dict[str, Any]]:
+def _rows(parquet: Any, path: str, text_field: str) -> Iterator[dict[str, Any]]:
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
-        columns = [column for column in ("id", "text") if column in file.schema_arrow.names]
-        row_bytes = max(1, _text_bytes(file.metadata)) / max(1, file.metadata.num_rows)
+        names = file.schema_arrow.names
+        columns = [column for column in ("id", text_field) if column in names] if text_field in names else names
+        row_bytes = max(1, _column_bytes(file.metadata, columns)) / max(1, file.metadata.num_rows)
         num_rows = round(min(max(_ANSWER_BYTES / row_bytes, _FEWEST_ROWS), _MOST_ROWS))
         for batch in file.iter_batches(batch_size=num_rows, columns=columns, use_threads=False):
             for row in batch.to_pylist():
                 yield {name: value for name, value in row.items() if isinstance(value, str)}
 
 
-def _text_bytes(metadata: Any) -> int:
-    """The uncompressed bytes of the column `text`, as the file says."""
+def _column_bytes(metadata: Any, names: list[str]) -> int:
+    """The uncompressed bytes of columns, as the file says."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     columns = (group.column(number) for group in groups for number in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == "text")
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in names)

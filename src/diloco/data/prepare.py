@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from diloco.data.config import DataConfig
-from diloco.data.corpora import Document, fingerprint
+from diloco.data.corpora import fingerprint
 from diloco.data.encoding import ContainedTokenizer
 from diloco.data.index import (
     FORMAT,
@@ -33,7 +33,14 @@ from diloco.data.index import (
     write_record,
 )
 from diloco.data.packing import SplitWriter
-from diloco.data.splits import DOCUMENT_BYTES, check_disjoint, empty_split, split_documents
+from diloco.data.readers import Document
+from diloco.data.splits import (
+    DOCUMENT_BYTES,
+    check_disjoint,
+    empty_split,
+    holds_out_by_position,
+    split_documents,
+)
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
@@ -73,9 +80,7 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     """
     if config.prepared is None:
         settings = _settings(config, SHARD_TOKENS)
-        values = {"format": FORMAT} | {k: value for k, value in asdict(settings).items() if value is not None}
-        name = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-        return prepare(config, expanded(config.cache).absolute() / name, progress=progress)
+        return prepare(config, expanded(config.cache).absolute() / _name(settings), progress=progress)
     directory = expanded(config.prepared).absolute()
     made_with = read_index(directory).settings
     for name in _CONFIGURED:
@@ -88,6 +93,14 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
                 "data.prepared",
             )
     return directory
+
+
+def _name(settings: PreparationSettings) -> str:
+    """A digest of the settings; a default leaves no trace, so that what was prepared before a field is found."""
+    changed = {
+        f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) != f.default
+    }
+    return hashlib.sha256(json.dumps({"format": FORMAT} | changed).encode()).hexdigest()[:16]
 
 
 def prepare(
@@ -131,6 +144,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
         source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
         shard_tokens=shard_tokens,
         max_train_bytes=config.max_train_bytes,
+        text_field=config.text_field,
     )
 
 
@@ -162,7 +176,7 @@ def _claim(output: Path, settings: PreparationSettings) -> None:
             )
 
 
-_CONFIGURED = ("train", "held_out", "held_out_fraction", "max_train_bytes", "tokenizer")
+_CONFIGURED = ("train", "held_out", "held_out_fraction", "max_train_bytes", "text_field", "tokenizer")
 """The settings of a prepared directory that `DataConfig` has, too."""
 
 _LABELS = {
@@ -230,6 +244,7 @@ def _pack(
         bos_id=tokenizer.bos_id,
         dtype=dtype,
         splits=splits,
+        held_out_by_position=holds_out_by_position(config),
         digest=sha256(
             *(shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split])))
         ),

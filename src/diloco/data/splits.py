@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Iterator
 
 from diloco.data.config import DataConfig
-from diloco.data.corpora import Document, documents, parts
+from diloco.data.corpora import documents, parts
 from diloco.data.index import Split
+from diloco.data.readers import Document, Reading
 from diloco.errors import UserError
 
 
@@ -16,28 +17,38 @@ def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
         UserError: as `documents` does, or if hardly any of the text belongs to the training split, and
             `config.max_train_bytes` is far less than what has to be read for it.
     """
-    yield from _documents_to_train_on(config)
-    for source in config.held_out:
-        for document in documents(source, longest_bytes=config.max_document_bytes):
-            yield "held_out", document
+    split = _cut if holds_out_by_position(config) else _whole
+    num_bytes = 0
+    for document in _training_documents(config):
+        for name, part in split(document, config):
+            yield name, part
+            if name == "train":
+                num_bytes += len(part.text.encode(errors="surrogatepass"))
+        if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
+            break
+    for document in _documents(config, config.held_out):
+        yield "held_out", document
 
 
-def _documents_to_train_on(config: DataConfig) -> Iterator[tuple[Split, Document]]:
-    """The documents of the training sources, held-out ones included."""
-    most_bytes = config.max_train_bytes
-    train_bytes = read_bytes = 0
-    for source in config.train:
-        for document in documents(source, longest_bytes=config.max_document_bytes):
-            split = _split(config, document)
-            if most_bytes is not None:
-                size_bytes = len(document.text.encode(errors="surrogatepass"))
-                read_bytes += size_bytes + DOCUMENT_BYTES
-                if read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
-                    raise _too_little_text(source, most_bytes, train_bytes)
-                train_bytes += size_bytes if split == "train" else 0
-            yield split, document
-            if most_bytes is not None and train_bytes >= most_bytes:
-                return
+def holds_out_by_position(config: DataConfig) -> bool:
+    """True where hashing the documents' ids would leave a split empty, as with a single document.
+
+    Raises:
+        UserError: as `documents` does.
+    """
+    if config.held_out:
+        return False
+    splits: set[Split] = set()
+    num_bytes = 0
+    for document in _training_documents(config):
+        ((name, _),) = _whole(document, config)
+        splits.add(name)
+        num_bytes += len(document.text) if name == "train" else 0
+        if len(splits) == 2:
+            return False
+        if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
+            break
+    return True
 
 
 DOCUMENT_BYTES = 2**8
@@ -45,18 +56,38 @@ DOCUMENT_BYTES = 2**8
 _MOST_EXTRA_BYTES = 2**26
 
 
-def _split(config: DataConfig, document: Document) -> Split:
-    is_out = not config.held_out and is_held_out(document.id, config.held_out_fraction)
-    return "held_out" if is_out else "train"
+def _training_documents(config: DataConfig) -> Iterator[Document]:
+    """The documents of the training sources, as long as not far more is read than is asked for."""
+    most_bytes, read_bytes = config.max_train_bytes, 0
+    for document in _documents(config, config.train):
+        read_bytes += len(document.text.encode(errors="surrogatepass")) + DOCUMENT_BYTES
+        if most_bytes is not None and read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
+            raise UserError(
+                f"data.max_train_bytes={most_bytes}: more than a hundred times as much was read of data.train, and "
+                "hardly any of it is training text, the rest being empty or held out: name other sources",
+                "data.max_train_bytes",
+                "data.train",
+            )
+        yield document
 
 
-def _too_little_text(source: str, most_bytes: int, train_bytes: int) -> UserError:
-    return UserError(
-        f"data.max_train_bytes={most_bytes}: more than a hundred times as much was read, up to {source}, and held "
-        f"only {train_bytes} bytes of training text, the rest being empty or held out: name other sources",
-        "data.max_train_bytes",
-        "data.train",
-    )
+def _documents(config: DataConfig, sources: tuple[str, ...]) -> Iterator[Document]:
+    reading = Reading(config.text_field, config.max_document_bytes)
+    for source in sources:
+        yield from documents(source, reading)
+
+
+def _whole(document: Document, config: DataConfig) -> list[tuple[Split, Document]]:
+    """A document in the split of its id."""
+    is_for_evaluation = not config.held_out and is_held_out(document.id, config.held_out_fraction)
+    return [("held_out" if is_for_evaluation else "train", document)]
+
+
+def _cut(document: Document, config: DataConfig) -> list[tuple[Split, Document]]:
+    """A document's beginning and its end, in a split each; an empty part is left out."""
+    cut = round(len(document.text) * (1 - config.held_out_fraction))
+    parts: tuple[tuple[Split, str], ...] = (("train", document.text[:cut]), ("held_out", document.text[cut:]))
+    return [(split, Document(document.id, text)) for split, text in parts if text]
 
 
 def check_disjoint(config: DataConfig) -> None:
@@ -89,7 +120,7 @@ def empty_split(config: DataConfig, split: Split) -> UserError:
     """The error for a split that no document belongs to."""
     if split == "held_out" and not config.held_out:
         return UserError(
-            f"data.held_out_fraction={config.held_out_fraction} holds out none of the documents of "
+            f"data.held_out_fraction={config.held_out_fraction} holds out none of the text of "
             f"data.train={config.train}: raise it, or name data.held_out",
             "data.held_out_fraction",
             "data.train",

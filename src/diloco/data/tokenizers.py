@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from diloco.data.hub import hub_file
 from diloco.data.index import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
 from diloco.files import expanded, require, write_atomically
@@ -73,12 +74,12 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def is_file(spec: str) -> bool:
-    """True for a tokenizer that is named by its path."""
+    """True for a tokenizer that is a file, named by its path or by its repository on the Hub."""
     return spec != "bytes" and not spec.startswith("bpe:")
 
 
 def tokenizer_file(spec: str | Path) -> Path:
-    """The file of a tokenizer that is named by its path, or by that of a directory that holds it.
+    """The file of a tokenizer that is named by its path, by that of a directory that holds it, or as on the Hub.
 
     Raises:
         UserError: if there is no such file.
@@ -87,11 +88,19 @@ def tokenizer_file(spec: str | Path) -> Path:
     for candidate in (path, *(path / name for name in FILES)):
         if candidate.is_file() and candidate.suffix in (".json", ".model"):
             return candidate
-    raise UserError(
+    sentence = (
         f"data.tokenizer={spec} is neither bytes, nor bpe:SIZE, nor the path of a tokenizer.json, of a "
-        "SentencePiece .model, or of a directory that holds one",
-        "data.tokenizer",
+        "SentencePiece .model, or of a directory that holds one"
     )
+    if path.exists() or path.suffix in (".json", ".model"):
+        raise UserError(sentence, "data.tokenizer")
+    try:
+        downloaded = hub_file(str(spec), FILES)
+    except UserError as error:
+        raise UserError(f"{sentence}; {error}", "data.tokenizer") from error
+    if downloaded is None:
+        raise UserError(sentence, "data.tokenizer")
+    return downloaded
 
 
 def _load_prepared(directory: Path) -> Tokenizer:
@@ -168,37 +177,6 @@ class HuggingFaceTokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def hugging_face_json(tokenizer: "ByteTokenizer | HuggingFaceTokenizer") -> tuple[str, str]:
-    """A `tokenizer.json` that puts BOS before every text, as training does, and the name of BOS in it."""
-    from tokenizers.processors import TemplateProcessing
-
-    backend = _bytewise() if isinstance(tokenizer, ByteTokenizer) else tokenizer.backend
-    bos = backend.id_to_token(tokenizer.bos_id)
-    backend.post_processor = TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.bos_id)]
-    )
-    return backend.to_str(pretty=True), bos
-
-
-def _bytewise() -> Any:
-    """`ByteTokenizer` as the library's tokenizer: a token a byte, its value the id."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    # A printable character stands for each byte: its own, or the next free one from U+0100 on.
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in own)
-    vocabulary = {chr(byte): byte for byte in own}
-    vocabulary |= {chr(256 + index): byte for index, byte in enumerate(others)}
-    backend = Backend(BPE(vocab=vocabulary | {"<bos>": ByteTokenizer.bos_id}, merges=[]))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = ByteLevelDecoder()
-    backend.add_special_tokens(["<bos>"])
-    return backend
-
-
 def _find_bos(vocabulary: dict[str, int], path: Path) -> str:
     names = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
     for name in names:
@@ -211,7 +189,8 @@ class SentencePieceTokenizer:
     """A SentencePiece `.model`. Most of them normalise white space, so that decoding does not restore it."""
 
     def __init__(self, path: Path) -> None:
-        content = _content(path)
+        self.content = content = _content(path)
+        """The bytes of the file."""
         self._backend = require("sentencepiece", extra="data").SentencePieceProcessor()
         with _failures_named(f"{path} is not a SentencePiece model"):
             self._backend.LoadFromSerializedProto(content)
@@ -221,6 +200,8 @@ class SentencePieceTokenizer:
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:
             raise UserError(f"{path} has no BOS to precede a document: train it with one")
+        self.unknown: str = self._backend.id_to_piece(self._backend.unk_id())
+        """The piece that stands for what it does not know."""
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text."""

@@ -96,6 +96,10 @@ def _score(model: LanguageModel, group: list[_Part], device: torch.device) -> li
     targets_RxU1 = targets_RxU1.to(device)
 
     cache = model.new_cache()
+    if cache is None:
+        raise UserError(
+            f"{type(model).__name__} offers no cache: zero-shot tasks can't be scored with it", "tasks"
+        )
     logits_RxU1xV = model(torch.tensor(contexts, device=device), cache)[:, -1:][rows_R]
     if longest > 1:
         following_RxUxV = model(targets_RxU1[:, :-1], cache.select(rows_R))

@@ -23,6 +23,7 @@ from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.evaluation.questions import read_questions
 from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer, generate
 
 
 class HarnessLM(TemplateLM):
@@ -97,18 +98,15 @@ class HarnessLM(TemplateLM):
                 "take other tasks",
                 "tasks",
             )
-        tokens, written = tokens[-(self.max_length - most) :], []
-        read, unread = self.model.new_cache(), tokens
-        with torch.inference_mode():
-            while len(written) < most:
-                logits_V = self.model(torch.tensor([unread], device=self._device), read)[0, -1]
-                unread = [int(logits_V[: self.tokenizer_.vocab_size].argmax())]
-                if unread[0] == self.eot_token_id:
-                    break
-                written += unread
-                text = self.tokenizer_.decode(written)
-                if any(stop in text for stop in stops if stop):
-                    return min((text.split(stop)[0] for stop in stops if stop), key=len)
+        vocab_size, written = self.tokenizer_.vocab_size, []
+        length, device = self.max_length, self._device
+        writer = Writer(self.model, context=length, device=device, vocab_size=vocab_size, temperature=0)
+        writer.read(tokens[-(self.max_length - most) :])
+        for token in generate(writer, most, stop=self.eot_token_id):
+            written.append(token)
+            text = self.tokenizer_.decode(written)
+            if any(stop in text for stop in stops if stop):
+                return min((text.split(stop)[0] for stop in stops if stop), key=len)
         return self.tokenizer_.decode(written)
 
 

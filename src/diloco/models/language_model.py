@@ -1,15 +1,12 @@
-"""The module of a model family: its base class, its default loss, and sampling from it.
+"""The module of a model family: its base class, and its default loss.
 
 Shapes: B sequences, T tokens, V vocabulary, R rows taken from B.
 """
 
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
-
-from diloco.errors import UserError
 
 
 @runtime_checkable
@@ -36,13 +33,9 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
-    def new_cache(self) -> Cache:
-        """An empty cache, with which zero-shot tasks are scored.
-
-        Raises:
-            UserError: if the family offers none.
-        """
-        raise UserError(f"{type(self).__name__} offers no cache: zero-shot tasks can't be scored with it", "tasks")
+    def new_cache(self) -> Cache | None:
+        """An empty cache, with which text is written and zero-shot tasks are scored; None if there is none."""
+        return None
 
     def loss(self, logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """The cross-entropy to report and the objective to train on, as of `next_token_loss`."""
@@ -62,29 +55,3 @@ def next_token_loss(
     target_logit_BxT = logits_BxTxV.gather(-1, targets_BxT[..., None]).squeeze(-1)
     cross_entropy = (log_z_BxT - target_logit_BxT).mean()
     return cross_entropy, cross_entropy + z_loss * log_z_BxT.square().mean()
-
-
-def generate(
-    model: LanguageModel,
-    prompt: list[int],
-    num_tokens: int,
-    *,
-    seed: int,
-    context: int,
-    vocab_size: int | None = None,
-    top_k: int = 40,
-) -> list[int]:
-    """Sample `num_tokens` after a prompt, each from the `top_k` likeliest given the last `context` tokens.
-
-    `vocab_size` is the tokenizer's; the model may know more tokens than that.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            logits_V = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab_size].float().cpu()
-            top = logits_V.topk(min(top_k, len(logits_V)))
-            choice = torch.multinomial(top.values.softmax(dim=-1), 1, generator=generator)
-            tokens.append(int(top.indices[choice]))
-    return tokens[len(prompt) :]

@@ -30,6 +30,8 @@ from diloco.rendezvous.verify import verified
 
 _LOG = logging.getLogger("diloco")
 _POLLS_A_TURN = 10
+_LOOKS_AT_ONCE = 8
+"""Averages of one outer entry that are looked for at once: they appear at about the same time."""
 
 
 class _Average(NamedTuple):
@@ -81,8 +83,8 @@ class Averager:
         Raises:
             LogError: if an average, or what the entry counts, is not sound.
         """
-        shares = range(self._form.num_shares)
-        found = await asyncio.gather(*(self._share(ref, share, state) for share in shares))
+        shares, looking = range(self._form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
+        found = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
         several = [average for average in found if average is not None]
         if len(several) < len(found):
             return None
@@ -92,24 +94,33 @@ class Averager:
             bytes_sent=sum(average.bytes_sent for average in several),
         )
 
-    async def _share(self, ref: OuterRef, share: int, state: RunState) -> _Average | None:
-        """The average of one share, from the store, or made here when its turn comes."""
-        turn, started = self._turn(ref, share, state), time.monotonic()
-        # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
-        num_intervals, name = turn.bit_length(), averages.name_of(ref.number, share)
-        most_bytes = averages.most_bytes(self._form, ref.body.fragment)
-        while num_intervals:
-            data = await self._store.get(name, most_bytes=most_bytes, patience_seconds=FOR_EVER)
+    async def _share(
+        self, ref: OuterRef, share: int, state: RunState, looking: asyncio.Semaphore
+    ) -> _Average | None:
+        """The average of one share, from the store, or made here when its turn comes; None if it was deleted."""
+        if turn := self._turn(ref, share, state):
+            data = await self._waited_for(ref, share, turn, looking)
             if data is not None:
                 return await self._taken(data, ref, share, state)
-            seconds = _POLLS_A_TURN * self._poll_seconds + 2 * self._seconds
-            if time.monotonic() >= started + num_intervals * seconds:
-                break
-            await asyncio.sleep(self._poll_seconds)
         try:
             return await self._made(ref, share, state)
         except _DeletedError:
             return None
+
+    async def _waited_for(
+        self, ref: OuterRef, share: int, turn: int, looking: asyncio.Semaphore
+    ) -> "Buffer | None":
+        """The object of an average; None if this replica's turn comes before it."""
+        name, most_bytes = averages.name_of(ref.number, share), averages.most_bytes(self._form, ref.body.fragment)
+        # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
+        num_intervals, started = turn.bit_length(), time.monotonic()
+        async with looking:
+            while True:
+                data = await self._store.get(name, most_bytes=most_bytes, patience_seconds=FOR_EVER)
+                seconds = _POLLS_A_TURN * self._poll_seconds + 2 * self._seconds
+                if data is not None or time.monotonic() >= started + num_intervals * seconds:
+                    return data
+                await asyncio.sleep(self._poll_seconds)
 
     def _turn(self, ref: OuterRef, share: int, state: RunState) -> int:
         """How many replicas try to make an average before this one."""

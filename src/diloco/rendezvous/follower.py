@@ -4,18 +4,16 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.errors import DilocoError
-from diloco.rendezvous import payloads
 from diloco.rendezvous.archive import write_index
 from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.contract import Form, Offer
-from diloco.rendezvous.decide import may_decide, of_the_run, turns
+from diloco.rendezvous.decide import may_decide, turns
 from diloco.rendezvous.delivery import Delivery
 from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.inbox import Inbox
@@ -25,8 +23,6 @@ from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.state import OuterRef
 from diloco.rendezvous.store import Store
-
-_LOG = logging.getLogger("diloco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,6 @@ class Follower:
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
         self._watched: set[int] = set()
-        self._left_out: set[str] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -202,29 +197,12 @@ class Follower:
             log = self.state.fragments[p]
             if applied != log.round:
                 continue  # the training thread has not taken the last outer step yet
-            here = self._of_the_run(p, f"{base:016x}")
+            here = self.inbox.of_the_run(self.state, p, f"{base:016x}")
             is_over, is_late = self._deadlines(offer)
             parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
             if parts is not None and self._is_turn(p, log.round + 1, parts):
                 return Outer(fragment=p, round=log.round + 1, before=f"{base:016x}", contributions=parts)
         return None
-
-    def _of_the_run(self, p: int, base: str) -> dict[int, Contribution]:
-        """The payloads of a fragment that were taken against the run's Θ_p, of which this replica's is `base`."""
-        arrived = self.inbox.here[p]
-        here = {replica: one.contribution for replica, one in arrived.items()}
-        bases = {replica: one.header.base for replica, one in arrived.items()}
-        sound = of_the_run(self.state, p, here, bases, self._own, base)
-        for replica in here.keys() - sound.keys():
-            name = payloads.name_of(replica, here[replica].seq)
-            if name not in self._left_out:
-                self._left_out.add(name)
-                _LOG.warning(
-                    "payload %s was taken against other outer parameters than the run's after round %d: it is "
-                    "left out",
-                    *(name, here[replica].base_round),
-                )
-        return sound
 
     def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
         """Whether τ, and τ + patience, have passed since an offer."""

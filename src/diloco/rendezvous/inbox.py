@@ -12,6 +12,7 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Content, Form
+from diloco.rendezvous.decide import of_the_run
 from diloco.rendezvous.entries import Contribution, LogError
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
@@ -73,6 +74,7 @@ class Inbox:
         self._most_bytes = largest + MOST_HEAD_BYTES
         self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
         self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
+        self._left_out: set[str] = set()
 
     def put(self, header: Header, own: tuple[Tensor, ...] = ()) -> None:
         """Tell of a payload that can be counted; an own one comes with its bytes."""
@@ -89,6 +91,27 @@ class Inbox:
             if arrived is not None and arrived.contribution.seq <= counted.seq:
                 del self.here[fragment][counted.replica]
                 self._cache.drop(arrived.header.name)
+
+    def of_the_run(self, state: RunState, fragment: int, base: str) -> dict[int, Contribution]:
+        """The payloads that were taken against the run's Θ_p, which `base` is here; others are told once.
+
+        Raises:
+            DisagreementError: as `decide.of_the_run`.
+        """
+        arrived = self.here[fragment]
+        here = {replica: one.contribution for replica, one in arrived.items()}
+        bases = {replica: one.header.base for replica, one in arrived.items()}
+        sound = of_the_run(state, fragment, here, bases, self._own, base)
+        for replica in here.keys() - sound.keys():
+            name = payloads.name_of(replica, here[replica].seq)
+            if name not in self._left_out:
+                self._left_out.add(name)
+                _LOG.warning(
+                    "payload %s was taken against other outer parameters than the run's after round %d: it is "
+                    "left out",
+                    *(name, here[replica].base_round),
+                )
+        return sound
 
     def wanted(self, state: RunState) -> tuple[int, ...]:
         """The fragments for whose next outer step another replica's payload of the open round is here."""

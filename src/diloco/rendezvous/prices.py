@@ -48,12 +48,16 @@ class Traffic:
         requests = self.creates * prices.per_million_creates + self.gets * prices.per_million_gets
         return round(requests / 1e6 + self.bytes_down / 1e9 * prices.per_gb_down, 6)
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """The traffic of both."""
+        return Traffic(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
 
 def exchange(
     *,
     num_replicas: int,
-    num_payloads: int,
-    num_steps: int,
+    num_payloads: float,
+    num_steps: float,
     payload_bytes: float,
     average_bytes: float = 0,
     num_shares: int = 1,

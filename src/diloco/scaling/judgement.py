@@ -10,7 +10,7 @@ from diloco.errors import UserError
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
 from diloco.scaling.power_laws import PowerLawFit, log_residual
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, JOINT, LAWS
+from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, FORM_RESIDUALS, JOINT, LAWS
 from diloco.scaling.table import Point
 
 
@@ -170,6 +170,8 @@ def judge(laws: Laws) -> dict[str, Any]:
                 "formula": fit.form.formula,
                 "coefficients": fit.coefficients,
                 "selected_at_largest": residual.mean,
+                "selected_among_all": fit.residual_of_all,
+                "published": FORM_RESIDUALS[fit.form.name] if laws.points is None else None,
                 "by_replicas": residual.by_replicas,
             }
             for fit, residual in ranked

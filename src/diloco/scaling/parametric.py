@@ -7,8 +7,8 @@
 
 As in arXiv 2503.09799, L-BFGS minimises the Huber loss of log residuals from 256 random starts, for all sizes but
 the largest. Among the starts that end about as low as the lowest, the fit that is best at the largest size is
-kept: its residual there has been used for selection, and is no test error. (Selection among all starts would keep
-one that stalled where that happens to suit the largest size.)
+kept: its residual there has been used for selection, and is no test error. The paper selects among all starts, and
+so may keep one that stalled where that happens to suit the largest size: that residual is given, too.
 
 N counts parameters. Its unit matters in the exponent form, where β depends on it.
 """
@@ -97,6 +97,8 @@ class ParametricFit:
     """Coefficients by their symbols in the formula, factors as logarithms."""
     residual: float
     """Mean |log y − log ŷ| at the largest size, by which the fit was selected."""
+    residual_of_all: float
+    """The smallest such residual of any start, however high its training loss: the paper's rule."""
 
     def __call__(self, num_params: float, num_replicas: int) -> float:
         """The loss, in nats a token."""
@@ -152,7 +154,7 @@ def fit_parametric(
     )
     coefficients = dict(zip(form.ranges, map(float, best), strict=True))
     coefficients["log A"] -= coefficients["α"] * math.log(_MILLION)
-    return ParametricFit(form, coefficients, best_residual)
+    return ParametricFit(form, coefficients, best_residual, min(residual for _, residual, _ in ends))
 
 
 def _evaluate(c: Array, form: Form, n: Array, m: Array) -> tuple[Array, Array]:

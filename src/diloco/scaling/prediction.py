@@ -115,7 +115,7 @@ def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator
     if not low <= num_params <= high:
         yield (
             f"N = {num_params:g} lies outside the sizes that were fitted, {low:g} to {high:g}: an interval is "
-            "that of the law, which may bend (the published ones are 1 to 2 % low at 4B, 3 to 5 % at 10B)"
+            "that of the law, which may bend (the published ones are 1 to 2 % low at 4B, 3 to 4 % at 10B)"
         )
     own = [n for n, m in zip(law.num_params, law.num_replicas or (), strict=False) if m == num_replicas]
     if own and low <= num_params <= high and not min(own) <= num_params <= max(own):

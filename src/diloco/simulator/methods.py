@@ -1,11 +1,14 @@
 """A method with its numbers: which layers form a fragment, when each is sent, and in which wire format."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
 from diloco.schedule import Schedule
+
+Pattern = Literal["strided", "sequential"]
+"""How layers form fragments: strided, every P-th layer; sequential, layers that follow each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class MethodSettings:
     """H; data_parallel ignores it."""
     layers_per_fragment: int = 3
     """Layers in a fragment, at the most; only the streaming methods have several fragments."""
-    fragments: Literal["strided", "sequential"] = "strided"
+    fragments: Pattern = "strided"
     """How layers form the fragments of the streaming methods."""
     overlap_steps: int | tuple[int, ...] | None = None
     """τ, one number or one a replica; None is the method's own."""
@@ -43,7 +46,7 @@ class MethodSettings:
         for name in ("sync_every", "layers_per_fragment"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.fragments not in ("strided", "sequential"):
+        if self.fragments not in get_args(Pattern):
             raise UserError(f"fragments must be strided or sequential, not {self.fragments!r}", "fragments")
         self.schedule(len(self.offsets or (0,)))  # checks the rest
 

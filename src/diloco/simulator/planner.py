@@ -9,6 +9,7 @@ import numpy as np
 
 from diloco.errors import UserError
 from diloco.presets import PRESETS, Method
+from diloco.rendezvous.prices import Traffic, exchange, polling
 from diloco.simulator.bandwidth import reaches
 from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
@@ -24,6 +25,8 @@ WIRES = ("fp32", "bf16", "int8", "e3m0")
 """The codecs without a measured cost to quality, finest first; every coarser one has a cost."""
 LAYERS_PER_FRAGMENT = (3, 2, 4, 1, 6, 8, 12)
 """By preference: the paper finds 3 the best compromise."""
+_DAY_SECONDS, _POLL_SECONDS = 86400.0, 0.5
+"""The latter between two looks of a replica into a bucket, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,21 @@ class Plan:
         """Duration of the whole run."""
         mean = float(np.mean([replica.step_seconds for replica in self.task.replicas]))
         return self.task.num_steps * mean / self.compute_utilization / 3600
+
+    @property
+    def store_traffic_a_day(self) -> Traffic | None:
+        """The traffic of all replicas in a bucket, snapshots left out; None if they do not gather."""
+        if self.combine != "gather":
+            return None
+        num_replicas, num_fragments = len(self.task.replicas), len(self.model.fragment_params)
+        steps = _DAY_SECONDS / (3600 * self.hours / self.task.num_steps)
+        num_outer_steps = num_fragments * steps / self.model.settings.sync_every
+        return exchange(
+            num_replicas=num_replicas,
+            num_payloads=num_replicas * num_outer_steps,
+            num_steps=num_outer_steps,
+            payload_bytes=self.task.size.num_params * parse(self.wire).bits_per_value / 8 / num_fragments,
+        ) + polling(num_replicas, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
 
     @property
     def terabytes(self) -> float:

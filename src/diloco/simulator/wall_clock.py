@@ -1,13 +1,14 @@
 """Idealized wall-clock of a whole run on two levels of network (arXiv 2503.09799, appendix A).
 
-Compute takes 6·N·D/(R·Q) seconds. An all-reduce of N parameters over R chips takes 2N/W·(1 − 1/R) + ε. At each of
-T steps
+Compute takes 6·N·D/(R·Q) seconds. An all-reduce of N parameters over R chips takes 2bN/W·(1 − 1/R) + ε with b bits
+a parameter: b₀ for gradients, b₁ for outer gradients. At each of T steps
 
-    Data-Parallel    2N/W₁·(1 − 1/R) + ε₁
-    DiLoCo, M = 1    the same, and once more at every H-th step
-    DiLoCo, M ≥ 2    2N/W₀·(1 − M/R) + ε₀ inside a site, and 2N/W₁·(1 − 1/R) + ε₁ between sites at every H-th step
+    Data-Parallel    2b₀N/W₁·(1 − 1/R) + ε₁
+    DiLoCo, M = 1    the same, and 2b₁N/W₁·(1 − 1/R) + ε₁ more at every H-th step
+    DiLoCo, M ≥ 2    2b₀N/W₀·(1 − M/R) + ε₀ inside a site, 2b₁N/W₁·(1 − 1/R) + ε₁ between sites at every H-th step
 
 with W₀, ε₀ inside a site and W₁, ε₁ between sites. Overlap hides the outer exchange for the duration of τ steps.
+The paper has one number of bits.
 """
 
 import math
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.errors import UserError
+from diloco.simulator.step_time import step_seconds
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,16 @@ class IdealizedRun:
     between: Network = NETWORKS["low"]
     """W₁ and ε₁."""
     flops_per_chip: float = 300e12
-    """Q, floating-point operations of a chip a second."""
-    bits_per_param: float = 16
-    """Bits of a parameter or its gradient on the network."""
+    """Q, floating-point operations that a chip does in a second."""
+    inner_bits_per_param: float = 16
+    """b₀, bits of a gradient on the network."""
+    outer_bits_per_param: float = 16
+    """b₁, bits of an outer gradient on the network."""
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
-        names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip", "bits_per_param")
-        for name in names:
+        names = ("num_params", "num_tokens", "batch_tokens", "num_chips", "flops_per_chip")
+        for name in (*names, "inner_bits_per_param", "outer_bits_per_param"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
         if not 0 <= self.num_replicas <= self.num_chips:
@@ -114,29 +118,36 @@ class IdealizedRun:
     @property
     def compute_seconds(self) -> float:
         """Compute time of all steps."""
-        return 6 * self.num_params * self.num_tokens / (self.num_chips * self.flops_per_chip)
+        return self.num_steps * step_seconds(
+            num_params=self.num_params,
+            batch_tokens=self.batch_tokens,
+            num_chips=self.num_chips,
+            flops_per_chip=self.flops_per_chip,
+        )
 
     @property
     def inside_seconds(self) -> float:
         """The gradients' all-reduces at every step: inside a site if M ≥ 2, else between all chips."""
         if self.num_replicas >= 2:
-            return self.num_steps * self._all_reduce(self.inside, self.num_chips / self.num_replicas)
-        return self.num_steps * self._all_reduce(self.between, self.num_chips)
+            num_chips, network = self.num_chips / self.num_replicas, self.inside
+        else:
+            num_chips, network = self.num_chips, self.between
+        return self.num_steps * self._all_reduce(network, num_chips, self.inner_bits_per_param)
 
     @property
     def between_seconds(self) -> float:
         """The time that training waits for the outer gradients' all-reduces at every H-th step."""
         if self.num_replicas == 0:
             return 0.0
-        step_seconds = (self.compute_seconds + self.inside_seconds) / self.num_steps
-        waiting = self._all_reduce(self.between, self.num_chips) - self.overlap_steps * step_seconds
-        return self.num_steps / self.sync_every * max(0.0, waiting)
+        exchange = self._all_reduce(self.between, self.num_chips, self.outer_bits_per_param)
+        hidden = self.overlap_steps * (self.compute_seconds + self.inside_seconds) / self.num_steps
+        return self.num_steps / self.sync_every * max(0.0, exchange - hidden)
 
     @property
     def seconds(self) -> float:
         """Duration of the whole run."""
         return self.compute_seconds + self.inside_seconds + self.between_seconds
 
-    def _all_reduce(self, network: Network, num_chips: float) -> float:
-        bits = 2 * self.num_params * self.bits_per_param * (1 - 1 / num_chips)
+    def _all_reduce(self, network: Network, num_chips: float, bits_per_param: float) -> float:
+        bits = 2 * self.num_params * bits_per_param * (1 - 1 / num_chips)
         return bits / (network.gbit_s * 1e9) + network.latency_seconds

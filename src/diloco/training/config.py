@@ -57,8 +57,9 @@ class TrainConfig:
     replica), of M times as many those in a row; None is 1, on a resume the run's own."""
     seed: int = field(default=0, metadata=trait(column="seed"))
     """Seed of the initial parameters and of the order of the data."""
-    num_tokens: int = field(metadata=trait(column="tokens"))
-    """Token budget of the whole run, over all replicas; a multiple of global_batch · sequence_length."""
+    num_tokens: int = field(metadata=trait(column="tokens", begins_a_phase=True))
+    """Token budget of the whole run, over all replicas: whole steps of global_batch · sequence_length. The command
+    `train` takes 1e6, 1M or 20x (times the parameters), too, and rounds to whole steps."""
     global_batch: int = field(metadata=trait(column="batch_tokens"))
     """Sequences a step over all replicas; a multiple of the number of processes."""
     micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
@@ -165,8 +166,21 @@ class TrainConfig:
 
     @property
     def num_steps(self) -> int:
-        """T."""
-        return self.num_tokens // self.tokens_per_step
+        """T.
+
+        Raises:
+            UserError: if the budget is no whole number of steps.
+        """
+        num_steps, rest = divmod(self.num_tokens, self.tokens_per_step)
+        if rest:
+            below = self.num_tokens - rest
+            choice = f"{below} or {below + self.tokens_per_step}" if below else f"{self.tokens_per_step} or more"
+            raise UserError(
+                f"num_tokens={self.num_tokens} is no whole number of steps of global_batch·sequence_length="
+                f"{self.tokens_per_step} tokens: take {choice}",
+                *("num_tokens", "global_batch", "sequence_length"),
+            )
+        return num_steps
 
     @property
     def directory(self) -> Path:
@@ -206,13 +220,12 @@ def _check_data_parallel(config: TrainConfig) -> None:
             "to DistributedDataParallel: leave it out",
             "num_connections",
         )
-    for name in ("shards_per_replica", "ddp_per_replica"):
-        if (getattr(config, name) or 1) > 1:
-            raise UserError(
-                f"{name}={getattr(config, name)} with method=data_parallel: its replicas are one process each; "
-                "raise num_replicas instead",
-                *(name, "method", "num_replicas"),
-            )
+    if config.num_ddp > 1:
+        raise UserError(
+            f"ddp_per_replica={config.num_ddp} with method=data_parallel, whose replicas are equal processes "
+            "already: raise num_replicas instead",
+            *("ddp_per_replica", "method", "num_replicas"),
+        )
 
 
 def _check_rendezvous(config: TrainConfig) -> None:
@@ -267,15 +280,6 @@ def _check_batch(config: TrainConfig) -> None:
         raise UserError(
             f"micro_batch={config.micro_batch} must divide a process's share of the batch, {config.process_batch}",
             "micro_batch",
-        )
-    per_step = config.tokens_per_step
-    if rest := config.num_tokens % per_step:
-        below = config.num_tokens - rest
-        choice = f"{below} or {below + per_step}" if below else f"{per_step} or more"
-        raise UserError(
-            f"num_tokens={config.num_tokens} is no whole number of steps of global_batch·sequence_length="
-            f"{per_step} tokens: take {choice}",
-            *("num_tokens", "global_batch", "sequence_length"),
         )
 
 

@@ -1,8 +1,9 @@
-"""torch's DistributedDataParallel: among the processes of a replica, or, as the baseline, among all replicas."""
+"""Data-Parallel, the baseline: the replicas average their gradients at every step, and so stay equal."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.engine.sharded import gathered, local
 from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 
@@ -46,41 +48,24 @@ def settle_buckets(forward: DistributedDataParallel, batch: tuple[int, int], *, 
     forward.zero_grad()
 
 
-class DataParallel:
-    """The synchronizer of replicas whose parameters are equal at every step.
+class DataParallel(ABC):
+    """The synchronizer of replicas whose parameters are equal at every step; its subclasses average the gradients.
 
     Args:
-        model: the replica's copy.
-        forward: the same model, compiled or not, as training calls it.
-        batch: shape (B, T) of the tokens that training calls it with: windows of T + 1 without their last.
-        autocast: whether training calls it in bfloat16.
+        model: the replica's copy, or this process's shards of it.
+        forward: the model as training calls it.
+        num_replicas: M.
     """
 
-    def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int], *, autocast: bool) -> None:
-        self._model = model
-        group = dist.group.WORLD
-        assert group is not None, "this process has joined the others"
-        self.forward = data_parallel(forward, group)
-        self.forward.register_comm_hook(group, self._reduce)
-        self._last_bucket_at = 0.0
-        settle_buckets(self.forward, batch, autocast=autocast)
-        self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), dist.get_world_size())
+    def __init__(self, model: nn.Module, forward: nn.Module, num_replicas: int) -> None:
+        self._model, self.forward, self._num_replicas = model, forward, num_replicas
+        self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), num_replicas)
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
 
-    def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.is_last():
-            # The backward pass has nothing left to compute after it.
-            self._last_bucket_at = self._now()
-        return allreduce_hook(group, bucket)
-
-    @contextmanager
-    def passes(self, is_last: bool) -> Iterator[None]:
-        """The context of a forward and backward pass; gradients are exchanged in the last one of a step."""
-        with nullcontext() if is_last else self.forward.no_sync():
-            yield
-        if is_last:
-            self.blocked_seconds += self._now() - self._last_bucket_at
+    @abstractmethod
+    def passes(self, is_last: bool) -> AbstractContextManager[None]:
+        """The context of a forward and backward pass; gradients are averaged in the last one of a step."""
 
     def _now(self) -> float:
         if next(self._model.parameters()).is_cuda:
@@ -116,7 +101,7 @@ class DataParallel:
 
     def outer_hash(self) -> str:
         """SHA-256 over the parameters, computed as the engine's."""
-        return parameters_hash(self.outer_parameters())
+        return parameters_hash({name: gathered(value) for name, value in self.outer_parameters().items()})
 
     def state_dict(self) -> dict[str, Any]:
         """The counters; the parameters are saved with the model."""
@@ -129,3 +114,78 @@ class DataParallel:
 
 
 _COUNTERS = ("num_steps", "bytes_sent", "bytes_received", "blocked_seconds")
+
+
+class ReplicatedDataParallel(DataParallel):
+    """Replicas of one process each, whose gradients DistributedDataParallel averages.
+
+    Args:
+        model: the replica's copy.
+        forward: the same model, compiled or not.
+        batch: shape (B, T) of the tokens that training calls it with: windows of T + 1 without their last.
+        autocast: whether training calls it in bfloat16.
+    """
+
+    def __init__(self, model: nn.Module, forward: nn.Module, batch: tuple[int, int], *, autocast: bool) -> None:
+        group = dist.group.WORLD
+        assert group is not None, "this process has joined the others"
+        self._wrapped = data_parallel(forward, group)
+        super().__init__(model, self._wrapped, dist.get_world_size())
+        self._wrapped.register_comm_hook(group, self._reduce)
+        self._last_bucket_at = 0.0
+        settle_buckets(self._wrapped, batch, autocast=autocast)
+
+    def _reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            # The backward pass has nothing left to compute after it.
+            self._last_bucket_at = self._now()
+        return allreduce_hook(group, bucket)
+
+    @contextmanager
+    def passes(self, is_last: bool) -> Iterator[None]:
+        """As in the base class."""
+        with nullcontext() if is_last else self._wrapped.no_sync():
+            yield
+        if is_last:
+            self.blocked_seconds += self._now() - self._last_bucket_at
+
+
+class ShardedDataParallel(DataParallel):
+    """Replicas of several processes each: FSDP2 averages the gradients inside a replica, this class between them.
+
+    A shard of a gradient is all-reduced with the same shard of the other replicas while the backward pass goes on.
+
+    Args:
+        model: sharded over the replica's processes.
+        forward: the same model, compiled or not.
+        others: the processes that hold the same shard, one a replica.
+    """
+
+    def __init__(self, model: nn.Module, forward: nn.Module, others: dist.ProcessGroup) -> None:
+        super().__init__(model, forward, dist.get_world_size(others))
+        self._others, self._is_last = others, False
+        self._in_flight: list[tuple[Tensor, dist.Work]] = []
+        if self._num_replicas > 1:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._start)
+
+    def _start(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook is called after a gradient was added"
+        gradient_N = local(parameter.grad)
+        if self._is_last and gradient_N.numel():
+            work = dist.all_reduce(gradient_N, group=self._others, async_op=True)
+            assert work is not None, "it is asynchronous"
+            self._in_flight.append((gradient_N, work))
+
+    @contextmanager
+    def passes(self, is_last: bool) -> Iterator[None]:
+        """As in the base class."""
+        self._is_last = is_last
+        yield
+        begin = self._now() if self._in_flight else 0.0
+        for gradient_N, work in self._in_flight:
+            work.wait()
+            gradient_N.div_(self._num_replicas)
+        if self._in_flight:
+            self.blocked_seconds += self._now() - begin
+            self._in_flight.clear()

@@ -8,11 +8,11 @@ from typing import Literal
 import safetensors.torch
 from torch import Tensor
 
+from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import (
     ByteTokenizer,
-    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
     Tokenizer,
-    hugging_face_json,
     load_tokenizer,
     tokenizer_file,
 )
@@ -66,22 +66,26 @@ def _write_hugging_face(model: LanguageModel, config: TrainConfig, tokenizer: To
     values, state = config.model.to_hugging_face(
         model.state_dict(), context=config.sequence_length, bos_id=tokenizer.bos_id
     )
+    text, bos = hugging_face_json(tokenizer)
     _write_tensors(output / "model.safetensors", state, {"format": "pt"})
     write_json(output / "config.json", values)
-    assert config.data.prepared is not None, "a run's config is resolved"
-    if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer):
-        copy(tokenizer_file(config.data.prepared), output)
-        return
-    text, bos = hugging_face_json(tokenizer)
     write_atomically(output / "tokenizer.json", [text.encode()])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos}
     settings |= {"model_max_length": config.sequence_length, "clean_up_tokenization_spaces": False}
+    settings["split_special_tokens"] = True  # a text that spells BOS out does not get one, as in training
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        write_atomically(output / "tokenizer.model", [tokenizer.content])
+        settings |= {"tokenizer_class": "SentencePieceBackend", "special_tokens_pattern": "bos"}
+        settings["unk_token"] = tokenizer.unknown
     write_json(output / "tokenizer_config.json", settings)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     with writing(path, sum(tensor.nbytes for tensor in tensors.values())):
+        path.touch()
+        mode = path.stat().st_mode  # the library makes a file that nobody else may read
         safetensors.torch.save_file(dict(tensors), path, metadata or None)
+        path.chmod(mode)
 
 
 _ABOUT = {
@@ -104,8 +108,11 @@ model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
-The class computes the same function as diloco's model; the decoder becomes Persimmon, with biases of zero. If
-the tokenizer is a SentencePiece model, it lies here as `tokenizer.model`, to be read with the library
-sentencepiece; put its BOS before every text.
+The class computes the same function as diloco's model; the decoder becomes Persimmon, with biases of zero. The
+tokenizer puts BOS before every text, as in training.
+
+If the tokenizer is a SentencePiece model, `tokenizer.model` is that, and `tokenizer.json` computes the same with
+another library. Of a model of unigrams it may cut a text in another of several ways that are equally likely;
+`transformers.SentencePieceBackend.from_pretrained(".")` gives the ids of the training always.
 """,
 }

@@ -22,12 +22,10 @@ def lack_of_memory_explained(config: TrainConfig, world: World) -> Iterator[None
         lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not (lacks_memory or "DefaultCPUAllocator" in str(error)):
             raise
-        may_shard = config.method != "data_parallel"
-        more_shards = f", or more shards_per_replica (now {config.num_shards})" if may_shard else ""
         raise TrainingError(
             f"replica {world.replica} has not enough memory on its {world.device.type}: take a smaller "
-            f"micro_batch (now {config.micro_batch}) or evaluation.batch (now {config.evaluation.batch})"
-            f"{more_shards}, and start again, or resume {config.directory} "
+            f"micro_batch (now {config.micro_batch}) or evaluation.batch (now {config.evaluation.batch}), or more "
+            f"shards_per_replica (now {config.num_shards}), and start again, or resume {config.directory} "
             f"({(str(error) or 'MemoryError').splitlines()[0]})",
             *("micro_batch", "evaluation.batch", "shards_per_replica"),
         ) from error

@@ -3,30 +3,32 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.data.shards import open_split
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
 from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
 from diloco.training.runs import check_data, read_config
+from diloco.training.sections import Parameters
 from diloco.training.sizes import check_sizes
 from diloco.training.store_runs import store_config, store_parameters
 from diloco.training.summary import OUTER_FILE, held_out_batches, held_out_windows
 
-Parameters = Literal["outer", "replica", "average"]
 
-
-def run_parameters(source: Path | str, parameters: Parameters) -> tuple[LanguageModel, int]:
+def run_parameters(
+    source: Path | str, parameters: Parameters, *, at_step: int | None = None
+) -> tuple[LanguageModel, int]:
     """A run's model, on the CPU, and the step that its parameters are from.
 
     Args:
@@ -34,6 +36,7 @@ def run_parameters(source: Path | str, parameters: Parameters) -> tuple[Language
         parameters: outer: Θ, which a finished run has written; replica: replica 0's own, θ_0; average: the mean of
             all replicas' own. The last two are read from the newest checkpoint, the average from the newest that
             all replicas hold.
+        at_step: the step of the checkpoint to read them from; None is the end, or the newest checkpoint.
 
     Raises:
         UserError: if there is no run, or a store does not hold these parameters.
@@ -41,18 +44,20 @@ def run_parameters(source: Path | str, parameters: Parameters) -> tuple[Language
         FileError: if a store's log is damaged.
     """
     if isinstance(source, str):
-        if parameters != "outer":
-            raise UserError(
-                f"parameters={parameters}: a store holds the outer parameters alone: name a replica's directory",
-                "parameters",
-            )
+        for field, value, left_out in (("parameters", parameters, "outer"), ("at_step", at_step, None)):
+            if value != left_out:
+                raise UserError(
+                    f"{field}={value}: a store holds the newest outer parameters alone: name a replica's "
+                    "directory",
+                    field,
+                )
         return store_parameters(source)
     config = read_config(source)
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_local_replicas)
     exported = source / OUTER_FILE
-    if parameters == "outer" and exported.exists():
+    if parameters == "outer" and exported.exists() and at_step is None:
         try:
             read_files([exported], model.state_dict(), source=str(exported))
         except CheckpointError as error:
@@ -62,18 +67,19 @@ def run_parameters(source: Path | str, parameters: Parameters) -> tuple[Language
         return model, config.num_steps
     if parameters == "outer":  # all replicas have the same
         holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)
-        step = _newest_step(config, range(holder, holder + 1))
+        step = _held_step(config, range(holder, holder + 1), at_step)
         where = ("model",) if config.method == "data_parallel" else ("sync", "outer")
         model.load_state_dict(_read(config, model, holder, step, where))
         return model, step
     averaged = replicas if parameters == "average" else replicas[:1]
-    step = _newest_step(config, averaged)
+    step = _held_step(config, averaged, at_step)
     thetas = [_read(config, model, replica, step, ("model",)) for replica in averaged]
     model.load_state_dict({name: torch.stack([theta[name] for theta in thetas]).mean(0) for name in thetas[0]})
     return model, step
 
 
-def _newest_step(config: TrainConfig, replicas: range) -> int:
+def _held_step(config: TrainConfig, replicas: range, at_step: int | None) -> int:
+    """The step asked for, or the newest, of which all these replicas hold a checkpoint."""
     held = {replica: finished_steps(config.checkpoints, replica) for replica in replicas}
     for replica, steps in held.items():
         if not steps:
@@ -85,7 +91,12 @@ def _newest_step(config: TrainConfig, replicas: range) -> int:
     common = set.intersection(*map(set, held.values()))
     if not common:
         raise CheckpointError(f"no step has checkpoints of all replicas in {config.checkpoints}")
-    return max(common)
+    if at_step is not None and at_step not in common:
+        raise CheckpointError(
+            f"at_step={at_step}: {config.checkpoints} holds the steps {', '.join(map(str, sorted(common)))}",
+            "at_step",
+        )
+    return max(common) if at_step is None else at_step
 
 
 def _read(
@@ -118,10 +129,50 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     return config
 
 
+def load_writer(
+    source: Path | str,
+    *,
+    parameters: Parameters = "outer",
+    prepared: Path | None = None,
+    device: str = "auto",
+    **sampling: Any,
+) -> tuple[Writer, Tokenizer]:
+    """A run's model, ready to write text, and its tokenizer; it has read BOS, as at the beginning of a document.
+
+    Args:
+        source: as in `run_parameters`.
+        parameters: which of its parameters, as in `run_parameters`.
+        prepared: as in `finished_config`.
+        device: auto, cpu or cuda.
+        sampling: temperature, top_k and seed, as `Writer` takes them.
+
+    Raises:
+        UserError: if there is no run or no data, and for a value that `Writer` refuses.
+        CheckpointError: as `run_parameters`.
+    """
+    config = finished_config(source, prepared)
+    assert config.data.prepared is not None, "a run's config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    model, _ = run_parameters(source, parameters)
+    place, length = _place(device), config.sequence_length
+    model.to(place)
+    writer = Writer(model, context=length, device=place, vocab_size=tokenizer.vocab_size, **sampling)
+    writer.read([tokenizer.bos_id])
+    return writer, tokenizer
+
+
+def _place(device: str) -> torch.device:
+    """The device of a name, where `auto` is the GPU if there is one."""
+    return torch.device(
+        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    )
+
+
 def evaluate_run(
     source: Path | str,
     *,
     parameters: Parameters = "outer",
+    at_step: int | None = None,
     tasks: Mapping[str, Path | None] | None = None,
     limit: int | None = None,
     held_out: bool = True,
@@ -133,6 +184,7 @@ def evaluate_run(
     Args:
         source: as in `run_parameters`.
         parameters: which of its parameters, as in `run_parameters`.
+        at_step: as in `run_parameters`.
         tasks: by name, each with its file of questions, or None for lm-evaluation-harness's task of that name.
         limit: largest number of questions of each task, the first ones.
         held_out: measure the held-out loss.
@@ -152,10 +204,8 @@ def evaluate_run(
 
         check_tasks(tasks)
     config = finished_config(source, prepared)
-    model, step = run_parameters(source, parameters)
-    place = torch.device(
-        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    )
+    model, step = run_parameters(source, parameters, at_step=at_step)
+    place = _place(device)
     model.to(place)
     result: dict[str, Any] = {"run": str(source), "parameters": parameters, "step": step}
     if held_out:

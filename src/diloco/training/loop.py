@@ -16,6 +16,7 @@ from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.failures import lack_of_memory_explained, lost_processes_named
 from diloco.training.metrics import MetricsLog, StepMetrics
+from diloco.training.phases import continued
 from diloco.training.resolve import shared_facts
 from diloco.training.runs import check_same_text, claim_together, newest_common_step
 from diloco.training.state import TrainState, initial_state
@@ -49,6 +50,7 @@ def train(
         ExchangeError: if other replicas are gone.
     """
     with _set_up(config, resume=resume) as run:
+        config = run.config
         if on_start is not None:
             on_start(run.state.step)
         since = time.perf_counter()
@@ -133,6 +135,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
+            config = continued(config, world, step)
         log = None
         if world.rank == 0:
             log = _open_log(config, world.replica, state.step)

@@ -15,24 +15,30 @@ from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.rendezvous.store import Store
+from diloco.training.budget import Budget, with_budget
 from diloco.training.config import TrainConfig
 from diloco.training.engine_settings import check
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
-from diloco.training.runs import check_unclaimed, resume_config
+from diloco.training.runs import check_data, check_unclaimed, resume_config
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
 
 
 def prepare_run(
-    asked: TrainConfig, *, resume: Path | None, progress: ProgressCallback | None = None
+    asked: TrainConfig,
+    *,
+    resume: Path | None,
+    budget: Budget | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TrainConfig:
     """The resolved config of a run whose data is prepared and whose settings were checked.
 
     Args:
         asked: a recipe's config with the user's changes; to resume, the config of `resumable` with them.
         resume: directory of the run to resume.
+        budget: the amount of training in the place of `asked.num_tokens`, rounded to whole steps.
         progress: called with the state of the data's preparation.
 
     Raises:
@@ -40,6 +46,10 @@ def prepare_run(
     """
     _check_libraries(asked)
     if resume is not None:
+        if budget is not None:
+            check_data(asked, field="data.prepared")
+            assert asked.data.prepared is not None, "a run's config is resolved"
+            asked = _with_budget(asked, budget, asked.data.prepared)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
     _check_device(asked)
@@ -52,11 +62,31 @@ def prepare_run(
     if not under_a_launcher():
         check_unclaimed(asked.directory)
     directory = resolve_data(asked.data, progress=progress)
+    asked = _with_budget(asked, budget, directory)
     config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
     check(config)
-    open_split(directory, "train").num_windows(config.sequence_length)
+    epoch_tokens(config, directory)
     held_out_windows(open_split(directory, "held_out"), config)
     return config
+
+
+def _with_budget(asked: TrainConfig, budget: Budget | None, prepared: Path) -> TrainConfig:
+    """The config with a budget, of which the text and the tokenizer decide how many tokens it is."""
+    if budget is None:
+        return asked
+    vocab_size = asked.model.vocab_size or load_tokenizer(prepared).vocab_size
+    sized = replace(asked, model=replace(asked.model, vocab_size=vocab_size))
+    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked, prepared))
+    return replace(asked, num_tokens=budgeted.num_tokens)
+
+
+def epoch_tokens(config: TrainConfig, prepared: Path) -> int:
+    """The tokens of one pass over the training text, which all replicas together read.
+
+    Raises:
+        UserError: if the text is shorter than one sequence.
+    """
+    return open_split(prepared, "train").num_windows(config.sequence_length) * config.sequence_length
 
 
 def refuse_what_means_nothing(asked: TrainConfig) -> None:

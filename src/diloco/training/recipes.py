@@ -69,9 +69,10 @@ def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
     return recipe
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny} | {
-    scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER
-}
+PAPER_RECIPES = {scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER}
+"""The recipes of arXiv 2503.09799 by name, the smallest model first."""
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny} | PAPER_RECIPES
 """The recipes by name."""
 
 

@@ -1,16 +1,17 @@
 """From the settings asked for to the settings that run: values that follow from others are filled in."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.presets import PRESETS
+from diloco.files import expanded
+from diloco.presets import PRESETS, Preset
 from diloco.training.config import TrainConfig
 from diloco.training.sections import AdamWConfig
 from diloco.training.sizes import check_sizes
-from diloco.training.traits import differences_from_defaults, fields_with, to_json
+from diloco.training.traits import differences_from_defaults, fields_with, to_json, with_value
 
 
 def with_method_values(config: TrainConfig) -> TrainConfig:
@@ -37,9 +38,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     """
     _check_vocabulary(config.model.vocab_size, vocab_size)
     config = with_method_values(config)
-    optimizer, num_steps = config.optimizer, config.num_steps
-    warmup_steps = min(1000, num_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
-    _check_schedule(optimizer, warmup_steps, num_steps)
+    optimizer, num_steps = with_warmup(config.optimizer, config.num_steps), config.num_steps
     if config.diloco.freeze and config.diloco.fragments == "whole":
         raise UserError(
             "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
@@ -58,14 +57,22 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         optimizer=replace(
             optimizer,
             weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,
-            warmup_steps=warmup_steps,
         ),
     )
     check_sizes(resolved, here=False)
     return resolved
 
 
-def _check_schedule(optimizer: AdamWConfig, warmup_steps: int, num_steps: int) -> None:
+def with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
+    """The optimizer's settings with the warm-up that a schedule of so many steps has where none is given.
+
+    Raises:
+        UserError: if the warm-up does not end before the schedule or the decay.
+    """
+    if optimizer.warmup_steps is None:
+        optimizer = replace(optimizer, warmup_steps=min(1000, num_steps // 10))
+    warmup_steps = optimizer.warmup_steps
+    assert warmup_steps is not None, "it was filled in"
     if warmup_steps >= num_steps:
         raise UserError(
             f"optimizer.warmup_steps={warmup_steps} leaves nothing of the run's {num_steps} steps: take fewer, or "
@@ -78,6 +85,37 @@ def _check_schedule(optimizer: AdamWConfig, warmup_steps: int, num_steps: int) -
             f"of {warmup_steps} steps has ended: take a smaller one of the two",
             *("optimizer.decay_fraction", "optimizer.warmup_steps"),
         )
+    return optimizer
+
+
+def asked_again(config: TrainConfig, *, vocab_size: int) -> TrainConfig:
+    """A resolved config without the values that `resolve` would fill in, so that they follow from a change again.
+
+    Args:
+        config: as `resolve` gives it.
+        vocab_size: of its tokenizer.
+    """
+    resolved, prepared = config, config.data.prepared
+    assert prepared is not None, "the config is resolved"
+    for name, left_out in _FILLED_IN.items():
+        without = with_value(config, name, left_out)
+        try:
+            is_the_same = resolve(without, vocab_size=vocab_size, prepared=prepared) == resolved
+        except UserError:
+            continue
+        config = without if is_the_same else config
+    if prepared.parent == expanded(config.data.cache).absolute():
+        return with_value(config, "data.prepared", None)
+    return config
+
+
+_FILLED_IN = {
+    "model.vocab_size": 0,
+    **dict.fromkeys(f"diloco.{field.name}" for field in fields(Preset)),
+    **dict.fromkeys(("micro_batch", "shards_per_replica", "checkpoint.keep")),
+    **dict.fromkeys(("optimizer.weight_decay", "optimizer.warmup_steps")),
+}
+"""The fields that `resolve` fills in, and their values where they are left out."""
 
 
 def _check_vocabulary(asked: int, vocab_size: int) -> None:

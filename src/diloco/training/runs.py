@@ -164,8 +164,15 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     saved = read_config(directory)
     if not asked.model.vocab_size:  # left to the tokenizer
         asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
-    may_change = fields_with(TrainConfig, "may_change_on_resume")
+    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
+    may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
     for name, (_, value) in differences(resumable(directory), asked).items():
+        if name in of_the_schedule and asked.rendezvous is not None:
+            raise UserError(
+                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {get(saved, name)} to all "
+                "replicas: leave it out",
+                *(name, "rendezvous"),
+            )
         if name not in may_change and value != (old := get(saved, name)):
             raise UserError(
                 f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "

@@ -4,16 +4,21 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import tyro
+
 from diloco.errors import UserError
 from diloco.rendezvous.entries import MOST_SHARES
 from diloco.training.traits import trait
+
+Parameters = Literal["outer", "replica", "average"]
+"""Parameters of a run to use: Θ, which the replicas share; replica 0's own; or the mean of all replicas' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
     """The inner optimizer and its learning-rate schedule."""
 
-    learning_rate: float = field(default=2e-3, metadata=trait(column="learning_rate"))
+    learning_rate: float = field(default=2e-3, metadata=trait(column="learning_rate", begins_a_phase=True))
     """Peak, reached at the end of the warm-up."""
     beta1: float = 0.9
     """Decay of the first moment."""
@@ -23,14 +28,18 @@ class AdamWConfig:
     """Added to the root of the second moment."""
     weight_decay: float | None = None
     """Decoupled weight decay; None is 1/T for a run of T steps."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True))
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
+    schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
     """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
-    decay_fraction: float = 0.2
+    decay_fraction: float = field(default=0.2, metadata=trait(begins_a_phase=True))
     """Share of the run's steps, the last ones, in which wsd decays; cosine has no use for it."""
-    final_fraction: float = 0.05
+    final_fraction: float = field(default=0.05, metadata=trait(begins_a_phase=True))
     """Learning rate at the last step, as a fraction of the peak."""
+    start_step: tyro.conf.Suppress[int] = field(default=0, metadata=trait(own_with_rendezvous=True))
+    """The step at which the schedule begins: above 0 after a resume that changed it."""
+    start_rate: tyro.conf.Suppress[float] = field(default=0.0, metadata=trait(own_with_rendezvous=True))
+    """Learning rate at that step, from which the warm-up rises."""
     clip_norm: float = 1.0
     """Largest gradient norm of a replica."""
     z_loss: float = 1e-4
@@ -48,7 +57,7 @@ class AdamWConfig:
             raise out_of_range("optimizer.final_fraction", "between 0 and 1", self.final_fraction)
         if not 0 < self.decay_fraction <= 1:
             raise out_of_range("optimizer.decay_fraction", "above 0 and at most 1", self.decay_fraction)
-        for name in ("weight_decay", "warmup_steps", "z_loss"):
+        for name in ("weight_decay", "warmup_steps", "z_loss", "start_step", "start_rate"):
             if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise out_of_range(f"optimizer.{name}", "at least 0 and finite", getattr(self, name))
 

@@ -13,7 +13,13 @@ from diloco.models.language_model import LanguageModel
 from diloco.schema import Count, Seconds
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
-from diloco.training.data_parallel import DataParallel, data_parallel, settle_buckets
+from diloco.training.data_parallel import (
+    DataParallel,
+    ReplicatedDataParallel,
+    ShardedDataParallel,
+    data_parallel,
+    settle_buckets,
+)
 from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.mean_loss import MeanLoss
 from diloco.training.progress import ElasticProgress, FixedProgress, Progress
@@ -118,7 +124,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     optimizer = _adamw(model, config.optimizer)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
-        baseline = DataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
+        baseline = _data_parallel(config, world, model, forward)
         return TrainState(
             model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
         )
@@ -138,6 +144,12 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     if config.diloco.freeze:
         state.frozen = frozen_parameters(settings, model)
     return state
+
+
+def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forward: nn.Module) -> DataParallel:
+    if world.mesh is None:
+        return ReplicatedDataParallel(model, forward, _batch_shape(config), autocast=world.autocast)
+    return ShardedDataParallel(model, forward, world.mesh.get_group("replica"))
 
 
 def _batch_shape(config: TrainConfig) -> tuple[int, int]:

@@ -121,17 +121,20 @@ def learning_rate(config: TrainConfig, step: float) -> float:
     """Linear warm-up to the peak, then the schedule down to `final_fraction` of it, where it stays.
 
     With x from 0 to 1 on the way down, the height above that end is (1 + cos π x) / 2 for the cosine, and 1 − √x
-    for wsd (arXiv 2405.18392), which begins at the last `decay_fraction` of the run.
+    for wsd (arXiv 2405.18392), which begins at the last `decay_fraction` of the steps after `start_step`.
     Between two steps it is defined, too: where replicas come and go, the run need not stand at a whole step.
     """
-    inner, num_steps = config.optimizer, config.num_steps
+    inner, first, last = config.optimizer, config.optimizer.start_step, config.num_steps
     assert inner.warmup_steps is not None, "the config is resolved"
-    if step <= inner.warmup_steps:
-        return inner.learning_rate * step / inner.warmup_steps
+    warm = first + inner.warmup_steps
+    if step <= warm:
+        if step <= first:
+            return inner.start_rate
+        return inner.start_rate + (inner.learning_rate - inner.start_rate) * (step - first) / inner.warmup_steps
     if inner.schedule == "cosine":
-        progress = (min(step, num_steps) - inner.warmup_steps) / (num_steps - inner.warmup_steps)
+        progress = (min(step, last) - warm) / (last - warm)
         height = (1 + math.cos(math.pi * progress)) / 2
     else:
-        begin = (1 - inner.decay_fraction) * num_steps
-        height = 1 - math.sqrt(max(0.0, min(step, num_steps) - begin) / (num_steps - begin))
+        begin = first + (1 - inner.decay_fraction) * (last - first)
+        height = 1 - math.sqrt(max(0.0, min(step, last) - begin) / (last - begin))
     return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * height)

@@ -17,7 +17,8 @@ from diloco.errors import UserError
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.control import share
 from diloco.files import write_atomically, write_json
-from diloco.models.language_model import LanguageModel, generate
+from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer, generate
 from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config import TrainConfig
@@ -187,12 +188,8 @@ def _summary(
 def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:
     assert config.data.prepared is not None, "the config is resolved"
     tokenizer = load_tokenizer(config.data.prepared)
-    tokens = generate(
-        model,
-        [tokenizer.bos_id],
-        num_tokens,
-        seed=config.seed,
-        context=config.sequence_length,
-        vocab_size=tokenizer.vocab_size,
-    )
-    return tokenizer.decode(tokens)
+    length, vocab_size = config.sequence_length, tokenizer.vocab_size
+    device = next(model.parameters()).device
+    writer = Writer(model, context=length, device=device, vocab_size=vocab_size, seed=config.seed)
+    writer.read([tokenizer.bos_id])
+    return tokenizer.decode([*generate(writer, num_tokens)])

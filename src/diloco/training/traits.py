@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -19,6 +19,7 @@ def trait(
     own_to_a_replica: bool = False,
     own_with_rendezvous: bool = False,
     may_change_on_resume: bool = False,
+    begins_a_phase: bool = False,
     planned: bool = False,
     column: str | None = None,
 ) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def trait(
         own_to_a_replica: replicas of one run may differ in it.
         own_with_rendezvous: those that come and go may.
         may_change_on_resume: a resumed run is the same run with another value.
+        begins_a_phase: a resumed run may have another value, and begins a new phase of its learning-rate schedule.
         planned: `diloco plan` chooses it.
         column: the column of a sweep's table from which it follows.
     """
@@ -57,6 +59,13 @@ def _fields_with(kind: type, name: str, where: str) -> Iterator[tuple[str, Any]]
 def get(config: Any, dotted: str) -> Any:
     """The value of a field, by its dotted name."""
     return functools.reduce(getattr, dotted.split("."), config)
+
+
+def with_value(config: _Config, dotted: str, value: Any) -> _Config:
+    """The config with another value in a field, by its dotted name."""
+    name, _, rest = dotted.partition(".")
+    inner = with_value(getattr(config, name), rest, value) if rest else value
+    return replace(config, **{name: inner})  # pyright: ignore[reportArgumentType]
 
 
 def to_json(config: Any) -> Any:

@@ -221,14 +221,17 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         return ProcessGroupExchange(group, timeout_seconds=seconds, num_connections=num_connections)
 
     ranks = [[replica * num_ranks + rank for rank in range(num_ranks)] for replica in range(num_replicas)]
-    same_rank, own_group = group([list(others) for others in zip(*ranks, strict=True)]), group(ranks)
+    by_rank = [list(others) for others in zip(*ranks, strict=True)]
+    same_rank, own_group = group(by_rank), group(ranks)
     others = everyone = own_device_group = mesh = None
     if num_ranks > 1:
         everyone = exchange(group([list(range(config.num_processes))]))
         # Longer than an exchange's own, so that its error, which names the replicas, comes first.
         own_device_group = group(ranks, backend=None, timeout=3 * timeout)
     if config.num_shards > 1:
-        groups, names = [same_rank, own_device_group], ("replica", "shard")
+        # Data-Parallel sums gradients where they are; the payloads of an engine travel on gloo.
+        between = group(by_rank, backend=None) if config.method == "data_parallel" else same_rank
+        groups, names = [between, own_device_group], ("replica", "shard")
         mesh = DeviceMesh.from_group(groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
     elif config.num_ddp > 1 and num_replicas > 1:
         others = _through_leaders(config, same_rank, group(ranks))

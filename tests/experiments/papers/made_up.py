@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.experiments.papers.experiment import Experiment
+from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
 
 
 def made_up(
@@ -17,11 +18,15 @@ def made_up(
         params = replace(config.model, vocab_size=config.model.vocab_size or 257).num_matrix_params
         loss = 30.0 * (params * config.num_tokens) ** -0.1 * (1 + 0.01 * run.labels["seed"]) * effect(run.labels)
         row = {**run.labels, "run": str(number), "eval_loss": loss, "num_params": params}
-        row |= {"num_tokens": config.num_tokens}
+        row |= {"num_tokens": config.num_tokens, "num_steps": config.num_steps}
         sign = 1 if effect(row) >= 1 else -1
         row |= {"eval_loss_replica": loss + 0.1 * sign, "eval_loss_average": loss + 0.01 * sign}
-        row |= {f"cosine_{part}_third": 0.5 * sign for part in ("first", "middle", "last")}
-        row |= {f"cosine_block_{block}": 0.4 for block in range(config.model.num_layers)}
+        thirds = zip(("first", "middle", "last"), (0.2, 0.1, 0.0), strict=True)
+        row |= {f"cosine_{part}_third": sign * cosine * params**-0.1 for part, cosine in thirds}
+        row |= {
+            f"{curve}{at:02}": 0.1 * sign * (1 - at / 50) for curve in (CURVE, EMBEDDING_CURVE) for at in TENTHS
+        }
+        row |= {f"cosine_block_{block}": sign * (0.4 - 0.01 * block) for block in range(config.model.num_layers)}
         row |= {"piqa_val_acc": 0.5, "piqa_val_acc_replica": 0.4, "piqa_val_acc_average": 0.45}
         rows.append(row)
     return rows

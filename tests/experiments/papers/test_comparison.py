@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.experiments.papers.comparison import Change, change
+from diloco.experiments.papers.comparison import Change, at_best, change
 
 
 def test_seeds_are_compared_with_themselves():
@@ -23,3 +23,21 @@ def test_seeds_are_compared_with_themselves():
         Change({0: 0.1, 1: -0.1}).rises() == Change({0: 0.1}).rises() == "cannot tell"
         and str(Change({})) == "no run"
     )
+
+
+def test_the_best_value_is_that_of_the_lowest_mean_in_each_setting():
+    losses = {("a", 1): (1.0, 3.0), ("a", 2): (1.9, 1.9), ("b", 1): (1.0, 1.0), ("b", 2): (0.5, 2.0)}
+    rows = [
+        {"method": method, "rate": rate, "seed": seed, "eval_loss": loss}
+        for (method, rate), of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+    ]
+    rows.append({"method": "b", "rate": 3, "seed": 0, "failed": "diverged"})
+    best = at_best(rows, "rate", "method")
+    assert [(row["method"], row["rate"], row["seed"]) for row in best] == [
+        ("a", 2, 0),
+        ("a", 2, 1),
+        ("b", 1, 0),
+        ("b", 1, 1),
+    ]
+    assert {row["rate"] for row in at_best(rows, "rate")} == {1}, "of all methods together"

@@ -11,6 +11,10 @@ from diloco.data.config import DataConfig
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
+from diloco.training.sections import CheckpointConfig
+
+HALF = 10
+"""Half of the steps."""
 
 
 def tiny_config(corpus: Path, cache: Path, **changes: Any) -> TrainConfig:
@@ -22,15 +26,18 @@ def tiny_config(corpus: Path, cache: Path, **changes: Any) -> TrainConfig:
 
 
 def labelled_runs(corpus: Path, cache: Path) -> list[LabelledRun]:
-    """Two equal runs, one of two replicas, and one that fails."""
+    """Two equal runs, one of two replicas that is evaluated halfway, and one that fails."""
     one = tiny_config(corpus, cache)
     configs = {
         "first": one,
         "same": replace(one, name="another"),
-        "two": replace(one, num_replicas=2),
+        "two": replace(one, num_replicas=2, checkpoint=CheckpointConfig(every_steps=HALF)),
         "wrong": replace(one, diloco=replace(one.diloco, layers_per_fragment=7)),
     }
-    return [LabelledRun(labels={"kind": kind}, config=config) for kind, config in configs.items()]
+    return [
+        LabelledRun(labels={"kind": kind}, config=config, at_step=HALF if kind == "two" else None)
+        for kind, config in configs.items()
+    ]
 
 
 class FakeMachine:
@@ -47,11 +54,13 @@ class FakeMachine:
 
     def _result(self, job) -> dict[str, Any]:
         outer_steps = [
-            {"sent_step": step, "cosine": step / 10, "layer_cosine": {"blocks.1": 0.5}} for step in (1, 2, 5, 9)
+            {"sent_step": step, "fragment": step // 9, "cosine": step / 10, "layer_cosine": {"blocks.1": 0.5}}
+            for step in (1, 2, 5, 9)
         ]
-        common = {"fragment": 0, "round": 1, "blocked_seconds": 0.0, "outer_gradient_norm": 1.0}
+        common = {"round": 1, "blocked_seconds": 0.0, "outer_gradient_norm": 1.0}
         tasks = {task.stem: {"acc": 0.25} for task in job.tasks}
-        evaluated = {name: {"eval_loss": 2.0, "tasks": tasks} for name in ("outer", *job.parameters)}
+        scores = {"eval_loss": 2.0, "eval_standard_error": 0.1, "eval_bits_per_byte": 3.0, "tasks": tasks}
+        evaluated = {job.key(name): scores for name in ("outer", *job.parameters)}
         return {
             "summary": summary(eval_loss=1.0, num_tokens=7, num_steps=9),
             "evaluated": evaluated,

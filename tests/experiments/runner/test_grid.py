@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.experiments.runner.machines import FakeMachine, labelled_runs, tiny_config
+from tests.experiments.runner.machines import HALF, FakeMachine, labelled_runs, tiny_config
 
 from diloco.errors import UserError
 from diloco.experiments.runner import grid
@@ -44,6 +45,25 @@ def test_a_grid_goes_on_from_its_rows_alone(small_corpus, tmp_path):
     machine = FakeMachine()
     rows_of(runs[:1], tmp_path / "there", machine, tasks=(tmp_path / "task.jsonl",))
     assert len(machine.jobs) == 1
+
+
+def test_a_row_counts_for_a_grid_that_asks_for_no_more_than_it_has(small_corpus, tmp_path):
+    runs, task = labelled_runs(small_corpus, tmp_path)[2:3], tmp_path / "task.jsonl"
+    task.write_text("a question")
+    everything = {"tasks": (task,), "parameters": ("replica",), "with_curves": True}
+    less = [{}, {"tasks": (task,)}, {"parameters": ("replica",)}, {"with_curves": True}, everything]
+    here = [rows_of(runs, tmp_path / "here", FakeMachine(), **options) for options in less]
+    assert len({tuple(row) for (row,) in here}) == len(less), "of different columns"
+    # Two tables, neither of which has all: their columns add up.
+    adopt(here[1], tmp_path / "there")
+    machine = FakeMachine()
+    assert rows_of(runs, tmp_path / "there", machine, tasks=(task,)) == here[1] and not machine.jobs
+    adopt([*here[2], *here[3]], tmp_path / "there")
+    for options, rows in zip(less, here, strict=True):
+        (row,) = rows_of(runs, tmp_path / "there", machine, **options)
+        assert (row, set(row)) == (rows[0], set(rows[0])) or options is everything
+        assert not machine.jobs or options is everything
+    assert [job.parameters for job in machine.jobs] == [("replica",)], "the replica was never scored on the task"
 
 
 def test_a_run_is_scored_again_only_if_a_task_is_new_or_has_changed(small_corpus, tmp_path):
@@ -92,10 +112,29 @@ def test_scores_without_a_digest_count_as_scores_of_these_questions(small_corpus
         read_result(make_job(runs[0].config, tmp_path / "runs"))
 
 
-def test_cosines_are_averaged_by_third_and_by_block(small_corpus, tmp_path):
-    (row,) = rows_of(labelled_runs(small_corpus, tmp_path)[:1], tmp_path / "runs", FakeMachine())
+def test_cosines_are_averaged_by_third_by_tenth_and_by_block(small_corpus, tmp_path):
+    runs = labelled_runs(small_corpus, tmp_path)[2:3]
+    (row,) = rows_of(runs, tmp_path / "runs", FakeMachine(), with_curves=True)
     assert row["cosine_first_third"] == pytest.approx(0.15) and row["cosine_middle_third"] == 0.5
     assert row["cosine_last_third"] == 0.9 and row["cosine_block_1"] == 0.5
+    # Of steps 1, 2, 5 and 9 of 9; at the last, the last fragment was merged.
+    assert {name: row[name] for name in row if "_at_" in name} == {
+        "cosine_at_15": 0.1,
+        "cosine_at_25": 0.2,
+        "cosine_at_55": 0.5,
+        "embedding_cosine_at_95": 0.9,
+    }
+    (plain,) = rows_of(runs, tmp_path / "runs", FakeMachine())
+    assert plain == {name: value for name, value in row.items() if "_at_" not in name}
+
+
+def test_a_run_is_evaluated_at_a_step_of_its_own(small_corpus, tmp_path):
+    (run,) = labelled_runs(small_corpus, tmp_path)[2:3]
+    machine = FakeMachine()
+    half, end = run, replace(run, at_step=None)
+    for one, loss in ((half, 2.0), (end, 1.0), (half, 2.0)):
+        assert [row["eval_loss"] for row in rows_of([one], tmp_path / "runs", machine)] == [loss]
+    assert [job.at_step for job in machine.jobs] == [HALF], "its summary has the loss at the end, too"
 
 
 SCRIPT = """
@@ -153,6 +192,8 @@ def test_a_killed_grid_goes_on_and_repeats_nothing(trained):
     assert [two] == read_rows(trained / "alone" / "grid.csv")
     assert first["eval_loss"] == same["eval_loss"] != two["eval_loss"]
     assert len({two[f"eval_loss{suffix}"] for suffix in ("", "_replica", "_average")}) == 3
+    summary = json.loads((trained / "killed" / "runs" / two["run"] / "summary.json").read_text())
+    assert two["eval_loss"] > summary["eval_loss"], "halfway"
     assert "layers_per_fragment=7 is more than the model's 2 blocks" in wrong["failed"]
 
 

@@ -10,15 +10,29 @@ from diloco.report.figures.experiments import draw_experiment
 pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [("scaling", ["Data-Parallel", "DiLoCo", "Streaming"]), ("compression", None)],
-)
-def test_curves_are_labelled_and_names_are_ticks(name, labels):
+def axes_of(name):
     one = experiment(name, TIERS["small"]())
-    ours, *theirs = draw_experiment(one, made_up(one)).axes
-    if labels is None:
-        assert [tick.get_text() for tick in ours.get_xticklabels()][:2] == ["fp32", "bf16"]
-    else:
-        for axes in (ours, theirs[0]):
-            assert [text.get_text() for text in axes.get_legend().get_texts()] == labels
+    rows = made_up(one)
+    axes = draw_experiment(one, rows).axes
+    assert len(axes) == len(one.panels(rows))
+    return axes
+
+
+def test_curves_are_labelled():
+    methods = ["Data-Parallel", "DiLoCo", "Streaming"]
+    variants = [*methods, "Streaming, H=100", "Streaming, M=4", "Streaming, M=4, H=100"]
+    for axes, labels in zip(axes_of("scaling"), (methods, variants, variants), strict=False):
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == labels
+
+
+def test_names_are_ticks():
+    ours, *_ = axes_of("compression")
+    assert [tick.get_text() for tick in ours.get_xticklabels()][:2] == ["fp32", "bf16"]
+
+
+def test_many_panels_stand_in_rows_of_four():
+    places = [axes.get_subplotspec() for axes in axes_of("batch_size")]
+    assert [(place.rowspan.start, place.colspan.start) for place in places] == [
+        divmod(index, 4) for index in range(len(places))
+    ]
+    assert len(places) > 4

@@ -15,7 +15,19 @@ def finished(rows: Iterable[Row]) -> list[Row]:
 
 def chosen(rows: Iterable[Row], **labels: Any) -> list[Row]:
     """The finished rows with these labels."""
-    return [row for row in finished(rows) if all(row[name] == value for name, value in labels.items())]
+    return [row for row in finished(rows) if all(row.get(name) == value for name, value in labels.items())]
+
+
+def at_best(rows: Sequence[Row], tuned: str, *names: str) -> list[Row]:
+    """The rows with the best value of the label `tuned`, by mean loss, for each setting of the labels `names`."""
+    groups: dict[tuple, dict[Any, list[Row]]] = {}
+    for row in finished(rows):
+        groups.setdefault(tuple(row.get(name) for name in names), {}).setdefault(row.get(tuned), []).append(row)
+    return [row for by_value in groups.values() for row in min(by_value.values(), key=_mean_loss)]
+
+
+def _mean_loss(rows: Sequence[Row]) -> float:
+    return statistics.mean(float(row["eval_loss"]) for row in rows)
 
 
 def flops(row: Row) -> float:

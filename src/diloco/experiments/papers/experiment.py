@@ -57,6 +57,8 @@ class Experiment:
     """The paper reports zero-shot accuracies, too."""
     parameters: tuple[str, ...] = ()
     """`replica`, `average` or both: parameters whose loss is compared with the outer parameters'."""
+    with_curves: bool = False
+    """Its rows have the cosines between outer gradients as curves over training."""
 
 
 Recipe = Callable[[Tier], Experiment]
@@ -92,14 +94,17 @@ def over_seeds(tier: Tier, runs: Callable[[int], LabelledConfigs]) -> list[Label
 
 
 def curves(
-    rows: Sequence[Row], x: str | Callable[[Row], Any], series: str | None = None, y: str = "eval_loss"
+    rows: Sequence[Row],
+    x: str | Callable[[Row], Any],
+    series: str | Callable[[Row], str] | None = None,
+    y: str = "eval_loss",
 ) -> dict[str, list[Point]]:
     """A curve for each value of the column `series`, a point for each value of `x`, in the order of the rows."""
     grouped: dict[str, dict[Any, list[float]]] = {}
     for row in finished(rows):
         if row.get(y) in (None, ""):
             continue
-        value = str(row[series]) if series is not None else ""
+        value = "" if series is None else series(row) if callable(series) else str(row[series])
         at = x(row) if callable(x) else row[x]
         grouped.setdefault(_LABELS.get(value, value), {}).setdefault(at, []).append(float(row[y]))
     return {
@@ -114,7 +119,7 @@ _LABELS = {"data_parallel": "Data-Parallel", "diloco": "DiLoCo", "streaming_over
 def accuracy_panels(
     rows: Sequence[Row],
     x: str | Callable[[Row], Any],
-    series: str | None,
+    series: str | Callable[[Row], str] | None,
     published: Sequence[Row] = (),
     **labels: Any,
 ) -> list[Panel]:

@@ -1,10 +1,11 @@
 """Experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from diloco.experiments.papers import published
-from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, flops
+from diloco.experiments.papers.comparison import Change, Row, all_of, at_best, change, chosen, common, flops
 from diloco.experiments.papers.experiment import (
     Experiment,
     Finding,
@@ -15,122 +16,216 @@ from diloco.experiments.papers.experiment import (
     over_seeds,
     registered,
 )
-from diloco.experiments.papers.tiers import BASELINE, DILOCO, Tier
+from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
+from diloco.experiments.papers.wall_clock import wall_clock_panels
+from diloco.training.config import TrainConfig
 
 
 @registered(order=12)
 def sync_cadence(tier: Tier) -> Experiment:
-    """H and the outer learning rate, for DiLoCo (Figures 8 and 9)."""
-    rates = (0.2, 0.4, 0.6, 0.8, 1.0)
-    periods = tuple(period for period in tier.sync_everies if period in (5, 30, 100))
+    """H and the outer learning rate of DiLoCo, for several M and sizes (Figures 8 and 9)."""
 
     def runs(seed: int) -> LabelledConfigs:
-        for period in periods:
-            for rate in rates:
-                config = tier.run(DILOCO, seed=seed, sync_every=period, outer_learning_rate=rate)
-                yield {"H": period, "outer_learning_rate": rate}, config
+        for grid in tier.cadence_grids:
+            for period, rate in itertools.product(grid.sync_everies, grid.outer_learning_rates):
+                fields = {"sync_every": period, "outer_learning_rate": rate}
+                config = tier.run(DILOCO, size=grid.size, num_replicas=grid.replicas, seed=seed, **fields)
+                labels = {"size": grid.size, "replicas": grid.replicas}
+                yield {**labels, "H": period, "outer_learning_rate": rate}, config
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        best = at_best(rows, "outer_learning_rate", "size", "replicas", "H")
+        labels = {"x_label": "H, inner steps a round", "x_log": True}
+        first = tier.cadence_grids[0]
+        of_first = chosen(rows, size=first.size, replicas=first.replicas)
+        return [
+            Panel(
+                title="best outer learning rate",
+                y_label="η",
+                curves=curves(best, "H", _setting, y="outer_learning_rate"),
+                **labels,
+            ),
+            Panel(title="loss at the best η", curves=curves(best, "H", _setting), **labels),
+            Panel(title="H", x_label="outer learning rate η", curves=curves(of_first, "outer_learning_rate", "H")),
+        ]
 
     def finding(rows: Sequence[Row]) -> Finding:
-        best = {seed: [_best_rate(chosen(rows, H=h, seed=seed)) for h in periods] for seed in tier.seeds}
-        complete = [of_seed for of_seed in best.values() if None not in of_seed]
-        listed = ", ".join(
-            f"{' and '.join(dict.fromkeys(f'{of_seed[i]:g}' for of_seed in complete))} at H = {period}"
-            for i, period in enumerate(periods)
-        )
-        rises = [of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete]
-        verdict = common(rises) if len(rises) > 1 else "cannot tell"
-        edges = f" (of {rates[0]:g} to {rates[-1]:g}, in each seed)"
-        return Finding(f"best outer learning rate: {listed}{edges}" if complete else "no run", verdict)
+        listed, rises = [], []
+        for grid in tier.cadence_grids:
+            best = [_best_rates(rows, grid, seed) for seed in tier.seeds]
+            complete = [of_seed for of_seed in best if None not in of_seed]
+            if complete:
+                listed.append(f"{_name(grid)} {_rates(complete, grid)}")
+                rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
+        verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
+        measured = f"best outer learning rate, in each seed: {'; '.join(listed)}" if listed else "no run"
+        return Finding(measured, all_of(*verdicts) if verdicts else "cannot tell")
 
     return Experiment(
         name="sync_cadence",
-        claim="The best outer learning rate rises with H.",
+        claim="The best outer learning rate rises with H, for every M and size.",
         source="Figures 8 and 9",
         runs=over_seeds(tier, runs),
-        panels=lambda rows: [
-            Panel(title="H", x_label="outer learning rate η", curves=curves(rows, "outer_learning_rate", "H"))
-        ],
+        panels=panels,
         finding=finding,
     )
 
 
-def _best_rate(rows: Sequence[Row]) -> Any:
-    return min(rows, key=lambda row: row["eval_loss"])["outer_learning_rate"] if rows else None
+def _setting(row: Row) -> str:
+    return f"{row.get('size')}, M={row.get('replicas')}"
+
+
+def _name(grid: CadenceGrid) -> str:
+    return f"{grid.size}, M = {grid.replicas}:"
+
+
+def _best_rates(rows: Sequence[Row], grid: CadenceGrid, seed: int) -> list[Any]:
+    """The best η at each H; None where there is no run."""
+    of_grid = chosen(rows, size=grid.size, replicas=grid.replicas, seed=seed)
+    by_period = [at_best(chosen(of_grid, H=period), "outer_learning_rate") for period in grid.sync_everies]
+    return [best[0]["outer_learning_rate"] if best else None for best in by_period]
+
+
+def _rates(best: Sequence[Sequence[float]], grid: CadenceGrid) -> str:
+    return ", ".join(
+        f"{' and '.join(dict.fromkeys(f'{of_seed[i]:g}' for of_seed in best))} at H = {period}"
+        for i, period in enumerate(grid.sync_everies)
+    )
 
 
 @registered(order=13)
 def batch_size(tier: Tier) -> Experiment:
-    """The global batch, for Data-Parallel and DiLoCo with one to four replicas (Figures 3 to 5).
+    """The global batch, for Data-Parallel and DiLoCo with one to eight replicas (Figures 3 to 6, 14 to 19).
 
-    The paper takes the best learning rate at each batch; we multiply the size's rate by the square root of the
-    batch's multiple.
+    The paper takes the best learning rate at each batch. Where a grid has one, it is the size's rate times the
+    square root of the batch's multiple.
     """
 
     def runs(seed: int) -> LabelledConfigs:
-        for batch in tier.batches:
-            config = tier.run(BASELINE, seed=seed, batch=batch)
-            yield {"method": "Data-Parallel", "batch_tokens": config.tokens_per_step}, config
-            for replicas in (1, 2, 4):
-                config = tier.run(DILOCO, num_replicas=replicas, seed=seed, batch=batch)
-                yield {"method": f"DiLoCo, M={replicas}", "batch_tokens": config.tokens_per_step}, config
+        for grid in tier.batch_grids:
+            for batch, rate in itertools.product(grid.batches, grid.rates):
+                options = {"seed": seed, "batch": batch, "rate": rate, "tokens": grid.tokens}
+                for replicas in (0, *grid.replicas):
+                    config = _config(tier, replicas, options)
+                    labels = {"batch_tokens": config.tokens_per_step, "multiple": grid.tokens, "rate": rate}
+                    yield {"method": _method(replicas), **labels}, config
 
     def finding(rows: Sequence[Row]) -> Finding:
-        small, large = (tier.run(batch=batch).tokens_per_step for batch in (tier.batches[0], tier.batches[-1]))
-        costs = {
-            method: change(
-                rows,
-                {"method": method, "batch_tokens": large},
-                {"method": method, "batch_tokens": small},
+        listed, verdict = [], "cannot tell"
+        for grid in tier.batch_grids:
+            small, large = (
+                tier.run(batch=edge).tokens_per_step for edge in (min(grid.batches), max(grid.batches))
             )
-            for method in ("Data-Parallel", "DiLoCo, M=1", "DiLoCo, M=2", "DiLoCo, M=4")
-        }
-        baseline, *others = costs.values()
-        listed = "; ".join(f"{method} {cost}" for method, cost in costs.items())
-        verdict = all_of(*(baseline.rises_over(other) for other in others))
-        return Finding(f"a batch of {large} tokens over {small}: {listed}", verdict)
-
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        labels = {"x_label": "global batch, tokens", "x_log": True}
-        losses = Panel(title="", curves=curves(rows, "batch_tokens", "method"), **labels)
-        return [losses, *accuracy_panels(rows, "batch_tokens", "method", **labels)]
+            best = _best_rows(rows, grid)
+            baseline, *others = (
+                change(chosen(best, method=_method(replicas)), {"batch_tokens": large}, {"batch_tokens": small})
+                for replicas in (0, *grid.replicas)
+            )
+            costs = zip((0, *grid.replicas), (baseline, *others), strict=True)
+            named = ", ".join(f"{_method(replicas)} {cost}" for replicas, cost in costs)
+            listed.append(f"{large} tokens over {small}, {grid.tokens}× the token budget: {named}")
+            verdict = all_of(*(baseline.rises_over(other) for other in others))
+        return Finding("; ".join(listed), verdict)
 
     return Experiment(
         name="batch_size",
         claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
-        source="Figures 3 to 5",
+        source="Figures 3 to 6 and 14 to 19",
         runs=over_seeds(tier, runs),
-        panels=panels,
+        panels=lambda rows: _batch_panels(tier, rows),
         finding=finding,
         with_accuracy=True,
     )
 
 
+def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    labels = {"x_label": "global batch, tokens", "x_log": True}
+    compared = [row for row in _best_rows(rows, tier.batch_grids[0]) if row["method"] in map(_method, (0, 1, 2))]
+    return [
+        *(
+            Panel(
+                title=f"{grid.tokens}× the token budget",
+                curves=curves(_best_rows(rows, grid), "batch_tokens", "method"),
+                **labels,
+            )
+            for grid in tier.batch_grids
+        ),
+        *wall_clock_panels(
+            compared,
+            lambda row: row["method"],
+            lambda row: _REPLICAS[row["method"]],
+            sync_every=tier.sync_every,
+        ),
+        *accuracy_panels(_best_rows(rows, tier.batch_grids[0]), "batch_tokens", "method", **labels),
+    ]
+
+
+def _best_rows(rows: Sequence[Row], grid: BatchGrid) -> list[Row]:
+    return at_best(chosen(rows, multiple=grid.tokens), "rate", "method", "batch_tokens")
+
+
+def _method(replicas: int) -> str:
+    return f"DiLoCo, M={replicas}" if replicas else "Data-Parallel"
+
+
+_REPLICAS = {_method(replicas): replicas for replicas in (0, 1, 2, 4, 8)}
+
+
+def _config(tier: Tier, replicas: int, options: dict[str, Any]) -> TrainConfig:
+    """The run of DiLoCo with M replicas; 0 is Data-Parallel."""
+    return tier.run(DILOCO, num_replicas=replicas, **options) if replicas else tier.run(BASELINE, **options)
+
+
 @registered(order=14)
 def single_replica(tier: Tier) -> Experiment:
     """DiLoCo with one replica, a Lookahead variant, beside Data-Parallel (Finding 2)."""
+    longest = tier.batch_grids[-1]
+    most_steps = tier.step_batches[-1]
 
     def runs(seed: int) -> LabelledConfigs:
-        for size in tier.sizes:
-            yield {"method": BASELINE, "size": size}, tier.run(BASELINE, size=size, seed=seed)
-            yield {"method": DILOCO, "size": size}, tier.run(DILOCO, num_replicas=1, size=size, seed=seed)
+        settings = [(size, batch, 1, 1) for size in tier.sizes for batch in tier.step_batches]
+        if longest.tokens > 1:
+            grid = itertools.product(longest.batches, longest.rates)
+            settings += [(tier.base, batch, longest.tokens, rate) for batch, rate in grid]
+        for size, batch, tokens, rate in settings:
+            options = {"size": size, "seed": seed, "batch": batch, "tokens": tokens, "rate": rate}
+            labels = {"size": size, "batch": batch, "multiple": tokens, "rate": rate}
+            for method, replicas in ((BASELINE, 0), (DILOCO, 1)):
+                yield {"method": method, **labels}, _config(tier, replicas, options)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
         theirs = curves(published.SINGLE_REPLICA, "flops", "method")
+        over_sizes = chosen(rows, batch=most_steps, multiple=1)
         return [
-            Panel(title="here", curves=curves(rows, flops, "method"), **labels),
+            Panel(title="here", curves=curves(over_sizes, flops, "method"), **labels),
             Panel(title="arXiv 2503.09799, Table 4", curves=theirs, published=True, **labels),
-            *accuracy_panels(rows, flops, "method", **labels),
+            *accuracy_panels(over_sizes, flops, "method", **labels),
         ]
 
     def finding(rows: Sequence[Row]) -> Finding:
         gaps = {
-            size: change(rows, {"method": DILOCO, "size": size}, {"method": BASELINE, "size": size})
+            (size, batch): change(
+                chosen(rows, size=size, batch=batch, multiple=1), {"method": DILOCO}, {"method": BASELINE}
+            )
             for size in tier.sizes
+            for batch in tier.step_batches
         }
-        listed = ", ".join(f"{gap} at {size}" for size, gap in gaps.items())
-        lower = (Change({seed: -value for seed, value in gap.by_seed.items()}).rises() for gap in gaps.values())
-        return Finding(f"M = 1 over Data-Parallel: {listed}", all_of(*lower))
+        decisive = {size: gaps[size, most_steps] for size in tier.sizes}
+        listed = [
+            f"{gap} at {size} in {_num_steps(tier, size, batch)} steps" for (size, batch), gap in gaps.items()
+        ]
+        if longest.tokens > 1:
+            best = at_best(chosen(rows, multiple=longest.tokens), "rate", "method", "batch")
+            longer = change(at_best(best, "batch", "method"), {"method": DILOCO}, {"method": BASELINE})
+            decisive[tier.base] = longer
+            listed.append(
+                f"{longer} at {tier.base} with {longest.tokens}× the tokens, each at its best batch and rate"
+            )
+        lower = (
+            Change({seed: -value for seed, value in gap.by_seed.items()}).rises() for gap in decisive.values()
+        )
+        return Finding(f"M = 1 over Data-Parallel: {', '.join(listed)}", all_of(*lower))
 
     return Experiment(
         name="single_replica",
@@ -141,3 +236,7 @@ def single_replica(tier: Tier) -> Experiment:
         finding=finding,
         with_accuracy=True,
     )
+
+
+def _num_steps(tier: Tier, size: str, batch: float) -> int:
+    return tier.run(size=size, batch=batch).num_steps

@@ -1,9 +1,10 @@
-"""Experiments of Streaming DiLoCo (arXiv 2501.18512) on replicas: their number, their slack, their agreement."""
+"""Experiments of Streaming DiLoCo (arXiv 2501.18512) on replicas: number, H, slack, which parameters to take."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from diloco.experiments.papers import published
-from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, finished
+from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, finished
 from diloco.experiments.papers.experiment import (
     Experiment,
     Finding,
@@ -16,6 +17,10 @@ from diloco.experiments.papers.experiment import (
     registered,
 )
 from diloco.experiments.papers.tiers import DILOCO, STREAMING, Tier
+from diloco.experiments.runner.grid import LabelledRun
+from diloco.presets import Method
+
+_NAMES: dict[Method, str] = {DILOCO: "DiLoCo", STREAMING: "Streaming"}
 
 
 @registered(order=7)
@@ -23,56 +28,83 @@ def num_replicas(tier: Tier) -> Experiment:
     """One to eight replicas, at a constant global batch and at a constant local one (Figure 11)."""
 
     def runs(seed: int) -> LabelledConfigs:
-        for constant in ("global", "local"):
-            for replicas in (1, 2, 4, 8):
-                batch = 1 if constant == "global" else replicas / 2
-                config = tier.run(num_replicas=replicas, seed=seed, batch=batch)
-                yield {"constant_batch": constant, "replicas": replicas}, config
+        for method in _NAMES:
+            for constant in ("global", "local"):
+                for replicas in (1, 2, 4, 8):
+                    batch = 1 if constant == "global" else replicas / 2
+                    config = tier.run(method, num_replicas=replicas, seed=seed, batch=batch)
+                    yield {"method": method, "constant_batch": constant, "replicas": replicas}, config
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        return [
+            Panel(
+                title=f"constant {constant} batch",
+                x_label="replicas",
+                curves=curves(chosen(rows, constant_batch=constant), "replicas", "method"),
+            )
+            for constant in ("global", "local")
+        ]
 
     def finding(rows: Sequence[Row]) -> Finding:
-        gaps = [
-            change(rows, {"constant_batch": kind, "replicas": 8}, {"constant_batch": kind, "replicas": 2})
-            for kind in ("global", "local")
-        ]
-        measured = f"M = 8 over M = 2: {gaps[0]} at a constant global batch, {gaps[1]} at a constant local one"
-        return Finding(measured, all_of(*(gap.rises() for gap in gaps)))
+        gaps = {
+            (method, constant): change(
+                chosen(rows, method=method, constant_batch=constant), {"replicas": 8}, {"replicas": 2}
+            )
+            for method in _NAMES
+            for constant in ("global", "local")
+        }
+        listed = "; ".join(
+            f"{name} {gaps[method, 'global']} at a constant global batch, {gaps[method, 'local']} at a local one"
+            for method, name in _NAMES.items()
+        )
+        return Finding(f"M = 8 over M = 2: {listed}", all_of(*(gap.rises() for gap in gaps.values())))
 
     return Experiment(
         name="num_replicas",
-        claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant.",
+        claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant, "
+        "for DiLoCo and Streaming alike.",
         source="Figure 11",
         runs=over_seeds(tier, runs),
-        panels=lambda rows: [
-            Panel(title="constant batch", x_label="replicas", curves=curves(rows, "replicas", "constant_batch"))
-        ],
+        panels=panels,
         finding=finding,
     )
 
 
 @registered(order=8)
 def sync_every(tier: Tier) -> Experiment:
-    """H, for DiLoCo and for Streaming DiLoCo (Figure 12)."""
+    """H, for DiLoCo and for Streaming DiLoCo, from 5 (Figure 12)."""
 
     def runs(seed: int) -> LabelledConfigs:
-        for method in (DILOCO, STREAMING):
+        for method in _NAMES:
             for period in tier.sync_everies:
                 yield {"method": method, "H": period}, tier.run(method, seed=seed, sync_every=period)
 
     def finding(rows: Sequence[Row]) -> Finding:
-        low, high = tier.sync_every, tier.sync_everies[-1]
-        diloco, streaming = (
-            change(rows, {"method": m, "H": high}, {"method": m, "H": low}) for m in (DILOCO, STREAMING)
+        first, second, *_, last = tier.sync_everies
+        middle = tier.sync_every
+        over = {
+            (method, period): change(rows, {"method": method, "H": period}, {"method": method, "H": middle})
+            for method in _NAMES
+            for period in (first, second, last)
+        }
+        beside = change(rows, {"method": STREAMING, "H": middle}, {"method": DILOCO, "H": middle})
+        listed = "; ".join(
+            f"H = {period}: DiLoCo {over[DILOCO, period]}, Streaming {over[STREAMING, period]}"
+            for period in (last, second, first)
         )
-        beside = change(rows, {"method": STREAMING, "H": low}, {"method": DILOCO, "H": low})
-        measured = (
-            f"H = {high} over H = {low}: DiLoCo {diloco}, Streaming {streaming}; "
-            f"Streaming over DiLoCo at H = {low}: {beside}"
+        verdict = all_of(
+            over[DILOCO, last].rises(),
+            over[STREAMING, last].rises(),
+            beside.at_most(0.01),
+            over[DILOCO, first].rises_over(over[STREAMING, first]),
         )
-        return Finding(measured, all_of(diloco.rises(), streaming.rises(), beside.at_most(0.01)))
+        measured = f"over H = {middle}: {listed}; Streaming over DiLoCo at H = {middle}: {beside}"
+        return Finding(measured, verdict)
 
     return Experiment(
         name="sync_every",
-        claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike.",
+        claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike; to a low H Streaming is more "
+        "robust.",
         source="Figure 12",
         runs=over_seeds(tier, runs),
         panels=lambda rows: [
@@ -82,59 +114,82 @@ def sync_every(tier: Tier) -> Experiment:
     )
 
 
+_COLUMNS = {
+    "outer_parameters": "eval_loss",
+    "replica_average": "eval_loss_average",
+    "first_replica": "eval_loss_replica",
+}
+"""The column of the loss of each set of parameters."""
+
+
 @registered(order=9)
 def evaluated_parameters(tier: Tier) -> Experiment:
-    """Held-out loss of the outer parameters, one replica's own, and the replicas' average (Table 4)."""
-    columns = {
-        "outer_parameters": "eval_loss",
-        "replica_average": "eval_loss_average",
-        "first_replica": "eval_loss_replica",
-    }
+    """Losses of the outer parameters, a replica's own, and the average, at the end and halfway (Table 4)."""
+    settings = [(replicas, at) for replicas in (2, 4) for at in ("end", "half")]
 
     def runs(seed: int) -> LabelledConfigs:
-        yield {}, tier.run(seed=seed)
+        for replicas, at in settings:
+            config = tier.run(num_replicas=replicas, seed=seed)
+            if at == "half":
+                config = replace(config, checkpoint=replace(config.checkpoint, every_steps=config.num_steps // 2))
+            yield {"replicas": replicas, "at": at}, config
 
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        points = [
-            point._replace(x=name)
-            for name, column in columns.items()
-            for point in curves(rows, lambda _: "", y=column).get("", [])
-        ]
-        theirs = {"": [Point(name, loss, loss, loss) for name, loss in published.EVALUATED_PARAMETERS.items()]}
+    def labelled_runs() -> list[LabelledRun]:
         return [
-            Panel(title="here", x_label="evaluated parameters", curves={"": points}),
-            Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
-            *_accuracies(rows),
+            replace(run, at_step=run.config.num_steps // 2) if run.labels["at"] == "half" else run
+            for run in over_seeds(tier, runs)
         ]
 
     def finding(rows: Sequence[Row]) -> Finding:
-        relative = {
-            name: {
-                row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1
-                for row in finished(rows)
-                if column in row
-            }
-            for name, column in columns.items()
+        over = {
+            (name, *setting): Change(
+                {
+                    row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1
+                    for row in chosen(rows, replicas=setting[0], at=setting[1])
+                    if column in row
+                }
+            )
+            for setting in settings
+            for name, column in _COLUMNS.items()
+            if name != "outer_parameters"
         }
         listed = "; ".join(
-            f"{name.replace('_', ' ')} {min(values.values()):+.2%} … {max(values.values()):+.2%}"
-            for name, values in relative.items()
-            if name != "outer_parameters" and values
+            f"M = {replicas}, {at}: average {over['replica_average', replicas, at]}, "
+            f"first replica {over['first_replica', replicas, at]}"
+            for replicas, at in settings
         )
-        others = (values for name, values in relative.items() if name != "outer_parameters")
-        return Finding(f"over the outer parameters: {listed}", all_of(*(Change(v).rises() for v in others)))
+        return Finding(f"over the outer parameters: {listed}", all_of(*(gap.rises() for gap in over.values())))
 
     return Experiment(
         name="evaluated_parameters",
         claim="The outer parameters are the best to evaluate (2.67), the replicas' average is close (2.68), one "
         "replica's own are worse (2.77).",
         source="Table 4",
-        runs=over_seeds(tier, runs),
-        panels=panels,
+        runs=labelled_runs(),
+        panels=_evaluated_panels,
         finding=finding,
         with_accuracy=True,
         parameters=("replica", "average"),
     )
+
+
+def _evaluated_panels(rows: Sequence[Row]) -> list[Panel]:
+    names = [
+        {
+            "setting": f"M = {row.get('replicas', 2)}, {row.get('at', 'end')}",
+            "evaluated": name,
+            "eval_loss": row[column],
+        }
+        for row in finished(rows)
+        for name, column in _COLUMNS.items()
+        if column in row
+    ]
+    theirs = {"": [Point(name, loss, loss, loss) for name, loss in published.EVALUATED_PARAMETERS.items()]}
+    return [
+        Panel(title="here", x_label="evaluated parameters", curves=curves(names, "evaluated", "setting")),
+        Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
+        *_accuracies(chosen(rows, replicas=2, at="end")),
+    ]
 
 
 def _accuracies(rows: Sequence[Row]) -> list[Panel]:
@@ -179,61 +234,3 @@ def slack(tier: Tier) -> Experiment:
         ],
         finding=finding,
     )
-
-
-@registered(order=11)
-def outer_cosine(tier: Tier) -> Experiment:
-    """The cosine between the replicas' outer gradients (Figures 18 and 19)."""
-
-    def runs(seed: int) -> LabelledConfigs:
-        for size in tier.sizes:
-            yield {"size": size}, tier.run(size=size, seed=seed)
-
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        parts = ("first", "middle", "last")
-        over_training = {
-            size: [
-                point._replace(x=(index + 0.5) / len(parts))
-                for index, part in enumerate(parts)
-                for point in curves(chosen(rows, size=size), "size", y=f"cosine_{part}_third").get("", [])
-            ]
-            for size in tier.sizes
-        }
-        by_block = {
-            size: [
-                point._replace(x=block)
-                for block in range(tier.sizes[size].model.num_layers)
-                for point in curves(chosen(rows, size=size), "size", y=f"cosine_block_{block}").get("", [])
-            ]
-            for size in tier.sizes
-        }
-        label = "cosine between two replicas' outer gradients"
-        return [
-            Panel(title="over training", x_label="part of training", y_label=label, curves=over_training),
-            Panel(title="by block", x_label="block", y_label=label, curves=by_block),
-        ]
-
-    def finding(rows: Sequence[Row]) -> Finding:
-        first, last = (
-            [float(row[f"cosine_{part}_third"]) for row in finished(rows)] for part in ("first", "last")
-        )
-        if not first:
-            return Finding("no run", "cannot tell")
-        measured = (
-            f"mean cosine {min(first):.2f} … {max(first):.2f} in the first third of training, "
-            f"{min(last):.2f} … {max(last):.2f} in the last"
-        )
-        return Finding(measured, common(cosine > _CORRELATED for cosine in first + last))
-
-    return Experiment(
-        name="outer_cosine",
-        claim="Outer gradients of different replicas stay correlated through training, at every size.",
-        source="Figures 18 and 19",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
-    )
-
-
-_CORRELATED = 0.1
-"""A cosine far above that of random vectors of this many elements, 0.003."""

@@ -19,6 +19,34 @@ STREAMING: Method = "streaming_overlapped_fp4"
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchGrid:
+    """Runs of the base size over the global batch."""
+
+    tokens: int
+    """Multiple of the size's token budget."""
+    batches: tuple[float, ...]
+    """Multiples of its batch."""
+    rates: tuple[float, ...]
+    """Multiples of its learning rate, beside the square root of the batch's."""
+    replicas: tuple[int, ...]
+    """Values of M of DiLoCo; Data-Parallel is always beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CadenceGrid:
+    """Runs of DiLoCo over H and the outer learning rate."""
+
+    size: str
+    """A name in the tier's sizes."""
+    replicas: int
+    """M."""
+    sync_everies: tuple[int, ...]
+    """Values of H."""
+    outer_learning_rates: tuple[float, ...]
+    """Values of η."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tier:
     """Base configs, and the values that the experiments vary around them."""
 
@@ -30,18 +58,22 @@ class Tier:
     """The size of the experiments that do not vary it."""
     sync_everies: tuple[int, ...]
     """Values of H."""
-    overtrained: TrainConfig
-    """The config that is overtrained, at its smallest token budget."""
-    multiples: tuple[int, ...]
-    """Multiples of that budget."""
-    overtrained_replicas: tuple[int, ...]
-    """Values of M for overtraining."""
+    step_batches: tuple[float, ...]
+    """Multiples of a size's batch at which sizes are compared; the last is the smallest: the most steps."""
+    batch_grids: tuple[BatchGrid, ...]
+    """Grids over the batch, the last with the most tokens."""
+    cadence_grids: tuple[CadenceGrid, ...]
+    """Grids over H and η, the first at the base size."""
+    overtrained: Mapping[str, TrainConfig]
+    """Configs that are overtrained, by the name of their size, at their smallest token budget."""
+    multiples: Mapping[str, tuple[int, ...]]
+    """Multiples of that budget, by the same names."""
     layers_per_fragment: tuple[int, ...]
     """Numbers of blocks in a fragment."""
-    batches: tuple[float, ...]
-    """Multiples of the base's global batch."""
     seeds: tuple[int, ...]
     """Every run is made with each."""
+    gpu_bytes: float | None = None
+    """Memory of each GPU for which commands have shards and micro-batches; None leaves both as they are."""
 
     @property
     def base_config(self) -> TrainConfig:
@@ -62,38 +94,38 @@ class Tier:
         seed: int = 0,
         tokens: float = 1.0,
         batch: float = 1.0,
+        rate: float = 1.0,
+        overtrained: bool = False,
         **diloco: Any,
     ) -> TrainConfig:
         """The config of a run.
 
         Args:
             method: how the replicas are synchronized.
-            size: a name in `sizes`, or `OVERTRAINED`; None is the base.
+            size: a name in `sizes`, or in `overtrained`; None is the base.
             num_replicas: M, but for Data-Parallel.
             seed: the run's.
             tokens: multiple of the size's token budget.
             batch: multiple of the size's batch; the learning rate grows with its square root, as suits AdamW.
+            rate: multiple of the learning rate, beside that.
+            overtrained: take the size from `overtrained`.
             diloco: fields of DilocoConfig; Data-Parallel has none.
         """
-        config = self.overtrained if size == OVERTRAINED else self.sizes[size or self.base]
+        config = (self.overtrained if overtrained else self.sizes)[size or self.base]
         global_batch = int(config.global_batch * batch)
         num_steps = round(tokens * config.num_tokens / (global_batch * config.sequence_length))
         is_baseline = method == BASELINE
-        optimizer = replace(config.optimizer, learning_rate=config.optimizer.learning_rate * math.sqrt(batch))
+        learning_rate = config.optimizer.learning_rate * math.sqrt(batch) * rate
         return replace(
             config,
             method=method,
             num_replicas=self.data_parallel_replicas if is_baseline else num_replicas,
             seed=seed,
             global_batch=global_batch,
-            optimizer=optimizer,
+            optimizer=replace(config.optimizer, learning_rate=learning_rate),
             num_tokens=num_steps * global_batch * config.sequence_length,
             diloco=recipe(config.recipe).diloco if is_baseline else replace(config.diloco, **diloco),
         )
-
-
-OVERTRAINED = "overtrained"
-"""The name of `Tier.overtrained` as a size."""
 
 
 def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
@@ -124,22 +156,38 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             log_layer_cosine=True,
         )
 
-    base = size(36)
+    base, other, largest = "0.10M", "0.15M", "0.24M"
+    sizes = {base: size(36), other: size(44), largest: size(56)}
+    few = {"sync_everies": (5, 30, 100), "outer_learning_rates": (0.1, 0.2, 0.4, 0.8)}
     return Tier(
-        sizes={"0.10M": base, "0.15M": size(44), "0.24M": size(56)},
+        sizes=sizes,
         data_parallel_replicas=1,  # two runs at once on two cores, instead of an all-reduce at every step
-        base="0.10M",
+        base=base,
         sync_everies=(5, 10, 30, 60, 100),
-        overtrained=replace(base, num_tokens=base.num_steps // 2 * base.tokens_per_step),
-        multiples=(1, 4, 16),
-        overtrained_replicas=(2,),
+        step_batches=(1, 0.25),
+        batch_grids=(
+            BatchGrid(tokens=1, batches=(0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8)),
+            # As many steps as the papers' smallest runs have, and more; the best rates lie lower in longer runs.
+            BatchGrid(tokens=6, batches=(0.25, 0.5, 1), rates=(0.5, 0.25), replicas=(1, 2)),
+        ),
+        cadence_grids=(
+            CadenceGrid(
+                size=base, replicas=2, sync_everies=(1, 5, 10, 30, 100), outer_learning_rates=_OUTER_RATES
+            ),
+            CadenceGrid(size=base, replicas=1, **few),
+            CadenceGrid(size=base, replicas=4, **few),
+            CadenceGrid(size=largest, replicas=2, **few),
+        ),
+        overtrained={base: sizes[base], largest: sizes[largest]},
+        multiples={base: (1, 2, 8), largest: (1, 2)},
         layers_per_fragment=(1, 2, 3, 6),
-        batches=(0.5, 1, 2, 4),
         seeds=(0, 1),
     )
 
 
 _TOKENS_PER_PARAM, _LEARNING_RATE, _BASE_PARAMS = 20, 0.016, 102_564
+_OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""Values of η in arXiv 2503.09799, section 5.1."""
 
 
 def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
@@ -166,27 +214,53 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
             log_layer_cosine=True,
         )
 
-    overtrained = size("1.3b", 25e9)
-    if not corpus:
-        dolma = DataConfig(train=("hf:allenai/dolma:v1_7",), tokenizer=data.tokenizer)
-        overtrained = replace(overtrained, data=dolma)
-    multiples = (1, 4, 10)
-    most_bytes = round(_BYTES_PER_TOKEN * multiples[-1] * overtrained.num_tokens)
-    overtrained = replace(overtrained, data=replace(overtrained.data, max_train_bytes=most_bytes))
-    overtrained = replace(overtrained, sequence_length=2048, global_batch=overtrained.global_batch // 2)
+    sizes = {name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES}
     return Tier(
-        sizes={name: size(scale, num_tokens) for name, scale, num_tokens in _ARCHITECTURES},
+        sizes=sizes,
         data_parallel_replicas=2,
         base="500M",
         sync_everies=(5, 10, 30, 100, 300),
-        overtrained=replace(overtrained, diloco=replace(overtrained.diloco, sync_every=100)),
-        multiples=multiples,
-        overtrained_replicas=(2, 4),
+        step_batches=(1,),
+        batch_grids=(BatchGrid(tokens=1, batches=(0.25, 0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8)),),
+        cadence_grids=tuple(
+            CadenceGrid(
+                size=name,
+                replicas=replicas,
+                sync_everies=(1, 5, 10, 30, 100, 300),
+                outer_learning_rates=_OUTER_RATES,
+            )
+            for name in ("500M", "100M", "200M")
+            for replicas in (2, 1, 4)
+        ),
+        overtrained=_on_dolma(sizes, dolma=not corpus),
+        multiples=_MULTIPLES,
         layers_per_fragment=(1, 2, 3, 6, 9),
-        batches=(0.25, 0.5, 1, 2, 4),
         seeds=(0,),
+        gpu_bytes=80e9,
     )
 
+
+def _on_dolma(sizes: Mapping[str, TrainConfig], *, dolma: bool) -> dict[str, TrainConfig]:
+    """The configs to overtrain, with text for the most tokens: Dolma, or what was named; C4 stays held out."""
+    overtrained = {}
+    for name, (*_, most) in _MULTIPLES.items():
+        config = sizes[name]
+        text = replace(config.data, max_train_bytes=round(_BYTES_PER_TOKEN * most * config.num_tokens))
+        overtrained[name] = replace(config, data=replace(text, train=_DOLMA) if dolma else text)
+    # As in arXiv 2501.18512.
+    longer = overtrained["1B"]
+    overtrained["1B"] = replace(
+        longer,
+        sequence_length=2048,
+        global_batch=longer.global_batch // 2,
+        diloco=replace(longer.diloco, sync_every=100),
+    )
+    return overtrained
+
+
+_DOLMA = ("hf:allenai/dolma:v1_7",)
+_MULTIPLES = {"1B": (1, 4, 10), "100M": (1, 4, 16), "300M": (1, 4, 16)}
+"""Multiples of the token budgets: Tables 2 and 8 of arXiv 2501.18512; Figure 11 of arXiv 2503.09799."""
 
 # Table 3 of arXiv 2501.18512: its name of the size, our recipe of the same architecture, tokens.
 _ARCHITECTURES = (

@@ -17,8 +17,8 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.errors import UserError
 from diloco.experiments.runner.identity import run_name, with_absolute_paths
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
-from diloco.experiments.runner.result import RESULT_FILE, read_results, write_results
-from diloco.experiments.runner.rows import columns
+from diloco.experiments.runner.result import read_results, write_results
+from diloco.experiments.runner.rows import columns, has_all_columns
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
 
@@ -31,6 +31,8 @@ class LabelledRun:
     """The first columns of its row, by which it differs from the other runs."""
     config: TrainConfig
     """The config as a user writes it; the grid sets its name and directory."""
+    at_step: int | None = None
+    """The step of the checkpoint that is evaluated; None is the end."""
 
 
 class Machines(Protocol):
@@ -52,6 +54,7 @@ def run_grid(
     *,
     tasks: tuple[Path, ...] = (),
     parameters: tuple[str, ...] = (),
+    with_curves: bool = False,
     on_finished: Callable[[float], None] | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Run each job that has no result yet; after each of them, yield the rows of all finished runs.
@@ -65,10 +68,15 @@ def run_grid(
         machines: run the jobs.
         tasks: files of questions, as `read_questions` reads them, to score the outer parameters on.
         parameters: `replica`, `average` or both, to be evaluated like the outer parameters.
+        with_curves: add the cosines between outer gradients as curves over training.
         on_finished: called with the finished share of the work, counted in floating-point operations.
     """
-    jobs = [make_job(run.config, directory, tasks, parameters) for run in runs]
+    options = {"tasks": tasks, "parameters": parameters, "with_curves": with_curves}
+    jobs = [make_job(run.config, directory, at_step=run.at_step, **options) for run in runs]
     job_in = {job.directory: job for job in jobs}
+    assert all(job_in[job.directory].at_step == job.at_step for job in jobs), (
+        "equal runs are evaluated at one step"
+    )
     results = {path: result for path, job in job_in.items() if (result := read_result(job)) is not None}
     # Jobs of one core first: two of them at once fill the cores that a job of two would have to wait for.
     waiting = [path for path in job_in if path not in results]
@@ -113,37 +121,47 @@ def _work(config: TrainConfig) -> float:
 
 
 def make_job(
-    config: TrainConfig, directory: Path, tasks: tuple[Path, ...] = (), parameters: tuple[str, ...] = ()
+    config: TrainConfig,
+    directory: Path,
+    *,
+    tasks: tuple[Path, ...] = (),
+    parameters: tuple[str, ...] = (),
+    at_step: int | None = None,
+    with_curves: bool = False,
 ) -> Job:
     """The job of a config, in the directory below `directory` that is named by the run's identity."""
     placed = replace(
         config, name=run_name(config), runs=directory.absolute(), data=with_absolute_paths(config.data)
     )
-    has_one_set = config.num_replicas == 1 or config.method == "data_parallel"
+    is_alone = config.num_replicas == 1 or config.method == "data_parallel"
     return Job(
         config=placed,
         tasks=tuple(task.absolute() for task in tasks),
-        parameters=() if has_one_set else parameters,
+        parameters=() if is_alone else parameters,
+        at_step=at_step,
+        with_curves=with_curves and not is_alone,
     )
 
 
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
     result, tasks = read_results(job.directory), {task.stem for task in job.tasks}
-    if "columns" in result:  # adopted from a table, and no parameters are left to evaluate
-        return None if tasks or job.parameters else result
+    if "columns" in result:  # adopted from a table
+        return result if has_all_columns(result["columns"], job) else None
     digests = result.get("questions", {})
     changed = {task for task, digest in _question_digests(job).items() if digests.get(task, digest) != digest}
     scored = {name: set(scores["tasks"]) - changed for name, scores in result.get("evaluated", {}).items()}
-    has_all = all(name in scored and tasks <= scored[name] for name in job.parameters)
-    has_all &= tasks <= scored.get("outer", set())
+    has_all = all(job.key(name) in scored and tasks <= scored[job.key(name)] for name in job.parameters)
+    has_all &= tasks <= scored.get(job.key("outer"), set())
+    has_all &= job.at_step is None or job.key("outer") in scored
     return result if "failed" in result or (result and has_all) else None
 
 
 def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
     """Turn the rows of a table into results, so that a grid goes on from its table on another machine.
 
-    Failed runs are left out, and so run again; results that are there already stay as they are.
+    Failed runs are left out, and so run again. The columns of several tables add up; the result of a run that took
+    place here stays as it is.
 
     Args:
         rows: as `run_grid` yields them.
@@ -155,11 +173,10 @@ def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
     for row in rows:
         if not re.fullmatch(r"[\w-]+", name := str(row.get("run", ""))):
             raise UserError(f"the table's column run has {name!r}, which is no run's name: restore the table")
-        path = directory / name / RESULT_FILE
-        if "failed" not in row and not path.exists():
-            names = list(row)
-            measured = {name: row[name] for name in names[names.index("run") + 1 :]}
-            write_results(path.parent, {"columns": measured})
+        earlier, names = read_results(directory / name), list(row)
+        measured = {name: row[name] for name in names[names.index("run") + 1 :]}
+        if "failed" not in row and (not earlier or "columns" in earlier):
+            write_results(directory / name, {"columns": measured | earlier.get("columns", {})})
 
 
 def _keep(job: Job, future: "Future[dict[str, Any]]") -> dict[str, Any]:

@@ -28,11 +28,19 @@ class Job:
     """Files of questions, for the outer parameters and for those below."""
     parameters: tuple[str, ...] = ()
     """`replica`, `average` or both: parameters to evaluate beside the outer ones."""
+    at_step: int | None = None
+    """The step of the checkpoint that is evaluated; None is the end."""
+    with_curves: bool = False
+    """Whether the cosines between outer gradients are asked for as curves."""
 
     @property
     def directory(self) -> Path:
         """The run's directory."""
         return self.config.directory
+
+    def key(self, name: str) -> str:
+        """The key of parameters among a result's evaluations, such as `outer`, or `outer at step 500`."""
+        return name if self.at_step is None else f"{name} at step {self.at_step}"
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -45,6 +53,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "config": to_json(job.config),
         "tasks": [str(task) for task in job.tasks],
         "parameters": job.parameters,
+        "at_step": job.at_step,
         "parent": os.getpid(),
     }
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
@@ -89,9 +98,14 @@ def _main(directory: Path) -> None:
     with prepared(), (directory / "lock").open("w") as lock:
         # Another grid may be at the same run; the operating system drops the lock of a process that is killed.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        config = from_json(TrainConfig, message["config"])
-        failure = _train_or_resume(config)
-        result = _evaluate(config, message["tasks"], message["parameters"]) if failure is None else failure
+        job = Job(
+            config=from_json(TrainConfig, message["config"]),
+            tasks=tuple(map(Path, message["tasks"])),
+            parameters=tuple(message["parameters"]),
+            at_step=message["at_step"],
+        )
+        failure = _train_or_resume(job.config)
+        result = _evaluate(job) if failure is None else failure
     with os.fdopen(answer, "w") as file:
         json.dump(result, file)
 
@@ -134,26 +148,28 @@ def _train(config: TrainConfig, resume: bool) -> None:
         raise OSError(str(error)) from error
 
 
-def _evaluate(config: TrainConfig, tasks: list[str], parameters: list[str]) -> dict[str, Any]:
+def _evaluate(job: Job) -> dict[str, Any]:
     from diloco.data.prepare import resolve
     from diloco.training.finished import Parameters, evaluate_run
     from diloco.training.metrics import read_metrics
     from diloco.training.summary import SUMMARY_FILE, Summary
 
-    files = {Path(task).stem: Path(task) for task in tasks}
+    files = {task.stem: task for task in job.tasks}
     evaluated: dict[str, Any] = {}
     try:
         for name in get_args(Parameters):
-            if name in parameters or (name == "outer" and files):
-                evaluated[name] = evaluate_run(
-                    config.directory,
+            is_new = name != "outer" or job.at_step is not None  # else its loss is in the summary
+            if name in job.parameters or (name == "outer" and (files or is_new)):
+                evaluated[job.key(name)] = evaluate_run(
+                    job.directory,
                     parameters=name,
+                    at_step=job.at_step,
                     tasks=files,
-                    held_out=name != "outer",
-                    prepared=resolve(config.data),  # another place than the one that the run was trained from
+                    held_out=is_new,
+                    prepared=resolve(job.config.data),  # another place than the one that the run was trained from
                 )
-        summary = read_json(config.directory / SUMMARY_FILE, Summary, most_bytes=1 << 20)
-        metrics = read_metrics(config.directory, 0)
+        summary = read_json(job.directory / SUMMARY_FILE, Summary, most_bytes=1 << 20)
+        metrics = read_metrics(job.directory, 0)
     except Exception as error:
         if exit_code_of(error) is None:
             raise

@@ -6,7 +6,7 @@ A row holds labels first, then measurements. It holds no times, which depend on 
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,62 @@ def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """The columns of a job's result."""
     if "failed" in result:
         return {"failed": " ".join(result["failed"].split())}
-    if "columns" in result:
-        return result["columns"]
+    if "columns" in result:  # adopted from tables, of which others may have asked for more
+        return {name: value for name, value in result["columns"].items() if _is_asked_for(name, job)}
     row = {name: result["summary"][name] for name in _OF_THE_SUMMARY}
-    row |= {f"eval_loss_{name}": result["evaluated"][name]["eval_loss"] for name in job.parameters}
+    if job.at_step is not None:
+        scores = result["evaluated"][job.key("outer")]
+        row |= {name: scores[name] for name in _OF_THE_SUMMARY[:3]}
+    row |= {f"eval_loss_{name}": result["evaluated"][job.key(name)]["eval_loss"] for name in job.parameters}
     for name in ("outer", *job.parameters):
         suffix = "" if name == "outer" else f"_{name}"
         for task in job.tasks:
-            scores = result["evaluated"][name]["tasks"][task.stem]
+            scores = result["evaluated"][job.key(name)]["tasks"][task.stem]
             row |= {f"{task.stem}_{metric}{suffix}": value for metric, value in scores.items()}
-    return row | _cosines(result)
+    return row | _cosines(result, with_curves=job.with_curves)
 
 
-def _cosines(result: Mapping[str, Any]) -> dict[str, float]:
-    """Mean cosine between the replicas' outer gradients: in each third of training, and of each block."""
+def has_all_columns(adopted: Mapping[str, Any], job: Job) -> bool:
+    """Whether the columns of an adopted run have everything that a job measures."""
+    return all(any(name.startswith(prefix) for name in adopted) for prefix in _asked_for(job))
+
+
+def _is_asked_for(name: str, job: Job) -> bool:
+    if name in _OF_THE_SUMMARY:
+        return True
+    if any(name.endswith(f"_{other}") for other in ("replica", "average") if other not in job.parameters):
+        return False
+    return name.startswith((*(f"cosine_{part}" for part in (*_THIRDS, "block")), *_asked_for(job)))
+
+
+def _asked_for(job: Job) -> Iterator[str]:
+    """The prefixes of the columns that a job asks for, beside those of every run."""
+    yield from (f"eval_loss_{name}" for name in job.parameters)
+    for task in job.tasks:
+        yield from (f"{task.stem}_acc", *(f"{task.stem}_acc_{name}" for name in job.parameters))
+    if job.with_curves:
+        yield from (CURVE, EMBEDDING_CURVE)
+
+
+_THIRDS = ("first", "middle", "last")
+CURVE, EMBEDDING_CURVE = "cosine_at_", "embedding_cosine_at_"
+"""Columns of the mean cosine in a tenth of training, by its middle in percent: of blocks, of embeddings."""
+TENTHS = tuple(range(5, 100, 10))
+"""The middles of the tenths of training, in percent."""
+
+
+def _cosines(result: Mapping[str, Any], *, with_curves: bool) -> dict[str, float]:
+    """Mean cosine between the replicas' outer gradients: in parts of training, and of each block."""
     num_steps = result["summary"]["num_steps"]
+    last_fragment = max((outer_step["fragment"] for outer_step in result["outer_steps"]), default=0)
     values: dict[str, list[float | None]] = {}
     for outer_step in result["outer_steps"]:
-        third = ("first", "middle", "last")[min(2, 3 * outer_step["sent_step"] // num_steps)]
+        third = _THIRDS[min(2, 3 * outer_step["sent_step"] // num_steps)]
         values.setdefault(f"cosine_{third}_third", []).append(outer_step["cosine"])
+        if with_curves:
+            curve = EMBEDDING_CURVE if outer_step["fragment"] == last_fragment > 0 else CURVE
+            tenth = TENTHS[min(9, 10 * outer_step["sent_step"] // num_steps)]
+            values.setdefault(f"{curve}{tenth:02}", []).append(outer_step["cosine"])
         for block, cosine in outer_step.get("layer_cosine", {}).items():
             values.setdefault(f"cosine_block_{block.rpartition('.')[2]}", []).append(cosine)
     cosines = {name: [value for value in each if value is not None] for name, each in sorted(values.items())}

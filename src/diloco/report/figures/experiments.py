@@ -1,5 +1,6 @@
 """The figure of an experiment: our panels beside the paper's."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,20 @@ if TYPE_CHECKING:
 
 
 def draw_experiment(experiment: Experiment, rows: Sequence[Row]) -> "Figure":
-    """All panels of an experiment, side by side."""
+    """All panels of an experiment, side by side, in rows of at most four."""
     panels = experiment.panels(rows)
-    figure = new_figure(4.2 * len(panels) + 0.4, 3.9)
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+    num_columns = min(_MOST_COLUMNS, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
+    figure = new_figure(4.2 * num_columns + 0.4, 3.9 * num_rows)
+    all_axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for panel, axes in zip(panels, all_axes, strict=False):
         draw_panel(panel, axes)
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
     return figure
+
+
+_MOST_COLUMNS = 4
 
 
 def draw_panel(panel: Panel, axes: "Axes") -> None:

@@ -1,71 +1,111 @@
-"""Figures of simulated runs: the papers' curves, and timelines."""
+"""Figures of simulated runs: the papers' curves, and a registry of all by name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 
 from diloco.errors import UserError
-from diloco.presets import METHODS
+from diloco.presets import METHODS, Method
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, viridis
+from diloco.report.figures.schedules import fragment_patterns, schedules
 from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.methods import MethodSettings, Pattern
 from diloco.simulator.paper import PaperModel
-from diloco.simulator.timeline import Interval, Kind
+from diloco.simulator.published import SCALING_SIZES, SIZES, Size
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Parameters, layers, seconds of compute a step, as the papers simulate them.
-_SIZES = {
-    "1B": (1e9, 24, 0.1),
-    "10B": (10e9, 48, 0.8),
-    "100B": (100e9, 108, 4.9),
-    "405B": (405e9, 126, 26.0),
-    "671B": (671e9, 61, 20.0),
-}
+_PAPERS = (SIZES["1B"], SIZES["10B"], SIZES["100B"])
+_METHODS = {name: MethodSettings(method=name) for name in METHODS}
 _STREAMING = MethodSettings(method="streaming_overlapped_fp4")
 
 
 def methods() -> "Figure":
     """Every method at 1B, 10B, 100B (Figure 3 of arXiv 2501.18512)."""
-    return _utilization(("1B", "10B", "100B"), {name: MethodSettings(method=name) for name in METHODS})
+    return _utilizations(_PAPERS, _METHODS)
 
 
 def large_models() -> "Figure":
     """Every method at the sizes of Llama 405B and DeepSeek-V3 (arXiv 2501.18512)."""
-    return _utilization(("405B", "671B"), {name: MethodSettings(method=name) for name in METHODS})
+    return _utilizations((SIZES["405B"], SIZES["671B"]), _METHODS)
+
+
+def step_seconds() -> "Figure":
+    """Every method at 100B with steps of 1, 5 and 10 seconds (arXiv 2501.18512)."""
+    return _utilizations([SIZES["100B"]._replace(step_seconds=seconds) for seconds in (1.0, 5.0, 10.0)], _METHODS)
 
 
 def sync_every() -> "Figure":
     """Streaming with overlap and 4 bits, H from 30 to 500."""
-    return _utilization(
-        ("1B", "10B", "100B"), {f"H = {h}": replace(_STREAMING, sync_every=h) for h in (30, 50, 100, 300, 500)}
-    )
+    return _utilizations(_PAPERS, {f"H = {h}": replace(_STREAMING, sync_every=h) for h in (30, 50, 100, 300, 500)})
 
 
 def overlap_steps() -> "Figure":
     """Streaming with overlap and 4 bits, τ from 0 to 20."""
-    return _utilization(
-        ("1B", "10B", "100B"), {f"τ = {tau}": replace(_STREAMING, overlap_steps=tau) for tau in (0, 1, 2, 5, 20)}
-    )
+    return _utilizations(_PAPERS, {f"τ = {t}": replace(_STREAMING, overlap_steps=t) for t in (0, 1, 2, 5, 20)})
 
 
 def layers_per_fragment() -> "Figure":
     """Streaming with overlap and 4 bits, fragments of 1 to 12 layers."""
     choices = {f"{n} layers a fragment": replace(_STREAMING, layers_per_fragment=n) for n in (1, 3, 6, 12)}
-    return _utilization(("1B", "10B", "100B"), choices)
+    return _utilizations(_PAPERS, choices)
+
+
+def fragments() -> "Figure":
+    """Strided and sequential fragments at 100B, without and with overlap (arXiv 2501.18512)."""
+    methods: tuple[Method, ...] = ("streaming", "streaming_overlapped")
+    panels = {
+        f"100B, {method}": [
+            _utilization(SIZES["100B"], pattern, MethodSettings(method=method, fragments=pattern))
+            for pattern in get_args(Pattern)
+        ]
+        for method in methods
+    }
+    return _draw_utilization(panels)
+
+
+def fragment_bandwidth() -> "Figure":
+    """The largest payload, and the bandwidth for a utilization of 95 %, over the layers of a fragment.
+
+    Both are relative to one fragment of all layers; the settings are streaming with overlap and 4 bits.
+    """
+
+    def line(size: Size, pattern: Pattern) -> Line:
+        layers = [n for n in range(1, size.num_layers + 1) if size.num_layers % n == 0]
+        settings = [replace(_STREAMING, fragments=pattern, layers_per_fragment=n) for n in layers]
+        needed = [_interpolated_gbit_s(size.model(one), 0.95) for one in settings]
+        return Line(f"Gbit/s for 95 %, {pattern}", layers, [gbit_s / needed[-1] for gbit_s in needed])
+
+    panels = {
+        size.name: [
+            Line("largest payload", [1, size.num_layers], [1 / size.num_layers, 1]),
+            line(size, "strided"),
+            line(size, "sequential"),
+        ]
+        for size in _PAPERS
+    }
+    figure = draw_lines(
+        panels, x_label="layers a fragment", y_label="relative to one fragment of all layers", markers=True
+    )
+    figure.axes[0].set_yscale("log")
+    return figure
+
+
+def _interpolated_gbit_s(model: PaperModel, target: float) -> float:
+    utilization = model.compute_utilization(GBIT_S)
+    return float(10 ** np.interp(target, utilization, np.log10(GBIT_S)))
 
 
 def diloco_sync_every() -> "Figure":
     """DiLoCo with H from 1 to 300 at 10B, 405B, 671B (Figure 10 of arXiv 2503.09799)."""
     choices = {f"H = {h}": MethodSettings(method="diloco", sync_every=h) for h in (1, 10, 50, 100, 300)}
-    return _utilization(("10B", "405B", "671B"), choices)
+    return _utilizations(SCALING_SIZES.values(), choices)
 
 
 def wall_clock() -> "Figure":
@@ -88,18 +128,23 @@ def wall_clock() -> "Figure":
 FIGURES: dict[str, Callable[[], "Figure"]] = {
     figure.__name__: figure
     for figure in (
+        fragment_patterns,
+        schedules,
         methods,
         large_models,
+        step_seconds,
         sync_every,
         overlap_steps,
+        fragments,
         layers_per_fragment,
+        fragment_bandwidth,
         diloco_sync_every,
         wall_clock,
     )
 }
 
 
-def draw_curves(names: Iterable[str], directory: Path) -> list[Path]:
+def draw_figures(names: Iterable[str], directory: Path) -> list[Path]:
     """Write figures by name, and return the paths.
 
     Raises:
@@ -112,18 +157,21 @@ def draw_curves(names: Iterable[str], directory: Path) -> list[Path]:
     return [path for name in names for path in save(FIGURES[name](), directory, name)]
 
 
-def _utilization(sizes: Sequence[str], choices: dict[str, MethodSettings]) -> "Figure":
-    def line(label: str, settings: MethodSettings, size: str) -> Line:
-        num_params, num_layers, step_seconds = _SIZES[size]
-        model = PaperModel(
-            settings=settings, num_params=num_params, num_layers=num_layers, step_seconds=step_seconds
-        )
-        return Line(label, GBIT_S.tolist(), model.compute_utilization(GBIT_S).tolist())
-
+def _utilizations(sizes: Iterable[Size], choices: Mapping[str, MethodSettings]) -> "Figure":
     panels = {
-        f"{size}, {_SIZES[size][2]:g} s a step": [line(label, chosen, size) for label, chosen in choices.items()]
+        f"{size.name}, {size.step_seconds:g} s a step": [
+            _utilization(size, label, settings) for label, settings in choices.items()
+        ]
         for size in sizes
     }
+    return _draw_utilization(panels)
+
+
+def _utilization(size: Size, label: str, settings: MethodSettings) -> "Line":
+    return Line(label, GBIT_S.tolist(), size.model(settings).compute_utilization(GBIT_S).tolist())
+
+
+def _draw_utilization(panels: Mapping[str, Sequence["Line"]]) -> "Figure":
     return draw_lines(panels, x_label="bandwidth, Gbit/s", y_label="compute utilization", y_range=(0.0, 1.02))
 
 
@@ -177,56 +225,3 @@ def draw_lines(
     handles, labels = all_axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     return figure
-
-
-# They differ in darkness, too.
-_COLORS: dict[Kind, str] = {
-    "forward": "#2b5c9e",
-    "backward_activations": "#b8e0b0",
-    "backward_parameters": "#4f9a5c",
-    "exchange": "#b48fd0",
-}
-_NAMES: dict[Kind, str] = {
-    "forward": "forward",
-    "backward_activations": "backward, activations",
-    "backward_parameters": "backward, parameters",
-    "exchange": "exchange",
-}
-
-
-def draw_timelines(panels: Mapping[str, Sequence[Interval]]) -> "Figure":
-    """Panels of lanes, one for each replica and link; a bar is one activity, with the numbers of its layers."""
-    lanes = {title: sorted({bar.lane for bar in bars}, key=_order) for title, bars in panels.items()}
-    figure = new_figure(13, 0.6 + 0.55 * sum(len(names) + 1 for names in lanes.values()))
-    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=[len(names) for names in lanes.values()])
-    end = max(bar.end_seconds for bars in panels.values() for bar in bars)
-    for (title, bars), axes in zip(panels.items(), all_axes[:, 0], strict=True):
-        axes.set_title(title, loc="left", fontsize=10)
-        for bar in bars:
-            _draw_bar(axes, bar, lanes[title].index(bar.lane), end)
-        axes.set_yticks(range(len(lanes[title])), lanes[title])
-        axes.invert_yaxis()
-        axes.set_xlim(0, end)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1, 0].set_xlabel("time, seconds")
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=color, label=_NAMES[kind]) for kind, color in _COLORS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
-def _order(lane: str) -> tuple[int, str]:
-    name, _, number = lane.partition(" ")
-    return int(number), "replica" if name == "replica" else "~"
-
-
-def _draw_bar(axes: "Axes", bar: Interval, row: int, end: float) -> None:
-    width, color = bar.end_seconds - bar.start_seconds, _COLORS[bar.kind]
-    edge = 0.4 if width > 0.002 * end else 0.0  # an edge would cover a narrower bar
-    axes.barh(row, width, left=bar.start_seconds, height=0.8, color=color, edgecolor="white", linewidth=edge)
-    if width > 0.008 * end * len(bar.layers):
-        text = " ".join(str(layer + 1) for layer in bar.layers)
-        dark = bar.kind in ("forward", "backward_parameters")
-        middle, ink = bar.start_seconds + width / 2, "white" if dark else "black"
-        axes.text(middle, row, text, ha="center", va="center", fontsize=7, color=ink)

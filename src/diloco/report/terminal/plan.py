@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from diloco.rendezvous.prices import PROVIDERS
 from diloco.simulator.planner import Plan, Task
 from diloco.simulator.remedy import Remedy
 
@@ -35,7 +36,7 @@ def plan_json(
 
 
 def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
-    settings = plan.model.settings
+    settings, traffic = plan.model.settings, plan.store_traffic_a_day
     return {
         "sync_every": settings.sync_every,
         "overlap_steps": settings.overlap_steps,
@@ -45,6 +46,12 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
         "compute_utilization": plan.compute_utilization,
         "hours": plan.hours,
         "terabytes": plan.terabytes,
+        "store_a_day": traffic
+        and {
+            "terabytes_down": traffic.bytes_down / 1e12,
+            "requests": traffic.creates + traffic.gets,
+            "dollars": {prices.name: traffic.dollars(prices) for prices in PROVIDERS},
+        },
         "peak_gbit_s": plan.peak_gbit_s,
         "device_memory_gib": plan.device_memory_gib(),
         "device_memory_offload_gib": plan.device_memory_gib(offload=True),
@@ -87,6 +94,22 @@ def print_plans(
         soft_wrap=True,
     )
     console.print(f"    {command} {flags(plans[0])}", highlight=False, soft_wrap=True)
+
+
+def print_store(plans: Sequence[Plan], console: Console) -> None:
+    """Print what a day of the least risky setting costs in a bucket."""
+    for plan in plans:
+        if (traffic := plan.store_traffic_a_day) is not None:
+            dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
+            console.print(
+                f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every} and {plan.wire} move "
+                f"{traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
+                f"requests: by list prices {dollars} a day. Egress within a provider's region is free.",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return
+    console.print("Replicas that meet in a bucket can't reduce_scatter, which all of these do.", highlight=False)
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The output of `diloco simulate`: bandwidth, compute utilization, wall-clock time, and the published tables."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from diloco.simulator.published import (
     WALL_CLOCK_GBIT_S,
     WALL_CLOCK_HOURS,
     Cell,
-    bandwidth_table,
+    bandwidth_tables,
     wall_clock_table,
 )
 from diloco.simulator.wall_clock import IdealizedRun
@@ -49,23 +50,24 @@ def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> Non
 
 
 def print_published(console: Console) -> None:
-    """Print both tables of the paper, with our numbers beside its own."""
-    table = Table("model", "method", box=None, header_style="bold", title="Gbit/s for a compute utilization")
-    for target in TARGETS:
-        table.add_column(f"{target:.0%}", justify="right")
-    cells: list[Cell] = []
-    for (size, method), row in bandwidth_table().items():
-        table.add_row(size, method, *(f"{c.published:g} · {_gbit_s(c.ours)} {_distance(c)}" for c in row))
-        cells += row
-    console.print(table)
-    exact = sum(cell.distance == 0 for cell in cells)
-    farthest = max(abs(cell.distance) for cell in cells)
-    console.print(
-        f"Published · simulated, and points of the grid between them: {exact} of {len(cells)} are exact (=), "
-        f"none is further off than {farthest}.\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+    """Print the papers' tables, with our numbers beside their own."""
+    for source, rows in bandwidth_tables().items():
+        table = Table(
+            "model", "method", box=None, header_style="bold", title=f"{source}: Gbit/s for a utilization"
+        )
+        for target in TARGETS:
+            table.add_column(f"{target:.0%}", justify="right")
+        for (size, method), row in rows.items():
+            table.add_row(size, method, *map(_cell, row))
+        console.print(table)
+        distances = [abs(cell.distance) for row in rows.values() for cell in row]
+        console.print(
+            f"Published · simulated, and points of the grid between them: {distances.count(0)} of "
+            f"{len(distances)} are exact (=), {distances.count(1)} are one point off, "
+            f"{sum(distance > 1 for distance in distances)} more.\n",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     hours = Table("method", box=None, header_style="bold", title="Hours of a run of 186,250 steps of the 1B model")
     for gbit_s in WALL_CLOCK_GBIT_S:
@@ -80,17 +82,18 @@ def print_published(console: Console) -> None:
     )
 
 
+def _cell(cell: Cell) -> str:
+    distance = f"{cell.distance:+d}" if cell.distance else "="
+    return f"{_gbit_s(cell.published)} · {_gbit_s(cell.ours)} {distance}"
+
+
 def _beside(method: Method, row: Sequence[float]) -> list[str]:
     published = WALL_CLOCK_HOURS[method]
     return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" for p, ours in zip(published, row, strict=True)]
 
 
 def _gbit_s(gbit_s: float | None) -> str:
-    return BEYOND if gbit_s is None else f"{gbit_s:.4g}"
-
-
-def _distance(cell: Cell) -> str:
-    return f"{cell.distance:+d}" if cell.distance else "="
+    return BEYOND if gbit_s is None or math.isinf(gbit_s) else f"{gbit_s:.4g}"
 
 
 def wall_clock_json(run: IdealizedRun) -> str:

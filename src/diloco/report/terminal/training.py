@@ -151,9 +151,11 @@ def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def megabytes(num_bytes: float) -> str:
-    """A number of bytes in MB, or GB from a thousand on.
+    """A number of bytes in MB; in kB below a tenth of one, in GB from a thousand on.
 
-    >>> megabytes(2_540_000), megabytes(3.2e9)
-    ('2.54 MB', '3.20 GB')
+    >>> megabytes(30_200), megabytes(2_540_000), megabytes(3.2e9)
+    ('30.2 kB', '2.54 MB', '3.20 GB')
     """
+    if num_bytes < 1e5:
+        return f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,103 @@
+"""The Hugging Face Hub: asked once, and briefly, whether it answers; files from it, and folders to it."""
+
+import os
+import re
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from diloco.errors import UserError
+
+_MOST_SECONDS = 5.0
+
+
+def endpoint() -> str:
+    """The address of the Hub, or of its mirror that HF_ENDPOINT names."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def is_offline() -> bool:
+    """True where the Hub's libraries were told to use no network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def check_reachable(wanted: str) -> None:
+    """Refuse at once what only the Hub has, where it does not answer: its libraries try for a minute and more.
+
+    Args:
+        wanted: what is to be read from it.
+
+    Raises:
+        UserError: if it does not answer within seconds.
+    """
+    if is_offline():  # then the libraries take what they have kept, or say at once that they have not
+        return
+    try:
+        urlopen(Request(endpoint(), method="HEAD"), timeout=_MOST_SECONDS).close()
+    except HTTPError:
+        return  # an answer
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"{wanted} can't be read: the Hugging Face Hub does not answer at {endpoint()} ({reason}): name files "
+            "of this machine"
+        ) from error
+
+
+def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
+    """The first of `files` that a repository of the Hub has, kept by the Hub's library from then on.
+
+    Args:
+        name: of the repository, such as gpt2 or EleutherAI/pythia-70m.
+        files: names of files in it.
+
+    Returns:
+        Its path here; None if no repository can have this name.
+
+    Raises:
+        UserError: if the Hub does not answer, or has no such repository, or not for you.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    for file in files:
+        try:
+            return Path(hf_hub_download(name, file, local_files_only=True))
+        except LocalEntryNotFoundError:
+            continue
+    check_reachable(f"{name} of the Hub")
+    for file in files:
+        try:
+            return Path(hf_hub_download(name, file, endpoint=endpoint(), local_files_only=is_offline()))
+        except RemoteEntryNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name} can't be read from the Hub: {str(error).splitlines()[0]}") from error
+    raise UserError(f"{name} on the Hub has none of {', '.join(files)}")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload the files of a folder to a model's repository of the Hub; a new one is made, and is private.
+
+    Args:
+        folder: of the files.
+        name: of the repository, such as me/my-model.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        UserError: if the Hub does not answer, or refuses; `hf auth login` says who you are.
+    """
+    from huggingface_hub import HfApi
+
+    check_reachable(f"{name} of the Hub")
+    hub = HfApi(endpoint=endpoint())
+    try:
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=address.repo_id, folder_path=folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} can't be uploaded to {name}: {str(error).splitlines()[0]}") from error
+    return str(address)

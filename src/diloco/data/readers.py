@@ -1,0 +1,209 @@
+"""Files of text, opened by their suffixes and cut into documents: plain text, JSON lines, CSV, Parquet."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from diloco.data.config import DataConfig
+from diloco.data.parquet import ParquetReader
+from diloco.errors import UserError
+from diloco.files import require
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. Its `id` is the same wherever the source lies, so that all machines agree on it."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a row becomes a document."""
+
+    text_field: str = DataConfig.text_field
+    """The field that holds the text."""
+    longest_bytes: int = DataConfig.max_document_bytes
+    """Bytes of the longest line of `.jsonl`, row of `.csv`, and text of the others."""
+
+    def document(self, row: Any, *, default_id: str, place: str) -> Document:
+        """The document of a row.
+
+        Raises:
+            UserError: if it has no text, or a longer one.
+        """
+        if not isinstance(row, Mapping) or not isinstance(row.get(self.text_field), str):
+            raise self._no_text(row, place)
+        text = row[self.text_field]
+        if len(text) > self.longest_bytes:  # in characters, of which each is a byte or more
+            raise self.too_long(place)
+        return Document(row["id"] if isinstance(row.get("id"), str) else default_id, text)
+
+    def _no_text(self, row: Any, place: str) -> UserError:
+        texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, Mapping) else []
+        others = [f"`{name:.40}`" for name in texts if name != self.text_field]
+        hint = f", but {', '.join(others[:8])}: name one in data.text_field" if others else ""
+        return UserError(f"{place} has no field `{self.text_field}` that holds a string{hint}", "data.text_field")
+
+    def too_long(self, place: str) -> UserError:
+        """The refusal of a document, by its place in the file."""
+        return UserError(
+            f"{place} is longer than data.max_document_bytes={self.longest_bytes}: cut it into documents, "
+            "or raise that",
+            "data.max_document_bytes",
+        )
+
+
+def read_files(paths: Sequence[tuple[Path, str]], reading: Reading) -> Iterator[Document]:
+    """The documents of files, each a path and the name by which its documents are known.
+
+    Raises:
+        UserError: if a file or a row can't be read.
+    """
+    with ParquetReader(reading.text_field, reading.longest_bytes) as parquet:
+        for path, name in paths:
+            if path.suffix == ".parquet":
+                yield from _read_parquet(path, name, reading, parquet)
+            else:
+                yield from _read(path, name, reading)
+
+
+def suffixes_of(path: Path) -> str | None:
+    """The suffixes by which a file is read; None if it has others."""
+    suffixes = "".join(path.suffixes[-2:] if path.suffix in (".gz", ".zst") else path.suffixes[-1:])
+    return suffixes if suffixes in SUFFIXES else None
+
+
+def _read(path: Path, name: str, reading: Reading) -> Iterator[Document]:
+    suffixes = suffixes_of(path)
+    assert suffixes is not None, "the files of a source have known suffixes"
+    try:
+        with _open(path) as file:
+            yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} can't be read: {error}", *(error.fields if isinstance(error, UserError) else ()))
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.open(path), _BUFFER_BYTES)
+    if path.suffix == ".zst":
+        # zstandard's own reader would take a file that was cut short for a whole one. This one refuses windows of
+        # more than 128 MiB.
+        stream = require("pyarrow", extra="data").input_stream(str(path), compression="zstd")
+        return io.BufferedReader(stream, _BUFFER_BYTES)
+    return path.open("rb")
+
+
+def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    content = bytearray()
+    while piece := file.read(_BUFFER_BYTES):
+        content += piece
+        if len(content) > reading.longest_bytes:
+            raise reading.too_long("the text")
+    yield Document(name, content.decode())
+
+
+def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    decoder = _decoder(reading.text_field)
+    number = 0
+    while line := file.readline(reading.longest_bytes + 1):
+        number += 1
+        place = f"line {number}"
+        if len(line) > reading.longest_bytes:
+            raise reading.too_long(place)
+        row = _parsed(line, place, reading.text_field, decoder)
+        yield reading.document(row, default_id=f"{name}:{number}", place=place)
+
+
+def _decoder(text_field: str) -> msgspec.json.Decoder:
+    """A parser that keeps the text and the id of a row, and takes no memory for its other fields."""
+    text, id_ = msgspec.field(name=text_field), msgspec.field(default=msgspec.Raw(b"null"))
+    return msgspec.json.Decoder(msgspec.defstruct("Row", [("text", str, text), ("id", msgspec.Raw, id_)]))
+
+
+def _parsed(line: bytes, place: str, text_field: str, decoder: msgspec.json.Decoder) -> Any:
+    """A row, of which the other fields take no memory if the line is long."""
+    try:
+        if len(line) <= _SHORT_LINE_BYTES:
+            return json.loads(line.decode())  # it takes NaN, and halves of surrogates, in the other fields
+        row = decoder.decode(line)
+        id_ = msgspec.json.decode(row.id) if bytes(row.id).startswith(b'"') else None
+        return {text_field: row.text, "id": id_}
+    except RecursionError:
+        raise UserError(f"{place} is not JSON: its lists and objects are nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
+
+
+def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
+    lines = _Lines(file, reading)
+    csv.field_size_limit(reading.longest_bytes)
+    rows = csv.reader(lines, strict=True)
+    try:
+        header = next(rows, [])
+        for row in filter(None, rows):
+            place = f"row {lines.row}"
+            if len(row) != len(header):
+                raise UserError(f"{place} has {len(row)} fields, and the header {len(header)}")
+            values = dict(zip(header, row, strict=True))
+            yield reading.document(values, default_id=f"{name}:{lines.row}", place=place)
+            lines.begin_row()
+    except csv.Error as error:
+        raise UserError(f"row {lines.row} is not CSV: {error}") from error
+
+
+class _Lines:
+    """The lines of a CSV file, which may be part of a row each; a row that is too long is refused."""
+
+    def __init__(self, file: IO[bytes], reading: Reading) -> None:
+        self._file, self._reading = file, reading
+        self._encoding = "utf-8-sig"  # a spreadsheet's file may begin with a byte order mark
+        self._num_bytes = 0
+        self.row = 1
+        """The row after the header that is being read."""
+
+    def begin_row(self) -> None:
+        self.row, self._num_bytes = self.row + 1, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(self._reading.longest_bytes + 1):
+            self._num_bytes += len(line)
+            if self._num_bytes > self._reading.longest_bytes:
+                raise self._reading.too_long(f"row {self.row}")
+            yield line.decode(self._encoding)
+            self._encoding = "utf-8"
+
+
+def _read_parquet(path: Path, name: str, reading: Reading, reader: ParquetReader) -> Iterator[Document]:
+    for number, row in enumerate(reader.rows(path), start=1):
+        try:
+            yield reading.document(row, default_id=f"{name}:{number}", place=f"row {number}")
+        except UserError as error:
+            raise _unreadable(path, error) from error
+
+
+_BUFFER_BYTES = 2**17
+_SHORT_LINE_BYTES = 2**20
+
+_READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {
+    ".txt": _read_text,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+}
+
+SUFFIXES = (*(suffix + packed for suffix in _READERS for packed in ("", ".gz", ".zst")), ".parquet")
+"""The suffixes of files that can be read."""

@@ -1,0 +1,109 @@
+"""A run's settings from a file: changes to a recipe as TOML or JSON, or the `config.json` of another run."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco.data.index import INDEX_FILE, read_index
+from diloco.errors import FileError, UserError, nearest
+from diloco.training.budget import Budget, epochs, parse_tokens
+from diloco.training.config import TrainConfig
+from diloco.training.recipes import RECIPES, recipe
+from diloco.training.resolve import asked_again
+from diloco.training.traits import from_json, to_json
+
+_MOST_BYTES = 1 << 20
+"""More than a config takes."""
+
+
+def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget | None]:
+    """A recipe's config with the fields that a file changes, and the budget where the file has one.
+
+    Sections are those of the config, and `recipe` names the recipe. `num_tokens` may be a text such as "20x", and
+    `epochs` may stand in its place. The values that a run's `config.json` has because they follow from others are
+    left out, and so is the run's name.
+
+    Args:
+        path: of the file, `.toml` or `.json`.
+        name: of the recipe; None takes the file's.
+
+    Raises:
+        FileError: if the file can't be read.
+        UserError: for an unknown field or recipe, and for a value that the config refuses.
+    """
+    values = _read(path)
+    own = values.pop("recipe", "") or None
+    if own is not None and own not in RECIPES:
+        raise UserError(f"{path}: there is no recipe {str(own)!r:.80}{nearest(str(own), RECIPES)}")
+    if name and own and name != own:
+        raise UserError(f"{path} changes the recipe {own}, not {name}: name that recipe, or none")
+    if (chosen := name or own) is None:
+        raise UserError(f"{path} names no recipe: name one of {', '.join(RECIPES)}, there or before the flags")
+    budget = _budget(path, values)
+    base = recipe(chosen)
+    config = from_json(TrainConfig, _merged(to_json(base), values, path), source=str(path))
+    return (_anew(config) if path.suffix == ".json" else config), budget
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".toml", ".json"):
+        raise UserError(f"config={path}: name a .toml file, or a .json such as a run's config.json", "config")
+    try:
+        content = path.read_bytes()[:_MOST_BYTES].decode()
+        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+    except OSError as error:
+        raise FileError(f"{path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+    if not isinstance(values, dict):
+        raise FileError(f"{path} can't be read: it is no object")
+    return values
+
+
+def _budget(path: Path, values: dict[str, Any]) -> Budget | None:
+    """The budget of a file, which is taken out of its values where the config has no field for it."""
+    num_tokens, num_epochs = values.get("num_tokens"), values.pop("epochs", None)
+    if num_epochs is not None and num_tokens is not None:
+        raise UserError(f"{path} has num_tokens and epochs: leave one of them out")
+    if num_epochs is not None:
+        if not isinstance(num_epochs, int | float):
+            raise UserError(f"{path}: epochs={num_epochs!r:.80} is no number")
+        return epochs(num_epochs)
+    if isinstance(num_tokens, str | float):
+        del values["num_tokens"]
+        return parse_tokens(str(num_tokens))
+    return Budget(num_tokens, "tokens") if isinstance(num_tokens, int) else None
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any], path: Path, where: str = "") -> dict[str, Any]:
+    """A config's values with changes, section by section."""
+    if where == "model." and "family" in changes:
+        return dict(changes)  # a model of another family has other fields
+    for name, value in changes.items():
+        if name not in base:
+            raise UserError(f"{path}: there is no field {where}{name:.80}{nearest(name, base)}")
+        if isinstance(base[name], Mapping) != isinstance(value, Mapping):
+            raise UserError(f"{path}: {where}{name} is {'no' if isinstance(value, Mapping) else 'a'} section")
+    return {
+        name: _merged(value, changes[name], path, f"{where}{name}.")
+        if isinstance(value, Mapping) and name in changes
+        else changes.get(name, value)
+        for name, value in base.items()
+    }
+
+
+def _anew(config: TrainConfig) -> TrainConfig:
+    """The config of a run as another run begins with it."""
+    optimizer = config.optimizer
+    if optimizer.start_step:
+        optimizer = replace(optimizer, start_step=0, start_rate=0.0, warmup_steps=None)
+    config, prepared = replace(config, name="", optimizer=optimizer), config.data.prepared
+    if prepared is None:
+        return config
+    is_there = (prepared / INDEX_FILE).is_file()
+    vocab_size = read_index(prepared).vocab_size if is_there else config.model.vocab_size
+    config = asked_again(config, vocab_size=vocab_size)
+    return config if is_there else replace(config, data=replace(config.data, prepared=None))

@@ -1,0 +1,122 @@
+"""The memory that a process needs on its GPU, by the sizes of its run, and the shards and passes that fit.
+
+Legend: N parameters, D width, V vocabulary, S shards, n tokens of a pass.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from diloco.errors import UserError
+from diloco.training.config import TrainConfig
+from diloco.training.resolve import with_method_values
+from diloco.wire.formats import parse
+
+
+def device_bytes(config: TrainConfig) -> int:
+    """The largest sum of what a process holds on its device at once, in bytes.
+
+        4N/S for θ + 8N/S for AdamW + 8N/S for Θ and v + max(pass, sync)
+
+    A pass and a sync do not meet: gradients and activations are gone when the outer gradients are computed.
+
+    Args:
+        config: with its model's vocabulary; a decoder of `diloco.models`, or one with blocks like its.
+    """
+    config = with_method_values(config)
+    num_params, num_shards = config.model.num_matrix_params, config.num_shards
+    state = 12 * num_params / num_shards
+    if config.method != "data_parallel":
+        state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
+    return round(state + max(_pass_bytes(config), _evaluation_bytes(config), _sync_bytes(config)))
+
+
+def _pass_bytes(config: TrainConfig) -> float:
+    """4N/S gradients, activations, logits, and what is gathered of the shards."""
+    model, is_half = config.model, config.precision != "fp32"
+    num_tokens = (config.micro_batch or config.process_batch) * config.sequence_length
+    gradients = 4 * model.num_matrix_params / config.num_shards
+    # Autocast keeps a bfloat16 copy of each weight for the backward pass, of gathered weights, too.
+    copies = 2 * model.num_matrix_params if is_half else 0
+    # The logits in both precisions, three gradients in FP32 on their way, and the gradient in bfloat16.
+    logits = (20 if is_half else 16) * num_tokens * model.vocab_size
+    return gradients + copies + _gathered_bytes(config) + activation_bytes(config) + logits
+
+
+def activation_bytes(config: TrainConfig) -> float:
+    """The tensors that a forward pass of n tokens keeps for the backward pass, but for weights and logits.
+
+    In units of n·D a block keeps, in FP32 (under autocast): the inputs of both norms, 8 (8), and of both first
+    matrices, 8 (4); queries, keys and values, 12 (6), before their norms in FP32, 0 (8), and after RoPE, 8 (4);
+    the attention, before and after a copy, 8 (4); the MLP before and after its GELU, 32 (16); the statistics of
+    norms and attention, less than 1.
+    """
+    model = config.model
+    num_tokens = (config.micro_batch or config.process_batch) * config.sequence_length
+    per_block = 77 if config.precision == "fp32" else 51
+    return num_tokens * model.width * (model.num_layers * per_block + 8)
+
+
+def _gathered_bytes(config: TrainConfig) -> float:
+    """FSDP2 gathers one block while another computes, and has the gradients of two: all in FP32; and the rest."""
+    if config.num_shards == 1:
+        return 0.0
+    model = config.model
+    rest = model.vocab_size * model.width
+    block = (model.num_matrix_params - rest) / model.num_layers
+    return 4 * (4 * block + 2 * rest)
+
+
+def _evaluation_bytes(config: TrainConfig) -> float:
+    """Logits of a batch without gradients: in both precisions, and their exponentials."""
+    num_tokens = config.evaluation.batch * config.sequence_length
+    return 10 * num_tokens * config.model.vocab_size + _gathered_bytes(config)
+
+
+def _sync_bytes(config: TrainConfig) -> float:
+    """2.5 FP32 vectors of the largest fragment (docs/results/speed.md, Memory), and a payload of every replica."""
+    if config.method == "data_parallel":
+        return 0.0
+    num_params = _largest_fragment(config) / config.num_shards
+    assert config.diloco.wire is not None, "the method's values are filled in"
+    payload = parse(config.diloco.wire).payload_bytes(round(num_params))
+    return 10 * num_params + config.num_replicas * payload
+
+
+def _largest_fragment(config: TrainConfig) -> float:
+    model, diloco = config.model, config.diloco
+    if diloco.fragments == "whole":
+        return model.num_matrix_params
+    rest = model.vocab_size * model.width
+    return max(rest, diloco.layers_per_fragment * (model.num_matrix_params - rest) / model.num_layers)
+
+
+def fitted(config: TrainConfig, memory_bytes: float) -> TrainConfig:
+    """The same run on as few shards, and in passes of as many sequences, as fit into the memory of a GPU.
+
+    Args:
+        config: as of `device_bytes`.
+        memory_bytes: of each GPU; a tenth of it is left to CUDA, nccl and gaps between tensors.
+
+    Raises:
+        UserError: if it fits on no number of shards that divides the batch.
+    """
+    for trial in _trials(config):
+        if device_bytes(trial) <= 0.9 * memory_bytes:
+            return trial
+    raise UserError(
+        f"global_batch={config.global_batch} with num_replicas={config.num_replicas} can't be cut into shares "
+        f"that fit into {memory_bytes / 1e9:g} GB: take a larger batch, or shorter sequences",
+        *("global_batch", "num_replicas", "sequence_length"),
+    )
+
+
+def _trials(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Numbers of shards, powers of two from 1, and for each the micro-batches, the largest first."""
+    num_shards = 1
+    while config.global_batch % (config.num_replicas * num_shards) == 0:
+        share = config.global_batch // (config.num_replicas * num_shards)
+        sharded = replace(config, micro_batch=None, shards_per_replica=num_shards if num_shards > 1 else None)
+        yield sharded
+        for micro_batch in (size for size in range(share - 1, 0, -1) if share % size == 0):
+            yield replace(sharded, micro_batch=micro_batch)
+        num_shards *= 2

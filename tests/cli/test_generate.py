@@ -1,0 +1,53 @@
+"""`diloco generate` and `diloco chat` on a finished run: the outer parameters' own text, token by token."""
+
+import io
+import sys
+
+import pytest
+from tests.cli.commands import loaded, refusal
+
+from diloco.cli.main import main
+from diloco.data.tokenizers import ByteTokenizer
+from diloco.models.writer import Writer, generate
+from diloco.training.finished import run_parameters
+
+BOS = ByteTokenizer.bos_id
+
+
+def likeliest(run, *texts: str, num_tokens: int, parameters="outer") -> list[str]:
+    """The likeliest text after each of several that are read one after another."""
+    writer = Writer(run_parameters(run, parameters)[0], context=64, vocab_size=257, temperature=0)
+    writer.read([BOS])
+    answers = []
+    for text in texts:
+        writer.read([*text.encode()])
+        answers.append(bytes(generate(writer, num_tokens, stop=BOS)).decode(errors="replace"))
+    return answers
+
+
+@pytest.mark.parametrize("parameters", ["outer", "replica"])
+def test_the_text_goes_on_after_the_prompt(finished_run, capsys, parameters):
+    flags = ["--max-tokens", "40", "--temperature", "0", "--parameters", parameters]
+    main(["generate", str(finished_run), "--prompt", "the cat ", *flags])
+    (expected,) = likeliest(finished_run, "the cat ", num_tokens=40, parameters=parameters)
+    assert capsys.readouterr().out == f"the cat {expected}\n" and len(expected) > 5
+
+
+def test_a_chat_remembers_what_was_before(finished_run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("my aunt\na ship\n"))
+    main(["chat", str(finished_run), "--max-tokens", "12", "--temperature", "0"])
+    expected = likeliest(finished_run, "my aunt\n", "a ship\n", num_tokens=12)
+    assert capsys.readouterr().out.replace("\n", "") == "".join(expected).replace("\n", "")
+    assert likeliest(finished_run, "a ship\n", num_tokens=12) != expected[1:], "the first line counts"
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_mistake_is_one_sentence(verb, finished_run, tmp_path, capsys):
+    assert refusal(capsys, verb, "nowhere") == "nowhere holds no run: nowhere/config.json is missing"
+    assert refusal(capsys, verb, str(finished_run), "--top-k", "0") == "--top-k=0 must be at least 1"
+    assert refusal(capsys, verb, str(finished_run), "--max-tokens", "0") == "--max-tokens=0 must be at least 1"
+    assert refusal(capsys, verb) == f"diloco {verb} needs RUN (diloco {verb} --help)"
+
+
+def test_help_loads_no_torch():
+    assert "'torch'" not in loaded("generate", "--help").splitlines()[-1]

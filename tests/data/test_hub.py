@@ -1,0 +1,123 @@
+"""The Hugging Face Hub, here a server of this machine: it answers, is away, or lacks a file."""
+
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
+from tests.processes import free_port
+
+from diloco.data.corpora import documents
+from diloco.data.hub import hub_file, push
+from diloco.data.tokenizers import load_tokenizer, train_bpe
+from diloco.errors import UserError
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def hub(cache, monkeypatch):
+    """A Hub with one repository, `tiny/bpe`, that has a tokenizer.json."""
+    train_bpe(["one two three é"] * 9, 260, cache / "tokenizer.json")
+    content = (cache / "tokenizer.json").read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, *, with_content: bool) -> None:
+            is_there = self.path == "/tiny/bpe/resolve/main/tokenizer.json"
+            self.send_response(200 if is_there or self.path == "/" else 404)
+            headers = {
+                "X-Repo-Commit": "0" * 40,
+                "ETag": '"tag"',
+                "Content-Length": str(len(content) if is_there else 0),
+            }
+            if not is_there:
+                headers["X-Error-Code"] = "EntryNotFound" if self.path.startswith("/tiny/bpe/") else "RepoNotFound"
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if with_content and is_there:
+                self.wfile.write(content)
+
+        def do_HEAD(self) -> None:
+            self.answer(with_content=False)
+
+        def do_GET(self) -> None:
+            self.answer(with_content=True)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield cache
+        server.shutdown()
+
+
+def test_a_tokenizer_is_named_as_on_the_hub(hub, monkeypatch):
+    expected = load_tokenizer(hub / "tokenizer.json")
+    tokenizer = load_tokenizer("tiny/bpe")
+    assert tokenizer.digest == expected.digest and tokenizer.bos_id == expected.bos_id
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")  # from now on it is read from the cache
+    assert load_tokenizer("tiny/bpe").digest == expected.digest
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused(hub):
+    with pytest.raises(UserError, match=r"tiny/nothing can't be read from the Hub: "):
+        hub_file("tiny/nothing", ("tokenizer.json",))
+    with pytest.raises(UserError, match=r"tiny/bpe on the Hub has none of tokenizer\.model"):
+        hub_file("tiny/bpe", ("tokenizer.model",))
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b/c", "./a", "", "a b"])
+def test_what_can_be_no_name_is_not_asked_for(name):
+    assert hub_file(name, ("tokenizer.json",)) is None
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    begin = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"data.tokenizer=gpt2 is neither .*; gpt2 of the Hub can't be read: .*does not answer"
+    ):
+        load_tokenizer("gpt2")
+    with pytest.raises(
+        UserError, match=r"hf:some/text can't be read: the Hugging Face Hub does not answer at http://127"
+    ):
+        next(documents("hf:some/text"))
+    assert time.monotonic() - begin < 6, "the libraries' own attempts take a minute"
+
+
+def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, endpoint: str) -> None:
+            self.endpoint = endpoint
+
+        def create_repo(self, name: str, **options: bool) -> huggingface_hub.RepoUrl:
+            calls.append((name, options))
+            return huggingface_hub.RepoUrl(f"{self.endpoint}/me/{name}", endpoint=self.endpoint)
+
+        def upload_folder(self, **options: object) -> None:
+            calls.append(options)
+            if options["folder_path"] == hub / "refused":
+                raise OSError("403 Forbidden\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert push(hub, "model").endswith("/me/model")
+    assert calls == [
+        ("model", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/model", "folder_path": hub},
+    ]
+    with pytest.raises(UserError, match=r"refused can't be uploaded to model: 403 Forbidden$"):
+        push(hub / "refused", "model")

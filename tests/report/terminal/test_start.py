@@ -1,0 +1,49 @@
+"""The lines before a run: its text, its epochs, and the rounding of its budget, which is announced."""
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.data.config import DataConfig
+from diloco.report.terminal.start import change_lines, forecast_lines, start_lines
+from diloco.training.budget import Budget
+from diloco.training.forecast import forecast
+from diloco.training.prepare import prepare_run
+from diloco.training.recipes import recipe
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("To be, or not to be.\n" * 1500)
+    data = DataConfig(train=(str(folder / "text.txt"),), cache=folder / "data")
+    return replace(recipe("tiny"), name="run", runs=folder, data=data)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (Budget(10.2, "epochs"), "30.9 kB, 30,871 tokens; 10.2 epochs: the model will memorise it"),
+        (Budget(2, "epochs"), "30.9 kB, 30,871 tokens; 1.99 epochs\n"),
+        (Budget(1e5, "tokens"), "100,000 tokens are rounded to 195 whole steps of 512, 99,840 tokens"),
+        (Budget(51_200, "tokens"), "epochs\nrun "),
+    ],
+)
+def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected):
+    text = "\n".join(start_lines(prepare_run(asked, resume=None, budget=budget), budget))
+    assert expected in text
+    assert "the last 2.00% of each document is held out" in text
+    assert text.endswith(str(asked.runs / "run"))
+
+
+def test_changes_name_both_values():
+    assert list(change_lines({"seed": (0, 3)})) == ["      seed is 3 from here on, and was 0"]
+
+
+@pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "data_parallel"])
+def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
+    config = prepare_run(replace(asked, method=method), resume=None)
+    text = "\n".join(forecast_lines(config, forecast(config)))
+    assert "57,792 parameters, 2 replicas" in text and "steps  60 of 512 tokens" in text
+    assert ("first sent after step 10, 13, 16" in text) == (method != "data_parallel")
+    assert "0.1 Gbit/s each way" in text

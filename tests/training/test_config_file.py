@@ -1,0 +1,89 @@
+"""Settings from a file: a recipe with changes, or another run's config.json."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.training.budget import Budget
+from diloco.training.config_file import read_config_file
+from diloco.training.recipes import laptop, recipe
+from diloco.training.resolve import resolve
+from diloco.training.traits import to_json, with_value
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_file_changes_the_fields_of_its_recipe(tmp_path):
+    text = 'recipe = "tiny"\nseed = 3\nnum_tokens = "20x"\n[data]\ntrain = ["a", "b"]\n[diloco]\n'
+    text += "overlap_steps = [1, 2]\n"
+    config, budget = read_config_file(write(tmp_path / "run.toml", text), None)
+    expected = replace(recipe("tiny"), seed=3, data=replace(laptop().data, train=("a", "b")))
+    assert config == with_value(expected, "diloco.overlap_steps", (1, 2))
+    assert budget == Budget(20.0, "tokens a parameter")
+    same = read_config_file(write(tmp_path / "run.json", '{"seed": 3, "num_tokens": 1024}'), "tiny")
+    assert same == (replace(recipe("tiny"), seed=3, num_tokens=1024), Budget(1024, "tokens"))
+    assert read_config_file(write(tmp_path / "run.toml", "epochs = 2"), "tiny")[1] == Budget(2, "epochs")
+
+
+def test_the_file_of_the_docs_can_be_read():
+    config, budget = read_config_file(Path(__file__).parents[2] / "docs/snippets/run.toml", None)
+    assert config.recipe == "laptop" and config.diloco.sync_every == 50
+    assert budget == Budget(20.0, "tokens a parameter")
+
+
+@pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "diloco", "data_parallel"])
+def test_a_run_is_repeated_from_its_config_and_what_followed_follows_again(tmp_path, method):
+    """A longer run has a longer warm-up, and another method its own wire; what was asked for stays."""
+    prepared = tmp_path / "data" / "text"
+    asked = replace(recipe("tiny"), method=method, name="first", seed=5)
+    asked = with_value(with_value(asked, "data.cache", tmp_path / "data"), "optimizer.beta1", 0.8)
+    resolved = resolve(asked, vocab_size=257, prepared=prepared)
+    path = write(tmp_path / "config.json", json.dumps(to_json(resolved)))
+    config, budget = read_config_file(path, None)
+    assert resolve(replace(config, name="first"), vocab_size=257, prepared=prepared) == resolved
+    assert config == replace(asked, name="")
+    assert budget == Budget(resolved.num_tokens, "tokens")
+
+
+def test_a_warm_up_that_was_asked_for_stays(tmp_path):
+    asked = with_value(recipe("tiny"), "optimizer.warmup_steps", 7)
+    resolved = resolve(asked, vocab_size=257, prepared=tmp_path / "elsewhere")
+    path = write(tmp_path / "config.json", json.dumps(to_json(resolved)))
+    assert read_config_file(path, None)[0].optimizer == asked.optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.toml", "seed = ", "run.toml can't be read: "),
+        ("run.toml", "[diloco]\nsync_evry = 3", r"there is no field diloco.sync_evry: did you mean sync_every\?"),
+        ("run.toml", 'recipe = "tini"', r"there is no recipe 'tini': did you mean tiny\?"),
+        ("run.toml", 'recipe = "laptop"', "changes the recipe laptop, not tiny"),
+        ("run.toml", "diloco = 3", "diloco is a section"),
+        ("run.toml", "[seed]\nx = 1", "seed is no section"),
+        ("run.toml", "seed = 'one'", "run.toml can't be read: seed: expected int"),
+        ("run.toml", "num_tokens = '1MB'", "num_tokens=1MB is no number of tokens"),
+        ("run.toml", "num_tokens = 9\nepochs = 3", "leave one of them out"),
+        ("run.toml", "epochs = 'x'", "epochs='x' is no number"),
+        ("run.toml", "[diloco]\nouter_momentum = 3.0", "diloco.outer_momentum must be at least 0 and below 1"),
+        ("run.json", "[]", "it is no object"),
+        ("run.json", "{", "run.json can't be read"),
+        ("run.yaml", "", "name a .toml file, or a .json"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message):
+        read_config_file(write(tmp_path / name, content), "tiny")
+
+
+def test_a_file_that_is_absent_or_names_no_recipe_is_refused(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_config_file(tmp_path / "absent.toml", "tiny")
+    with pytest.raises(UserError, match="names no recipe: name one of laptop, tiny"):
+        read_config_file(write(tmp_path / "run.toml", "seed = 3"), None)

@@ -1,0 +1,75 @@
+"""The memory model: what it counts is kept, and what it chooses fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diloco.errors import UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.training.config import TrainConfig
+from diloco.training.memory import activation_bytes, device_bytes, fitted
+from diloco.training.recipes import recipe
+
+GB = 1e9
+METHODS = ("data_parallel", "streaming_overlapped_fp4")
+
+
+def kept_bytes(config: TrainConfig) -> int:
+    """The tensors that a forward pass really keeps, but for parameters and logits."""
+    model = config.model.build(seed=0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.dtype != torch.int64:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    half = config.precision == "bf16"
+    tokens = torch.zeros(config.micro_batch, config.sequence_length, dtype=torch.int64)
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with saved, torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = model(tokens)
+    copies = 2 * config.model.num_matrix_params if half else 0
+    assert logits.requires_grad
+    return sum(kept.values()) - copies
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp32", 0.97), ("bf16", 0.8)])
+def test_the_tensors_that_a_pass_keeps_are_counted(precision: str, least: float):
+    """On a CPU autocast leaves queries and keys in bfloat16, so that the count for a GPU is an upper bound."""
+    config = replace(
+        recipe("laptop"),
+        precision=precision,
+        micro_batch=4,
+        model=DecoderConfig(num_layers=4, num_heads=2, width=128, vocab_size=257),
+    )
+    assert least < kept_bytes(config) / activation_bytes(config) <= 1
+
+
+def test_shards_and_micro_batches_are_the_fewest_and_the_largest_that_fit():
+    for scale, least in (("35m", 1), ("1.3b", 1), ("4b", 2), ("10b", 4)):
+        for method in METHODS:
+            chosen = fitted(replace(recipe(scale), method=method), 80 * GB)
+            assert device_bytes(chosen) <= 72 * GB
+            assert chosen.num_shards >= least
+            share = chosen.process_batch
+            larger = [size for size in range((chosen.micro_batch or share) + 1, share + 1) if share % size == 0]
+            if larger:
+                assert device_bytes(replace(chosen, micro_batch=larger[0])) > 72 * GB
+            if chosen.num_shards > 1:
+                fewer = replace(chosen, shards_per_replica=chosen.num_shards // 2, micro_batch=1)
+                assert device_bytes(fewer) > 72 * GB
+
+
+def test_the_outer_parameters_take_eight_bytes_a_parameter():
+    config = replace(recipe("550m"), shards_per_replica=2, micro_batch=1)
+    baseline, ours = (device_bytes(replace(config, method=m)) for m in METHODS)
+    assert ours - baseline == pytest.approx(8 * config.model.num_matrix_params / 2)
+
+
+def test_a_run_that_fits_nowhere_is_refused():
+    with pytest.raises(UserError, match=r"can't be cut into shares that fit into 1 GB"):
+        fitted(recipe("4b"), 1 * GB)

@@ -1,0 +1,95 @@
+"""A resume that changes the schedule: the rates after its step, and a run that was over and goes on."""
+
+import json
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.training.runs import lines, run, summary
+
+from diloco.errors import UserError
+from diloco.training.phases import schedule_changes, with_phase
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+from diloco.training.step import learning_rate
+from diloco.training.traits import with_value
+
+
+def resolved(**optimizer):
+    asked = replace(tiny(), optimizer=replace(tiny().optimizer, **optimizer))
+    return resolve(asked, vocab_size=257, prepared=Path())
+
+
+def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
+    saved = resolved()
+    asked = replace(saved, num_tokens=3 * saved.num_tokens)
+    config = with_phase(saved, asked, 60)
+    peak = config.optimizer.learning_rate
+    rates = [learning_rate(config, step) for step in range(60, 181)]
+    assert rates[0] == learning_rate(saved, 60) == pytest.approx(0.05 * peak)
+    assert rates[:13] == pytest.approx([peak * (0.05 + 0.95 * step / 12) for step in range(13)])
+    assert rates[12 + 54] == pytest.approx(peak * (0.05 + 0.95 / 2))
+    assert all(a > b for a, b in pairwise(rates[12:])) and rates[-1] == pytest.approx(0.05 * peak)
+
+
+def test_wsd_before_its_decay_stays_at_the_peak_until_the_new_one():
+    saved = resolved(schedule="wsd", decay_fraction=0.25)
+    config = with_phase(saved, replace(saved, num_tokens=2 * saved.num_tokens), 40)
+    rates = [learning_rate(config, step) for step in range(40, 121)]
+    assert set(rates[:61]) == {config.optimizer.learning_rate}, "the last quarter of 80 steps decays"
+    assert all(a > b for a, b in pairwise(rates[60:]))
+
+
+def test_a_second_phase_begins_where_the_first_is():
+    saved = resolved()
+    first = with_phase(saved, replace(saved, num_tokens=2 * saved.num_tokens), 60)
+    second = with_phase(first, with_value(first, "optimizer.learning_rate", 1e-3), 80)
+    assert learning_rate(second, 80) == learning_rate(first, 80)
+    assert max(learning_rate(second, step) for step in range(84, 121)) == 1e-3
+    assert schedule_changes(first, second)["optimizer.learning_rate"] == (4e-3, 1e-3)
+    assert not schedule_changes(first, with_value(first, "timeout_seconds", 5.0))
+
+
+def test_a_run_from_its_first_step_has_the_schedule_of_its_new_length():
+    saved = resolved()
+    config = with_phase(saved, replace(saved, num_tokens=2 * saved.num_tokens), 0)
+    expected = resolve(replace(tiny(), num_tokens=2 * saved.num_tokens), vocab_size=257, prepared=Path())
+    assert [learning_rate(config, t) for t in range(121)] == [learning_rate(expected, t) for t in range(121)]
+
+
+@pytest.mark.parametrize(("num_steps", "step"), [(60, 60), (40, 60)])
+def test_a_run_cannot_end_before_the_step_it_has_reached(num_steps, step):
+    saved = resolved()
+    with pytest.raises(UserError, match=rf"are {num_steps} steps, and the run has taken 60: take more than 30720"):
+        with_phase(saved, replace(saved, num_tokens=num_steps * 512), step)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended(folder, streaming):
+    """It goes on where it ended: steps, data and Θ; and a plain resume repeats the new phase bit for bit."""
+    extended = shutil.copytree(streaming, folder / "runs" / "extended")
+    before = summary(extended)
+    num_steps = before["num_steps"]
+    flags = ["--num-tokens", str(2 * before["num_tokens"]), "--optimizer.learning-rate", "0.002"]
+    process = run(folder, "--resume", str(extended), *flags)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert (
+        f"num_tokens is {2 * before['num_tokens']} from here on, and was {before['num_tokens']}" in process.stdout
+    )
+    assert f"going on from step {num_steps}" in process.stdout
+    config = json.loads((extended / "config.json").read_text())
+    assert (config["num_tokens"], config["optimizer"]["start_step"]) == (2 * before["num_tokens"], num_steps)
+    after = summary(extended)
+    assert after["num_steps"] == 2 * num_steps and after["num_tokens"] == 2 * before["num_tokens"]
+    assert after["eval_loss"] < before["eval_loss"] and after["outer_hash"] != before["outer_hash"]
+    rates = [line["learning_rate"] for line in lines(extended, 0)]
+    assert (
+        len(rates) == 2 * num_steps and rates[num_steps - 1] < rates[num_steps] < max(rates[num_steps:]) == 0.002
+    )
+    shutil.rmtree(extended / "checkpoints" / "replica-0" / f"step-{2 * num_steps:08d}")
+    (extended / "checkpoints" / "replica-0" / f"step-{2 * num_steps:08d}.sha256").unlink()
+    (extended / "summary.json").unlink()
+    assert run(folder, "--resume", str(extended)).returncode == 0
+    assert summary(extended)["outer_hash"] == after["outer_hash"]
