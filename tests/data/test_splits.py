@@ -4,8 +4,8 @@ import json
 import pytest
 
 from diloco.data.config import DataConfig
-from diloco.data.index import read_index
 from diloco.data.corpora import documents
+from diloco.data.index import read_index
 from diloco.data.prepare import prepare
 from diloco.data.splits import check_disjoint, is_held_out, split_documents
 from diloco.errors import UserError
