@@ -141,7 +141,7 @@ class FakeDevice(TorchDispatchMode):
         self.stream = Stream()
         self.races: list[str] = []
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
-        self._copies: list[tuple[tuple[int, int], Callable[[], None]]] = []
+        self._copies: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self.clear()
 
@@ -227,6 +227,7 @@ class FakeDevice(TorchDispatchMode):
         """Copy between the host and the device."""
         self.stream.known[self.stream.index] += 1
         if isinstance(to, FakeTensor):
+            self._arrive(self.stream.known, at=source.untyped_storage().data_ptr())  # in the order of the stream
             self.to_device.append(source.numel() * source.itemsize)
             to.memory.use(self.stream, write=True)
             to.inner.copy_(source)
@@ -238,7 +239,7 @@ class FakeDevice(TorchDispatchMode):
             to.contiguous().view(-1).view(torch.uint8).fill_(_RUBBISH)
             at = self.stream.index, self.stream.known[self.stream.index]
             with self._lock:
-                self._copies.append((at, lambda: to.copy_(values)))
+                self._copies.append((at, to.untyped_storage().data_ptr(), lambda: to.copy_(values)))
         if not non_blocking:
             self._host_waits("copy")
             self._arrive(self.stream.known)
@@ -248,12 +249,15 @@ class FakeDevice(TorchDispatchMode):
         self._host_waits("event")
         self._arrive(event.known)
 
-    def _arrive(self, known: Counter[int]) -> None:
+    def _arrive(self, known: Counter[int], at: int | None = None) -> None:
+        """Do the copies to the host, or to one address of it, that are over."""
         with self._lock:
-            arrived = [copy for (stream, time), copy in self._copies if known[stream] >= time]
-            self._copies = [(at, copy) for at, copy in self._copies if known[at[0]] < at[1]]
-        for copy in arrived:
-            copy()
+            waiting, self._copies = self._copies, []
+            for (stream, time), address, copy in waiting:
+                if known[stream] >= time and at in (None, address):
+                    copy()
+                else:
+                    self._copies.append(((stream, time), address, copy))
 
     def _host_waits(self, name: str) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -79,7 +79,7 @@ class _Sparse(formats.Sparse, Codec):
     def unpack_places(
         self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key
     ) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
-        """Read the places, all in the vector, or draw them again; the bool is False if `pack` never writes them."""
+        """Read the places, all in the vector, or draw them again; False: `pack` never writes them."""
 
 
 @dataclass(frozen=True)
