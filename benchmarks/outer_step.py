@@ -1,10 +1,11 @@
 """The time of one fragment's sync in passes over memory, beside copies of as many bytes.
 
-    python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T]
+    python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T] [--dtype bf16]
 
 Each stage of a sync is timed by itself: the outer gradient, the checksum of Θ, encoding, decoding and adding M
-payloads, the outer step with the merge. Bytes are those that a stage must read and write for each parameter; the
-floor is their time at the speed of a copy in the same run (bytes read and written, both counted).
+payloads, the outer step with the merge. Θ is FP32, θ of the given dtype. Bytes are those that a stage must read
+and write for each parameter; the floor is their time at the speed of a copy in the same run (bytes read and
+written, both counted).
 """
 
 import argparse
@@ -14,6 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+import diloco
+from diloco.engine.parameters import FragmentParameters
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
@@ -26,6 +29,8 @@ from diloco.schedule import Sync
 from diloco.wire import Key, codec
 from diloco.wire.checksum import checksum
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,13 +38,18 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wire", default="e3m0")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the parameters")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     N, M, wire = arguments.parameters, arguments.replicas, codec(arguments.wire)
-    outer_N, theta_N, velocity_N, delta_N, total_N = (
-        empty(N, torch.float32, torch.device("cpu")).normal_(std=1e-3) for _ in range(5)
+    outer_N, velocity_N, delta_N, total_N = (
+        empty(N, torch.float32, torch.device("cpu")).normal_(std=1e-3) for _ in range(4)
     )
-    torch.sub(outer_N, theta_N, out=delta_N)
+    model = torch.nn.Module()
+    model.theta = torch.nn.Parameter(delta_N.to(DTYPES[arguments.dtype], copy=True))
+    parameters = FragmentParameters(model, diloco.whole(model))
+    theta_bytes = model.theta.itemsize
+    parameters.outer_gradient(0, outer_N, delta_N)
     received = {m: wire.encode(delta_N) for m in range(M)}
     payload_bytes = wire.payload_bytes(N) / N
     gather, rule, cohort = Gather(wire), Nesterov(), Cohort.equal(M)
@@ -48,7 +58,10 @@ def main() -> None:
 
     # Bytes a parameter: read + written.
     stages: dict[str, tuple[float, Callable[[], object]]] = {
-        "outer gradient: Θ − θ": (8 + 4, lambda: torch.sub(outer_N, theta_N, out=delta_N)),
+        "outer gradient: Θ − θ": (
+            4 + theta_bytes + 4,
+            lambda: parameters.outer_gradient(0, outer_N, delta_N),
+        ),
         "checksum of Θ": (4, lambda: checksum(outer_N)),
         "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
         f"decode and add {M} payloads": (
@@ -56,13 +69,15 @@ def main() -> None:
             lambda: gather.average(received, total_N, Key(), cohort),
         ),
         "outer step and merge": (
-            16 + 12,
-            lambda: take_outer_step(rule, Mixing(0.5), fragment, [theta_N], Average(total_N, M), sync, cohort),
+            12 + theta_bytes + 8 + theta_bytes,
+            lambda: take_outer_step(
+                rule, Mixing(0.5), fragment, parameters.shards(0), Average(total_N, M), sync, cohort
+            ),
         ),
     }
-    copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), theta_N.numpy()))
+    copy_seconds = shortest_seconds(lambda: np.copyto(delta_N.numpy(), total_N.numpy()))
     bytes_a_second = 8 * N / copy_seconds
-    print(f"{N:,} parameters, {M} replicas, {wire.spec}, {arguments.threads} threads")
+    print(f"{N:,} parameters in {arguments.dtype}, {M} replicas, {wire.spec}, {arguments.threads} threads")
     print(f"copy: {bytes_a_second / 1e9:.1f} GB/s read and written\n")
     print(f"{'stage':28} {'bytes a parameter':>17} {'ms':>8} {'floor, ms':>10} {'ratio':>6}")
     total_bytes = total_seconds = 0.0

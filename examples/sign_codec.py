@@ -21,22 +21,20 @@ class Sign(diloco.Codec):
     def body_bytes(self, num_elements: int) -> int:
         return 4 + -(-num_elements // 8)
 
-    def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> None:
+    def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
         scale = delta_N.abs().mean()
-        if not scale.isfinite():
-            raise diloco.NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")
         body[:4] = scale.reshape(1).view(torch.uint8)
         bits = torch.zeros(8 * (body.numel() - 4), dtype=torch.uint8)
         bits[: delta_N.numel()] = delta_N < 0
         body[4:] = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+        return scale.isfinite()
 
-    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> None:
-        scale = body[:4].clone().view(torch.float32)
-        if not scale.isfinite():
-            raise diloco.PayloadError("the scale is not finite")
+    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> Tensor:
+        scale = body[:4].clone().view(torch.float32)[0]
         bits = (body[4:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         values_N = (1 - 2 * bits.flatten()[: to_N.numel()].float()) * scale
         to_N.copy_(to_N + values_N if add else values_N)
+        return scale.isfinite()
 
 
 def main() -> None:

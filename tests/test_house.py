@@ -53,6 +53,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/report.py": "cli/test_finished_runs.py",
     "cli/scaling.py": "scaling/test_prediction.py",
     "data/hugging_face.py": "training/test_export.py",
+    "engine/encoded.py": "engine/test_device_lane.py",
     "engine/phases.py": "engine/test_rounds.py",
     "engine/view.py": "engine/test_streaming.py",
     "exchange/board.py": "hostile/test_frames.py",
@@ -127,6 +128,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "training/synchronizer.py": "training/test_state.py",
     "wire/floats.py": "wire/test_blocks.py",
     "wire/integers.py": "wire/test_blocks.py",
+    "wire/unsealed.py": "engine/test_device_lane.py",
 }
 """Files without a mirrored test, and the test file that covers each: paths below src/diloco and below tests."""
 

@@ -50,8 +50,8 @@ def test_wire_formats(tmp_path: Path, text: list[str]):
 
 
 def test_outer_step():
-    output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4")
-    assert "65,536 parameters, 3 replicas, int4:" in output
+    output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4", "--dtype", "bf16")
+    assert "65,536 parameters in bf16, 3 replicas, int4:" in output
     assert "decode and add 3 payloads" in output
 
 

@@ -72,9 +72,7 @@ def test_reading_ends_where_hardly_any_document_is_to_be_trained_on(tmp_path, mo
             yield document
 
     monkeypatch.setattr("diloco.data.splits.documents", documents_counted)
-    with pytest.raises(
-        UserError, match="max_train_bytes=1000: more than a hundred times as much was read"
-    ) as refusal:
+    with pytest.raises(UserError, match="max_train_bytes=1000: more than a hundred times") as refusal:
         list(split_documents(config))
     assert refusal.value.fields == ("data.max_train_bytes", "data.train")
     assert 100 <= len(read) <= 1000

@@ -1,24 +1,75 @@
 import threading
 
 import pytest
+import torch
+from tests.fake_device import FakeDevice
+from tests.processes import run_replicas
 
-from diloco.engine.lanes import ThreadLane
+from diloco.engine.lanes import HereLane, QueueLane, SameLane, StreamLane, ThreadLane, device_lane
 
 
-def test_work_goes_on_while_its_starter_does_something_else():
+@pytest.mark.parametrize("lane", [ThreadLane, QueueLane])
+def test_work_goes_on_while_its_starter_does_something_else(lane):
     go_on = threading.Event()
-    handle = ThreadLane().run(lambda: go_on.wait(10))
+    handle = lane().run(lambda: go_on.wait(10))
+    assert not handle.has_ended()
     go_on.set()
-    assert handle.wait() and handle.wait()
+    assert handle.wait() and handle.wait() and handle.has_ended()
 
 
-def test_what_the_work_raises_is_raised_where_it_is_waited_for():
+def test_a_queue_does_one_piece_of_work_after_the_other():
+    lane, go_on, done = QueueLane(), threading.Event(), []
+    first = lane.run(lambda: (go_on.wait(10), done.append(1)))
+    second = lane.run(lambda: done.append(2))
+    go_on.set()
+    first.wait(), second.wait()
+    assert done == [1, 2]
+
+
+def test_work_that_is_done_here_is_done_or_raises_at_once():
+    done: list[int] = []
+    assert HereLane().run(lambda: done.append(1)).has_ended() and done == [1]
+    with pytest.raises(ZeroDivisionError):
+        HereLane().run(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("lane", [ThreadLane, QueueLane])
+def test_what_the_work_raises_is_raised_where_it_is_waited_for(lane):
     for error in (OSError("the link is gone"), SystemExit("the link is gone")):
 
         def fail(error: BaseException = error) -> None:
             raise error
 
-        handle = ThreadLane().run(fail)
+        handle = lane().run(fail)
         for _ in range(2):
             with pytest.raises(type(error), match="the link is gone"):
                 handle.wait()
+
+
+def orders() -> list[list[str]]:
+    """The races of work that is queued beside training with and without what orders it."""
+    races = []
+    with FakeDevice() as device:
+        cpu = torch.device("cpu")
+        assert isinstance(device_lane(device.device, cpu), StreamLane)
+        assert isinstance(device_lane(device.device, device.device), SameLane)
+        assert isinstance(device_lane(cpu, cpu), SameLane)
+        for after_training, joins in [(True, True), (False, True), (True, False)]:
+            lane, theta = StreamLane(device.device), device.wrapped(torch.zeros(3))
+            theta.add_(1)
+            host = lane.queue(lambda: lane.to_host(theta.add_(1)), after_training=after_training)  # noqa: B023
+            assert (host != 2).all(), "the copy has not come"
+            wait = lane.mark()
+            if joins:
+                lane.join()
+            theta.add_(1)
+            wait()
+            assert (host == 2).all()
+            races.append([*device.races])
+            device.races.clear()
+    return races
+
+
+def test_a_stream_begins_after_training_and_training_goes_on_after_it_where_that_is_asked_for():
+    [[in_order, too_early, not_joined]] = run_replicas(orders, 1)
+    assert not in_order and too_early and not_joined

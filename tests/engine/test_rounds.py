@@ -104,13 +104,13 @@ class RecordingFP32(FP32):
 
     keys: ClassVar[dict[str, list[Key]]] = {"encode": [], "decode": []}
 
-    def encode(self, delta_N, key=None, *, base=0):
+    def pack(self, delta_N, body, key):
         self.keys["encode"].append(key)
-        return super().encode(delta_N, key, base=base)
+        return super().pack(delta_N, body, key)
 
-    def decode_into(self, to_N, payload, key=None, *, add=False):
+    def unpack(self, body, to_N, key, *, add):
         self.keys["decode"].append(key)
-        return super().decode_into(to_N, payload, key, add=add)
+        return super().unpack(body, to_N, key, add=add)
 
 
 def record_keys(case: Case, seed: int) -> dict[str, list[Key]]:

@@ -79,13 +79,16 @@ def test_threads_change_nothing(spec, monkeypatch):
     assert pools == [5, 5, 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.floats(0.01, 2), st.floats(0, 0.999), st.floats(0, 1))
-def test_the_outer_step_has_the_bits_of_plain_torch(seed, divisor, lr, momentum, mixing):
+def test_the_outer_step_has_the_bits_of_plain_torch(dtype, seed, divisor, lr, momentum, mixing):
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-30, 30, (4, 533), generator=generator)
-    vectors = torch.randn(4, 533, generator=generator) * torch.exp2(exponents)
-    copies = vectors.clone()
+    exponents[3, :6] = torch.tensor([124, -127, -130, -133, -134, 120])  # subnormals of BF16, and 0, among them
+    values = torch.randn(4, 533, generator=generator) * torch.exp2(exponents)
+    vectors = [*values[:3], values[3].to(dtype)]
+    copies = [vector.clone() for vector in vectors]
     rule = Nesterov(lr=lr, momentum=momentum)
 
     def take(outer, velocity, total, theta) -> None:
@@ -97,7 +100,8 @@ def test_the_outer_step_has_the_bits_of_plain_torch(seed, divisor, lr, momentum,
     take(*vectors)
     with patch("diloco.outer.take.native", return_value=None):
         take(*copies)
-    assert torch.equal(vectors.view(torch.int32), copies.view(torch.int32))
+    for one, other in zip(vectors, copies, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
@@ -121,6 +125,8 @@ def test_no_address_is_taken_of_memory_that_does_not_suit():
             functions.unpack("e3m0", 256, *wrong, add=False)
     with pytest.raises(PayloadError, match=r"θ, \(299,\) of torch.float32 on cpu, must be 300"):
         functions.outer_step([delta, delta, delta, delta[1:]], [1.0] * 5)
+    with pytest.raises(PayloadError, match=r"θ, \(300,\) of torch.float16 on cpu, must be 300 of torch.float32"):
+        functions.outer_step([delta, delta, delta, delta.half()], [1.0] * 5)
     assert functions.pack("e3m0", 256, delta, scales, codes)
 
 

@@ -1,13 +1,17 @@
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fake_device import FakeDevice
+from tests.processes import run_replicas
 
-from diloco.outer.mixing import Mixing
+from diloco.outer.mixing import Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.outer.take import take_outer_step
+from diloco.outer.take import merge_in_place, take_outer_step
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
@@ -79,6 +83,45 @@ def test_an_outer_step_in_place_is_average_nesterov_and_merge(dtype, seed, num_r
     take_outer_step(outer, Mixing(alpha), *how)
     assert all(map(torch.equal, (Theta, v), expected)) and torch.equal(average.divided(), delta)
     assert all(torch.equal(now.reshape(-1), then) for now, then in zip(parameters, merged, strict=True))
+
+
+def step_on_the_fake_device(dtype: torch.dtype, num_tensors: int) -> int:
+    """Launches of an outer step and its merge; the bits are the CPU's."""
+    generator = torch.Generator().manual_seed(0)
+    Theta, v, total = torch.randn(3, 7 * num_tensors, generator=generator)
+    parameters = [theta.to(dtype) for theta in torch.randn(num_tensors, 7, generator=generator)]
+    with FakeDevice() as device:
+        copies = [device.wrapped(vector.clone()) for vector in (Theta, v, total, *parameters)]
+        how = Sync(0, 1, 1), Cohort.equal(2)
+        device.clear()
+        fragment = FragmentState({"outer": copies[0], "velocity": copies[1]}.__getitem__)
+        take_outer_step(Nesterov(), Mixing(0.5), fragment, copies[3:], Average(copies[2], 2), *how)
+        launches = sum(device.launches.values())
+    fragment = FragmentState({"outer": Theta, "velocity": v}.__getitem__)
+    take_outer_step(Nesterov(), Mixing(0.5), fragment, parameters, Average(total, 2), *how)
+    assert all(torch.equal(copies[i].inner, x) for i, x in enumerate((Theta, v)))
+    assert all(torch.equal(copy.inner, x) for copy, x in zip(copies[3:], parameters, strict=True))
+    assert not device.host_reads and not device.races
+    return launches
+
+
+def launches_on_the_fake_device() -> list[int]:
+    dtypes = torch.float32, torch.bfloat16
+    return [step_on_the_fake_device(dtype, num) for dtype in dtypes for num in (4, 300)]
+
+
+def test_a_gpu_launches_as_much_for_300_tensors_as_for_4_and_gives_the_bits_of_a_cpu():
+    assert run_replicas(launches_on_the_fake_device, 1) == [[15, 15, 16, 16]]
+
+
+@pytest.mark.parametrize("most", [1, 7, 30, 40])
+@given(SEEDS)
+def test_the_pieces_of_a_merge_change_no_bit(most, seed):
+    Theta, before, theta = (torch.tensor(vector) for vector in vectors(seed, 3))
+    parts = [theta.clone()[a:b] for a, b in ((0, 1), (1, 3), (3, 3), (3, 33), (33, 40))]
+    with patch("diloco.outer.take.elements_at_once", return_value=most):
+        merge_in_place(parts, Theta, Translation(), before)
+    assert torch.equal(torch.cat(parts), Translation().merge(theta, Theta, before))
 
 
 @given(SEEDS)

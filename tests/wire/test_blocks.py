@@ -123,7 +123,8 @@ def test_a_codec_without_a_c_function_uses_the_torch_reference(registered, monke
 def test_every_built_in_codec_runs_in_c(name):
     wire = codec(name)
     payload = wire.encode(torch.ones(300))
-    with patch.object(Native, "pack", return_value=True) as pack, patch.object(Native, "unpack") as unpack:
+    done = {"return_value": True}
+    with patch.object(Native, "pack", **done) as pack, patch.object(Native, "unpack", **done) as unpack:
         wire.encode(torch.ones(300))
         wire.decode(payload, 300)
         assert pack.call_count == unpack.call_count == 1

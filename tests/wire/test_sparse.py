@@ -48,5 +48,5 @@ def test_places_that_cannot_be_are_refused(damage):
         payload[end - 1] = 0
     else:
         payload[start : end - 3] = 255
-    with pytest.raises(ValueError, match="names places that can't be"):
+    with pytest.raises(ValueError, match="holds places or values that are never written"):
         wire.decode(sealed(payload), 100)

@@ -1,6 +1,7 @@
 """The engine's state as plain values and tensors by parameter name, what is in flight included."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from diloco.engine.rounds import Rounds
@@ -45,7 +46,8 @@ def load(rounds: Rounds, state: Mapping[str, Any]) -> None:
     # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
     again = reduction_of(rounds.settings.reduction.spec, codec("fp32"))
     for sync in (Sync(*values) for values in state["in_flight"]):
-        sent_N = rounds.parameters.flat_of(sync.fragment, state["sent"]).to(rounds.parameters.device)
-        rounds.start(sync, again, again.encode(sent_N, rounds.key(sync), rounds.cohort))
+        sent_N = rounds.parameters.flat_of(sync.fragment, state["sent"]).to(rounds.sent_from)
+        payloads = again.encode(sent_N, rounds.key(sync), rounds.cohort)
+        rounds.start(sync, again, partial(tuple, payloads))
     # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
     rounds.drained_step = state["drained_step"] if state["in_flight"] else rounds.num_steps

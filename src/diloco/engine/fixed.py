@@ -53,6 +53,7 @@ class FixedMembership:
     def advance(self) -> tuple[OuterStep, ...]:
         """Send and merge as the schedule says."""
         rounds, due = self.rounds, self._due
+        rounds.check_sends()
         rounds.parameters.look_at_merges(rounds.num_steps)
         if due.send:
             rounds.send(due.send)

@@ -5,6 +5,7 @@ Shapes: N elements of one fragment, K sampled ones.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,16 @@ class _Merge:
     """The fragment's samples before and after the merge, and after each of the next two inner steps."""
 
 
+class Verdict(NamedTuple):
+    """A judgement on a merge."""
+
+    fragment: int
+    step: int
+    """The inner step after which it was."""
+    is_undone: Tensor
+    """A bool on the device of the parameters."""
+
+
 class MergeWatch:
     """Notices an optimizer that overwrites merged parameters with weights of its own, which saw no merge.
 
@@ -80,7 +91,7 @@ class MergeWatch:
     def __init__(self) -> None:
         self.merges: dict[int, _Merge] = {}
         """The merges to look at after the next two inner steps, by fragment."""
-        self._undone: list[tuple[int, int, Tensor]] = []
+        self._verdicts: list[Verdict] = []
 
     def merged(self, fragment: int, step: int, before_K: Tensor, shards: Sequence[Tensor]) -> None:
         """Remember a merge, from the sample before it and this process's shards after it."""
@@ -96,24 +107,35 @@ class MergeWatch:
             return
         merge.samples.append(sample(shards))
         if len(merge.samples) == 4:
-            self._undone.append((fragment, merge.step, _undone(merge.samples, merge.resolution)))
+            self._verdicts.append(Verdict(fragment, merge.step, _undone(merge.samples, merge.resolution)))
             del self.merges[fragment]
 
     def check(self) -> None:
-        """Refuse to go on if a merge was undone.
+        """Refuse to go on if a merge was undone, as far as that is known on the host.
 
         Raises:
             UserError: naming the fragment and the step.
         """
-        verdicts, self._undone = self._undone, []
-        for fragment, step, undone in verdicts:
-            if undone:
-                raise UserError(
-                    f"the merge of fragment {fragment} after step {step} was undone by the next inner step: the "
-                    "optimizer keeps weights of its own and overwrote the merged parameters with them: give them "
-                    "to the engine as masters=, a tensor by parameter name or an adapter of diloco.integrations",
-                    "masters",
-                )
+        on_host = [verdict for verdict in self._verdicts if verdict.is_undone.device.type == "cpu"]
+        self._verdicts = [verdict for verdict in self._verdicts if verdict.is_undone.device.type != "cpu"]
+        for verdict in on_host:
+            if verdict.is_undone:
+                raise undone(verdict)
+
+    def take(self, most: int) -> list[Verdict]:
+        """The oldest verdicts that lie on another device, where the host reads them with the next payload."""
+        taken, self._verdicts = self._verdicts[:most], self._verdicts[most:]
+        return taken
+
+
+def undone(verdict: Verdict, where: str = "") -> UserError:
+    """The error that names the fragment and the step of a merge that was undone."""
+    return UserError(
+        f"{where}the merge of fragment {verdict.fragment} after step {verdict.step} was undone by the next inner "
+        "step: the optimizer keeps weights of its own and overwrote the merged parameters with them: give them to "
+        "the engine as masters=, a tensor by parameter name or an adapter of diloco.integrations",
+        "masters",
+    )
 
 
 def sample(shards: Sequence[Tensor]) -> Tensor:

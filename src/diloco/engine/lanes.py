@@ -1,9 +1,17 @@
-"""Lanes: where work runs that training does not wait for."""
+"""Lanes: where work runs that training does not wait for.
+
+Threads wait for the network, and for a GPU. On a GPU, whose work runs in the order of a stream, outer gradients
+are encoded, copied, decoded and merged on a stream beside that of training.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from threading import Thread
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -17,12 +25,34 @@ class Handle(Protocol[T_co]):
         ...
 
 
-class Lane(Protocol):
-    """A place for work: a thread on a CPU, a stream and an event on a GPU."""
+class Started(Handle[T_co], Protocol[T_co]):
+    """Work on a lane."""
 
-    def run(self, work: Callable[[], T]) -> Handle[T]:
+    def has_ended(self) -> bool:
+        """True if `wait` ends at once."""
+        ...
+
+
+class Lane(Protocol):
+    """A place for work of the host."""
+
+    def run(self, work: Callable[[], T]) -> Started[T]:
         """Start the work and return at once."""
         ...
+
+
+class HereLane:
+    """No other place: the work is done when `run` returns, and raises there.
+
+    >>> HereLane().run(lambda: 1 + 1).wait()
+    2
+    """
+
+    def run(self, work: Callable[[], T]) -> Started[T]:
+        """Do it."""
+        result: Future[T] = Future()
+        result.set_result(work())
+        return _Promised(result)
 
 
 class ThreadLane:
@@ -32,23 +62,149 @@ class ThreadLane:
     2
     """
 
-    def run(self, work: Callable[[], T]) -> Handle[T]:
+    def run(self, work: Callable[[], T]) -> Started[T]:
         """Start a thread."""
         result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:  # raised again where the training loop waits
-                result.set_exception(error)
-
-        Thread(target=run, name="diloco lane", daemon=True).start()
-        return _Threaded(result)
+        Thread(target=_fulfil, args=(result, work), name="diloco lane", daemon=True).start()
+        return _Promised(result)
 
 
-class _Threaded(Generic[T]):
+class QueueLane:
+    """One daemon thread, which does the pieces of work in the order in which they were started.
+
+    >>> QueueLane().run(lambda: 1 + 1).wait()
+    2
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def run(self, work: Callable[[], T]) -> Started[T]:
+        """Leave it to the thread."""
+        if self._thread is None:
+            self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)
+            self._thread.start()
+        result: Future[T] = Future()
+        self._queue.put((result, work))
+        return _Promised(result)
+
+
+def _fulfil_all(queue: "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
+    while True:
+        _fulfil(*queue.get())
+
+
+def _fulfil(result: "Future[T]", work: Callable[[], T]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:  # raised again where the training loop waits
+        result.set_exception(error)
+
+
+class _Promised(Generic[T]):
     def __init__(self, result: "Future[T]") -> None:
         self._result = result
 
     def wait(self) -> T:
         return self._result.result()
+
+    def has_ended(self) -> bool:
+        return self._result.done()
+
+
+class DeviceLane(Protocol):
+    """The place for work on the device of the parameters."""
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the work is done later than it is queued, and the host must wait before it reads results."""
+        ...
+
+    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
+        """Call a function that queues work; its result's tensors are written later.
+
+        Args:
+            work: called now; its work begins after what was queued here earlier.
+            after_training: begin after what training has queued so far, too.
+        """
+        ...
+
+    def join(self) -> None:
+        """Let what training queues from now on begin after what was queued here."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """A function by which any thread of the host waits for what was queued here so far."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor where the host can read it after a wait; called in queued work."""
+        ...
+
+
+class SameLane:
+    """No other place: work is queued where training's is. On a CPU it is done at once."""
+
+    is_apart = False
+
+    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
+        """Do it."""
+        return work()
+
+    def join(self) -> None:
+        """All is in order."""
+
+    def mark(self) -> Callable[[], None]:
+        """Reading waits by itself."""
+        return _nothing
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+class StreamLane:
+    """A stream beside that of training, on a GPU."""
+
+    is_apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
+        """Call it with the stream as the current one."""
+        if after_training:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            return work()
+
+    def join(self) -> None:
+        """Let the current stream wait."""
+        self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """An event; whoever waits for it leaves its core to others."""
+        event = self._module.Event(blocking=True)
+        event.record(self._stream)
+        return event.synchronize
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory, which torch keeps for the next copies."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+        return copy.copy_(tensor, non_blocking=True)
+
+
+def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:
+    """The lane of a device, and of the memory that payloads are sent from.
+
+    Payloads that are sent from a GPU's own memory are sent in order, by the training loop: it waits for them.
+    """
+    if device.type == "cpu" or sent_from.type != "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
+        return SameLane()
+    return StreamLane(device)

@@ -122,10 +122,13 @@ class FragmentParameters:
 
     def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
         """Write Δ_{m,p} = Θ_p − θ_{m,p} to `to_N`, and return it."""
-        theta, parts, results = self.theta(fragment), self._parts(fragment, outer_N), self._parts(fragment, to_N)
-        for own, part, result in zip(theta, parts, results, strict=True):
-            torch.sub(part, own, out=result)
-        return to_N
+        theta, results = self.theta(fragment), self._parts(fragment, to_N)
+        if all(own.device.type == "cpu" and own.dtype == torch.float32 for own in theta):
+            for own, part, result in zip(theta, self._parts(fragment, outer_N), results, strict=True):
+                torch.sub(part, own, out=result)  # one pass over memory
+            return to_N
+        torch._foreach_copy_(results, theta)  # two launches, however many tensors there are
+        return torch.sub(outer_N, to_N, out=to_N)
 
     def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
         """Views of a fragment's flat vector (N), by parameter name, shaped and sharded as the parameters are."""

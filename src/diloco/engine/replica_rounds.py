@@ -5,12 +5,16 @@ Shapes: N elements of one fragment that this process holds.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from diloco.engine import observe
+from diloco.engine.encoded import Encoded, together
+from diloco.engine.lanes import DeviceLane, SameLane
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import shard_index
@@ -21,11 +25,15 @@ from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import FragmentState
 from diloco.outer.take import take_outer_step
+from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.feedback import encode_with_feedback
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
+from diloco.wire.checksum import checksum
+from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.payload import Key
+from diloco.wire.unsealed import Unsealed
 
 
 @dataclass(eq=False)
@@ -51,6 +59,8 @@ class ReplicaRounds:
     """For each fragment the step after which it was sent last; 0 if never."""
     record: observe.Record = field(default_factory=observe.Record)
     """Measurements of the syncs, for logs."""
+    lane: DeviceLane = field(default_factory=SameLane)
+    """Where outer gradients are encoded, decoded and merged."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made."""
@@ -116,18 +126,69 @@ class ReplicaRounds:
         Raises:
             NonFiniteError: naming the parameter.
         """
-        beta = self.settings.error_feedback
-        outer_N = self.state.use(OUTER, p)
+        encoded = self.begin_encoding(p, key, cohort, base=base)
+        with self.naming_non_finite(p, self.num_steps):
+            return encoded.sealed(), encoded.error_N
+
+    def begin_encoding(self, p: int, key: Key, cohort: Cohort, *, base: int | None) -> Encoded:
+        """Encode a fragment's outer gradient on the lane.
+
+        Args:
+            p: the fragment.
+            key: whose outer gradient it is.
+            cohort: the members that share the fragment.
+            base: the checksum of Θ_p, 0 where nobody compares it; None to compute it.
+        """
+        beta, state = self.settings.error_feedback, self.state
+        self.lane.join()  # it has ended with the working memory
+        outer_N = state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
         self.record.sample(delta_N, key)
-        try:
+        verdicts = self.parameters.watch.take(HEADER_BYTES - 1)
+        unsealed = Unsealed(self.settings.wire, tuple(verdict.is_undone for verdict in verdicts))
+        reduction: Reduction = replace(cast(Any, self._reduction), wire=unsealed)
+
+        def work() -> tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], Callable[[], int]]:
             if beta is None:
-                return self._reduction.encode(delta_N, key, cohort, base=base), None
-            error_N = self.state.use(ERROR, p)
-            return encode_with_feedback(self._reduction, delta_N, error_N, beta, key, cohort, base=base)
+                payloads, error_N = reduction.encode(delta_N, key, cohort), None
+            else:
+                payloads, error_N = encode_with_feedback(
+                    reduction, delta_N, state.use(ERROR, p), beta, key, cohort
+                )
+            return payloads, error_N, together(payloads, self.lane.to_host), self._base(p, base)
+
+        payloads, error_N, host_payloads, make_base = self.lane.queue(work)
+        return Encoded(
+            step=self.num_steps,
+            unsealed=unsealed,
+            reduction=reduction,
+            payloads=payloads,
+            error_N=error_N,
+            host_payloads=host_payloads,
+            base=make_base,
+            verdicts=verdicts,
+            wait=self.lane.mark(),
+        )
+
+    def _base(self, p: int, base: int | None) -> Callable[[], int]:
+        """Makes the checksum of Θ_p, once the device was waited for."""
+        if base is not None:
+            return lambda: base
+        if not self.lane.is_apart:
+            return partial(self.state.checksum, p)
+        return partial(checksum, self.state.on_host(p, self.lane.to_host))
+
+    @contextmanager
+    def naming_non_finite(self, p: int, step: int) -> Iterator[None]:
+        """Name the parameter if an outer gradient, taken after a step, was not finite: θ is as bad since then."""
+        try:
+            yield
         except NonFiniteError:
+            self.lane.join()
+            outer_N = self.state.use(OUTER, p)
+            delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
             name = self.parameters.first_not_finite(p, delta_N)
-            raise observe.non_finite(self.num_steps, self.replica, p, name) from None
+            raise observe.non_finite(step, self.replica, p, name) from None
 
     def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> None:
         """Let the outer rule act on a fragment that is sent; `own` decodes its outer gradient."""
@@ -147,7 +208,9 @@ class ReplicaRounds:
             self.parameters.merging(p, self.num_steps) as theta,
             self._fragment(p) as fragment,
         ):
-            take_outer_step(self.settings.outer, mixing, fragment, theta, average, sync, cohort)
+            rule = self.settings.outer
+            self.lane.queue(lambda: take_outer_step(rule, mixing, fragment, theta, average, sync, cohort))
+            self.lane.join()
 
     @contextmanager
     def _fragment(self, p: int) -> Iterator[FragmentState]:

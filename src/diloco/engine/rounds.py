@@ -4,16 +4,18 @@ Shapes: N elements of one fragment that this process holds.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diloco.engine import observe
-from diloco.engine.lanes import Handle, Lane, ThreadLane
+from diloco.engine.encoded import Encoded
+from diloco.engine.lanes import Handle, HereLane, Lane, QueueLane, Started, ThreadLane, device_lane
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.phases import exchange
 from diloco.engine.replica_rounds import ReplicaRounds, outer_state
@@ -31,16 +33,22 @@ from diloco.schedule import Sync
 from diloco.wire.payload import Key
 
 
+class Sent(NamedTuple):
+    """Payloads that this replica has sent."""
+
+    payloads: tuple[Tensor, ...]
+    exchanged: Handle[dict[int, Tensor]]
+    """The last phase's payload of every member, this replica's own included."""
+
+
 @dataclass(eq=False)
 class Round:
     """One round of one fragment, from its send until no replica needs its payloads any more."""
 
     sync: Sync
     reduction: Reduction
-    payloads: tuple[Tensor, ...]
-    """The payloads that this replica sent."""
-    exchanged: Handle[dict[int, Tensor]]
-    """The last phase's payload of every member, this replica's own included."""
+    sent: Started[Sent]
+    """The send, which waits for a GPU until it has encoded the outer gradient."""
     cohort: Cohort
     """The replicas whose outer gradients are averaged."""
     received: bool = False
@@ -54,8 +62,10 @@ class Rounds(ReplicaRounds):
     transport: Transport
     cohort: Cohort
     """The replicas of the rounds that begin now."""
-    lane: Lane = field(default_factory=ThreadLane)
+    relays: Lane = field(default_factory=ThreadLane)
     """Where a reduction's second phase follows the first."""
+    sends: Lane = field(default_factory=HereLane)
+    """Where a GPU is waited for before something is sent."""
     in_flight: list[Round] = field(default_factory=list)
     """In the order in which they were sent."""
     drained_step: int = 0
@@ -75,6 +85,11 @@ class Rounds(ReplicaRounds):
         return self.transport.replica
 
     @property
+    def sent_from(self) -> torch.device:
+        """The device in whose memory payloads are."""
+        return torch.device("cpu") if self.lane.is_apart else self.parameters.device
+
+    @property
     def peers(self) -> Peers | None:
         """When the other replicas answered; None with a transport of one's own that does not know."""
         return getattr(self.transport, "peers", None)
@@ -89,23 +104,37 @@ class Rounds(ReplicaRounds):
             self.check_parameters(sync.fragment for sync in syncs)
             with self.record.encoding():
                 encoded = [self._encode(sync) for sync in syncs]
-            for sync, (payloads, _) in zip(syncs, encoded, strict=True):
-                num_elements, key = self.state.num_elements(sync.fragment), self.key(sync)
-                self.on_send(sync, partial(self._reduction.decode, payloads, num_elements, key))
-        for sync, (payloads, error_N) in zip(syncs, encoded, strict=True):
-            if error_N is not None:
-                self.keep_error(sync.fragment, error_N)
-            self.start(sync, self._reduction, payloads)
+            for sync, (one, _) in zip(syncs, encoded, strict=True):
+                own = partial(one.own, self.state.num_elements(sync.fragment), self.key(sync))
+                self.lane.queue(partial(self.on_send, sync, own))
+        for sync, (one, sealed) in zip(syncs, encoded, strict=True):
+            if one.error_N is not None:
+                self.lane.queue(partial(self.keep_error, sync.fragment, one.error_N))
+            self.start(sync, self._reduction, sealed)
             self.bytes_sent += self._fragment_bytes[sync.fragment]
             self.last_sent[sync.fragment] = sync.step
 
-    def start(self, sync: Sync, reduction: Reduction, payloads: tuple[Tensor, ...]) -> None:
-        """Start to bring every member what it needs of a round."""
-        num_elements = self.state.num_elements(sync.fragment)
-        key = self.key(sync)
+    def start(self, sync: Sync, reduction: Reduction, sealed: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Start to bring every member what it needs of a round, as soon as its payloads are sealed."""
+        num_elements, key, cohort = self.state.num_elements(sync.fragment), self.key(sync), self.cohort
         tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=sync.step)
-        exchanged = exchange(self.transport, self.lane, reduction, payloads, num_elements, key, self.cohort, tag)
-        self.in_flight.append(Round(sync, reduction, payloads, exchanged, self.cohort))
+
+        def send() -> Sent:
+            payloads, how = sealed(), (self.transport, self.relays, reduction)
+            return Sent(payloads, exchange(*how, payloads, num_elements, key, cohort, tag))
+
+        self.in_flight.append(Round(sync, reduction, self.sends.run(send), cohort))
+
+    def check_sends(self) -> None:
+        """Raise what a send has met since it was begun.
+
+        Raises:
+            NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
+        """
+        for flight in self.in_flight:
+            if flight.sent.has_ended():
+                with self._naming(flight.sync):
+                    self._sent(flight)
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
@@ -149,7 +178,7 @@ class Rounds(ReplicaRounds):
                 # On the CPU, where zeros take no memory until they are written.
                 yield torch.zeros(num_elements, dtype=torch.float32, device="cpu")
             else:
-                yield flight.reduction.decode(flight.payloads, num_elements, self.key(flight.sync))
+                yield flight.reduction.decode(self._sent(flight).payloads, num_elements, self.key(flight.sync))
 
     def expect_next(self) -> None:
         """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
@@ -161,17 +190,27 @@ class Rounds(ReplicaRounds):
                 self.state.expect((OUTER, *kinds), (due.send or due.merge)[0].fragment)
                 return
 
-    def _encode(self, sync: Sync) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The payloads of a fragment, and the error that they leave."""
+    def _encode(self, sync: Sync) -> tuple[Encoded, Callable[[], tuple[Tensor, ...]]]:
+        """The outer gradient of a fragment, and what seals its payloads; those of a CPU are sealed now."""
         is_compared = self.settings.outer.shared and len(self.cohort.members) > 1
-        base = self.state.checksum(sync.fragment) if is_compared else 0
-        return self.encode(sync.fragment, self.key(sync), self.cohort, base=base)
+        base = None if is_compared else 0
+        encoded = self.begin_encoding(sync.fragment, self.key(sync), self.cohort, base=base)
+        if self.lane.is_apart:
+            return encoded, encoded.sealed
+        with self.naming_non_finite(sync.fragment, sync.step):
+            payloads = encoded.sealed()
+        return encoded, lambda: payloads
+
+    def _sent(self, flight: Round) -> Sent:
+        """The send of a round, when it is over."""
+        with self.naming_non_finite(flight.sync.fragment, flight.sync.step):
+            return flight.sent.wait()
 
     def _receive(self, flight: Round) -> tuple[dict[int, Tensor], float]:
         """The payloads of all members, and the seconds that training waited for them."""
         start = time.perf_counter()
         with self._naming(flight.sync):
-            payloads = flight.exchanged.wait()
+            payloads = self._sent(flight).exchanged.wait()
         blocked_seconds = time.perf_counter() - start
         flight.received = True
         self.blocked_seconds += blocked_seconds
@@ -182,11 +221,14 @@ class Rounds(ReplicaRounds):
 
     def _average(self, flight: Round, payloads: dict[int, Tensor], *, first: bool) -> Average:
         """The average of the outer gradients; of the first round that is due, in the memory kept for that."""
-        to_N = self._scratch[: self.state.num_elements(flight.sync.fragment)]
-        if not first:
-            to_N = torch.empty_like(to_N)
-        with self._naming(flight.sync), self.record.merging():
+        scratch_N = self._scratch[: self.state.num_elements(flight.sync.fragment)]
+
+        def work() -> Average:
+            to_N = scratch_N if first else torch.empty_like(scratch_N)
             return flight.reduction.average(payloads, to_N, self.key(flight.sync), flight.cohort)
+
+        with self._naming(flight.sync), self.record.merging():
+            return self.lane.queue(work, after_training=False)
 
     @contextmanager
     def _naming(self, sync: Sync) -> Iterator[None]:
@@ -223,5 +265,6 @@ def begin(
 ) -> Rounds:
     """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
     state = outer_state(settings, parameters, offload=offload)
-    cohort = Cohort.equal(transport.num_replicas)
-    return Rounds(settings, parameters, state, transport=transport, cohort=cohort)
+    lane, cohort = device_lane(parameters.device, transport.device), Cohort.equal(transport.num_replicas)
+    sends = QueueLane() if lane.is_apart else HereLane()
+    return Rounds(settings, parameters, state, transport=transport, cohort=cohort, lane=lane, sends=sends)

@@ -3,7 +3,8 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ class OuterState:
         for kind in slots:
             self._home[kind] = [self._at_home_like(home_N) for home_N in homes]
         self._home[ERROR] = [self._at_home_like(home_N) for home_N in homes if with_error]
-        self._stream = torch.cuda.Stream(self._device) if offload and self._device.type == "cuda" else None
-        self._visiting: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        is_far = offload and self._device.type != "cpu"
+        self._module: Any = torch.get_device_module(self._device) if is_far else None
+        self._stream: Any = self._module.Stream(self._device) if is_far else None
+        self._visiting: dict[tuple[str, int], tuple[Tensor, Any]] = {}
 
     def use(self, kind: str, fragment: int) -> Tensor:
         """The vector on the device, to be read or changed in place by work queued there from now on."""
@@ -53,7 +56,9 @@ class OuterState:
             self._fetch(kind, fragment)
         vector_N, arrived = self._visiting[kind, fragment]
         if arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrived)
+            stream = self._module.current_stream(self._device)
+            stream.wait_event(arrived)
+            vector_N.record_stream(stream)
         return vector_N
 
     def keep(self, kind: str, fragment: int) -> None:
@@ -64,8 +69,8 @@ class OuterState:
         if self._stream is None:
             self._home[kind][fragment].copy_(vector_N)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
             self._home[kind][fragment].copy_(vector_N, non_blocking=True)
 
     def expect(self, kinds: Sequence[str], fragment: int) -> None:
@@ -89,6 +94,14 @@ class OuterState:
         if self._stream is not None:
             self._stream.synchronize()  # what `keep` took home is there
         return checksum(self._home[OUTER][fragment])
+
+    def on_host(self, fragment: int, to_host: Callable[[Tensor], Tensor]) -> Tensor:
+        """Θ_p where the host can read it when the work that is queued now is done."""
+        home_N = self._home[OUTER][fragment]
+        if self._stream is None:
+            return to_host(home_N)
+        self._module.current_stream(self._device).wait_stream(self._stream)  # what `keep` takes home
+        return home_N
 
     def num_elements(self, fragment: int) -> int:
         """N."""
@@ -114,11 +127,10 @@ class OuterState:
         if self._stream is None:
             self._visiting[kind, fragment] = home_N.clone(), None
             return
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             vector_N = home_N.to(self._device, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = self._module.Event()
             arrived.record(self._stream)
-        vector_N.record_stream(torch.cuda.current_stream(self._device))
         self._visiting[kind, fragment] = vector_N, arrived
 
     def _send_home_all_but(self, fragment: int) -> None:

@@ -55,8 +55,11 @@ class Messages:
         # Kept alive: the transport reads from them until all is sent.
         self.outgoing = {replica: payload.to(device) for replica, payload in sorted(payloads.items())}
         """The messages sent, by replica."""
-        self.incoming = {replica: torch.empty_like(payload) for replica, payload in self.outgoing.items()}
-        """Memory for the messages received, by replica."""
+        self.incoming = {
+            replica: torch.empty_like(payload, pin_memory=payload.is_pinned())
+            for replica, payload in self.outgoing.items()
+        }
+        """Memory for the messages received, by replica; pinned if that of the sent ones is, which a GPU made."""
 
     def add(self, replica: int, wait: Callable[[float], None]) -> None:
         """Add a message from or to a replica; `wait(seconds)` returns when it is over, or raises."""

@@ -1,4 +1,4 @@
-"""New vectors in huge pages."""
+"""New vectors in huge pages, and how much of a vector is worked on at once."""
 
 import numpy as np
 import torch
@@ -14,3 +14,11 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
     if device.type != "cpu" or not num_elements:  # NumPy gives an empty vector a stride that torch can't view
         return torch.empty(num_elements, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(num_elements, str(dtype).removeprefix("torch.")))
+
+
+def elements_at_once(device: torch.device) -> int:
+    """Elements in a piece of a long vector, so that temporaries stay small beside a fragment.
+
+    On a GPU a piece is larger: an operation on it must take much longer than its launch.
+    """
+    return 1 << 22 if device.type == "cpu" else 1 << 26

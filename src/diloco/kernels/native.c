@@ -234,16 +234,27 @@ CODEC(int8, 8, 4)
 CODEC(int4, 4, 4)
 CODEC(int2, 2, 4)
 
-// Δ = total/M; v ← μ v + Δ; Θ ← Θ − η (Δ + μ v); θ ← α θ + (1 − α) Θ
-void outer_step(
-    float *restrict outer, float *restrict velocity, const float *total, float *restrict theta, int64_t n,
-    float divisor, float lr, float momentum, float mixing, float rest) {
-    for (int64_t i = 0; i < n; i++) {
-        float delta = total[i] / divisor;
-        float v = momentum * velocity[i] + delta;
-        float Theta = outer[i] - lr * (delta + momentum * v);
-        velocity[i] = v;
-        outer[i] = Theta;
-        theta[i] = mixing * theta[i] + rest * Theta;
-    }
+// BF16 is the upper half of FP32, rounded to nearest, ties to even.
+INLINE float of_bf16(uint16_t b) { return float_of((uint32_t)b << 16); }
+INLINE uint16_t to_bf16(float x) {
+    uint32_t b = bits_of(x), rounded = (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+    return (uint16_t)((b & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
+INLINE float itself(float x) { return x; }
+
+// Δ = total/M; v ← μ v + Δ; Θ ← Θ − η (Δ + μ v); θ ← α θ + (1 − α) Θ, with θ of any type
+#define OUTER_STEP(NAME, TYPE, READ, WRITE) \
+    void NAME( \
+        float *restrict outer, float *restrict velocity, const float *total, TYPE *restrict theta, int64_t n, \
+        float divisor, float lr, float momentum, float mixing, float rest) { \
+        for (int64_t i = 0; i < n; i++) { \
+            float delta = total[i] / divisor; \
+            float v = momentum * velocity[i] + delta; \
+            float Theta = outer[i] - lr * (delta + momentum * v); \
+            velocity[i] = v; \
+            outer[i] = Theta; \
+            theta[i] = WRITE(mixing * READ(theta[i]) + rest * Theta); \
+        } \
+    }
+OUTER_STEP(outer_step, float, itself, itself)
+OUTER_STEP(outer_step_bf16, uint16_t, of_bf16, to_bf16)

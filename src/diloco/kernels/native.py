@@ -18,6 +18,9 @@ from torch import Tensor
 from diloco.errors import PayloadError
 from diloco.kernels.compile import compiled_library
 
+OUTER_STEPS = {torch.float32: "outer_step", torch.bfloat16: "outer_step_bf16"}
+"""The function for each dtype of θ."""
+
 # With fewer elements a thread ends before the next one has started.
 _ELEMENTS_A_THREAD = 1 << 20
 
@@ -58,15 +61,17 @@ class Native:
         """Update Θ, v and θ in place from Σ Δ, in `diloco.outer.nesterov`'s rule.
 
         Args:
-            vectors: Θ, v, Σ Δ, θ, FP32 of N elements each.
+            vectors: Θ, v, Σ Δ, θ of N elements each, FP32; θ may be BF16.
             scalars: M, η, μ, α, 1 − α.
         """
-        for name, vector in zip(("Θ", "v", "Σ Δ", "θ"), vectors, strict=True):
-            _check_reach(name, vector, torch.float32, vectors[0].numel())
-        step = self._function("outer_step", *[c_void_p] * 4, c_int64, *[c_float] * 5)
+        dtype = vectors[3].dtype if vectors[3].dtype in OUTER_STEPS else torch.float32
+        dtypes = (*[torch.float32] * 3, dtype)
+        for name, vector, expected in zip(("Θ", "v", "Σ Δ", "θ"), vectors, dtypes, strict=True):
+            _check_reach(name, vector, expected, vectors[0].numel())
+        step = self._function(OUTER_STEPS[dtype], *[c_void_p] * 4, c_int64, *[c_float] * 5)
 
         def call(start: int, length: int) -> bool:
-            step(*(vector.data_ptr() + 4 * start for vector in vectors), length, *scalars)
+            step(*(vector.data_ptr() + vector.itemsize * start for vector in vectors), length, *scalars)
             return True
 
         _on_threads(call, vectors[0].numel(), 16)

@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
+from diloco.models.cross_entropy import cross_entropy
+
 
 @runtime_checkable
 class Cache(Protocol):
@@ -50,8 +52,4 @@ def next_token_loss(
     Returns:
         Two scalars, FP32: (cross-entropy, objective).
     """
-    logits_BxTxV = logits_BxTxV.float()
-    log_z_BxT = logits_BxTxV.logsumexp(dim=-1)
-    target_logit_BxT = logits_BxTxV.gather(-1, targets_BxT[..., None]).squeeze(-1)
-    cross_entropy = (log_z_BxT - target_logit_BxT).mean()
-    return cross_entropy, cross_entropy + z_loss * log_z_BxT.square().mean()
+    return cross_entropy(logits_BxTxV.flatten(0, -2), targets_BxT.flatten(), z_loss)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.errors import UserError
+from diloco.kernels.memory import elements_at_once
 from diloco.outer.mixing import FlatFP32
 from diloco.outer.rule import JSON, FragmentState
 from diloco.reduction.cohort import Cohort
@@ -64,12 +65,9 @@ class Nesterov:
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
         """Take the outer step."""
         vectors = fragment.use("outer"), fragment.use("velocity"), average.total_N
-        for outer_n, velocity_n, total_n in zip(*(v.split(_ELEMENTS_AT_ONCE) for v in vectors), strict=True):
+        most = elements_at_once(average.total_N.device)
+        for outer_n, velocity_n, total_n in zip(*(v.split(most) for v in vectors), strict=True):
             delta_n = Average(total_n, average.weight).divided()
             new_outer_n, new_velocity_n = self.step(outer_n, velocity_n, delta_n)
             outer_n.copy_(new_outer_n)
             velocity_n.copy_(new_velocity_n)
-
-
-_ELEMENTS_AT_ONCE = 1 << 22
-"""So many that temporaries stay small beside a fragment."""

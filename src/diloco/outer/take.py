@@ -1,14 +1,17 @@
-"""One outer step and its merge, in place: in one pass over memory where native.c has it.
+"""One outer step and its merge, in place.
+
+Where native.c has it, in one pass over memory; elsewhere in a few operations, however many tensors there are.
 
 Shapes: N elements of one fragment, n of one parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from diloco.kernels.native import Native, native
+from diloco.kernels.memory import elements_at_once
+from diloco.kernels.native import OUTER_STEPS, Native, native
 from diloco.outer.mixing import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState, OuterRule
@@ -55,8 +58,7 @@ def take_outer_step(
 def _native(parameters: Sequence[Tensor]) -> Native | None:
     """The compiled pass, if it reaches the memory of all parameters."""
     is_within_reach = all(
-        theta.device.type == "cpu" and theta.dtype == torch.float32 and theta.is_contiguous()
-        for theta in parameters
+        theta.device.type == "cpu" and theta.dtype in OUTER_STEPS and theta.is_contiguous() for theta in parameters
     )
     return native() if is_within_reach else None
 
@@ -65,8 +67,24 @@ def merge_in_place(
     parameters: Sequence[Tensor], outer_N: Tensor, merge_rule: MergeRule, previous_N: Tensor | None
 ) -> None:
     """Merge Θ_p into θ_{m,p}, given tensor by tensor, in place; each is rounded to its dtype."""
-    sizes = [theta.numel() for theta in parameters]
-    previous = [None] * len(sizes) if previous_N is None else previous_N.split(sizes)
-    for theta, outer_n, previous_n in zip(parameters, outer_N.split(sizes), previous, strict=True):
-        merged_n = merge_rule.merge(theta.reshape(-1).float(), outer_n, previous_n)
-        theta.copy_(merged_n.view(theta.shape))
+    for group, part in _groups(parameters, elements_at_once(outer_N.device)):
+        flat = [theta.reshape(-1) for theta in group]
+        theta_n = (torch.cat(flat) if len(flat) > 1 else flat[0]).float()
+        merged_n = merge_rule.merge(theta_n, outer_N[part], None if previous_N is None else previous_N[part])
+        parts = merged_n.split([theta.numel() for theta in group])
+        shaped = [part_n.view(theta.shape) for part_n, theta in zip(parts, group, strict=True)]
+        torch._foreach_copy_(group, shaped)
+
+
+def _groups(parameters: Sequence[Tensor], most: int) -> Iterator[tuple[list[Tensor], slice]]:
+    """Neighbouring tensors of at most so many elements together, or one larger tensor; and their place in N."""
+    group: list[Tensor] = []
+    start = size = 0
+    for theta in parameters:
+        if group and size + theta.numel() > most:
+            yield group, slice(start, start + size)
+            group, start, size = [], start + size, 0
+        group.append(theta)
+        size += theta.numel()
+    if group:
+        yield group, slice(start, start + size)

@@ -166,7 +166,7 @@ def _warn_of_open_ports() -> None:
     _LOG.warning(
         "torch listens on port %s of every network interface of %s, and gloo on ports of %s, without a password: "
         "whoever reaches them can read and disturb this run, and run code in it where torchrun meets by c10d, "
-        "which loads pickles: use a firewall, a VPN, a store with keys (rendezvous), or diloco.connect with a secret",
+        "which loads pickles: use a VPN, a store with keys (rendezvous), or diloco.connect with a secret",
         os.environ.get("MASTER_PORT"),
         os.environ.get("MASTER_ADDR"),
         f"the interface {interface}" if interface else "the address of each host's name",

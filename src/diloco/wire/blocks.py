@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Bool, Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.errors import PayloadError
 from diloco.kernels.native import Native, native
 from diloco.wire.compiled import compiled
 from diloco.wire.formats import FORMATS, Blocks
-from diloco.wire.payload import Codec, Key, codec_class, non_finite, refuse_non_finite
+from diloco.wire.payload import Codec, Key, codec_class, is_finite
 from diloco.wire.random import random_bits
 
 
@@ -28,31 +27,35 @@ class BlockCodec(Blocks, Codec):
     for a registered codec, exactly that class uses them on a CPU; its subclasses use the torch reference.
     """
 
-    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
+    never_written = "a scale or a code that is never written"
+
+    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Scales from the largest magnitudes, then codes under them."""
         scales, codes = self._split(body, delta_N.numel())
         fast = None if self.stochastic else self._native("pack", delta_N, body)
         if fast is not None:
-            if not fast.pack(self.name, self.block, delta_N, scales, codes):
-                raise non_finite()
-            return
+            return torch.tensor(fast.pack(self.name, self.block, delta_N, scales, codes))
         random_N = None
         if self.stochastic:
             random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
-        refuse_non_finite(self._reference("pack_reference", delta_N)(delta_N, scales, codes, random_N))
+        return is_finite(self._reference("pack_reference", delta_N)(delta_N, scales, codes, random_N))
 
-    def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
+    def unpack(
+        self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool
+    ) -> Bool[Tensor, ""]:
         """Each code's value times its block's scale."""
         scales, codes = self._split(body, to_N.numel())
         fast = self._native("unpack", body, to_N)
         if fast is not None:
-            is_sound = fast.unpack(self.name, self.block, scales, codes, to_N, add=add)
-        else:
-            is_sound = bool(self._reference("unpack_reference", to_N)(scales, codes, to_N, add))
-        if not is_sound:
-            raise PayloadError(
-                f"a payload in {self.format} holds a scale or a code that is never written: it was damaged"
-            )
+            return torch.tensor(fast.unpack(self.name, self.block, scales, codes, to_N, add=add))
+        return self._reference("unpack_reference", to_N)(scales, codes, to_N, add)
+
+    def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
+        """The scales alone decide where every code is written."""
+        if not torch.isfinite(self.values(body.device)).all():
+            return super().is_sound(body, num_elements, key)
+        factor_B = self.factors(self._split(body, num_elements)[0])
+        return (torch.isfinite(factor_B) & (factor_B >= 0)).all()
 
     def pack_reference(
         self,

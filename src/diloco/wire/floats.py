@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Bool, Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.errors import PayloadError
 from diloco.wire import formats
 from diloco.wire.blocks import BlockCodec, power_of_two
-from diloco.wire.payload import Codec, Key, is_finite, refuse_non_finite
+from diloco.wire.payload import Codec, Key, is_finite
 
 
 @dataclass(frozen=True)
@@ -26,28 +25,38 @@ class _Unscaled(formats.Unscaled, Codec):
     """Each element in one of torch's own formats, little-endian; rounded to nearest, ties to even; saturating."""
 
     dtype: ClassVar[torch.dtype]
+    never_written = "NaN or an infinity"
 
-    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
+    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Write the vector's bytes in the format."""
-        largest = torch.finfo(self.dtype).max
+        largest, are_finite = torch.finfo(self.dtype).max, []
         self.check_body(body, delta_N.numel())
         for part_n, bytes_n in self._in_cache(delta_N, body):
-            refuse_non_finite(part_n)
+            are_finite.append(is_finite(part_n))
             if self.dtype != torch.float32:
                 part_n = part_n.clamp(-largest, largest).to(self.dtype)
             bytes_n.copy_(part_n.view(torch.uint8))
+        return torch.stack(are_finite).all()
 
-    def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
+    def unpack(
+        self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool
+    ) -> Bool[Tensor, ""]:
         """Read the bytes as FP32."""
         self.check_body(body, to_N.numel())
+        are_finite = []
         for part_n, bytes_n in self._in_cache(to_N, body):
             values = bytes_n.view(self.dtype)
-            if not is_finite(values):
-                raise PayloadError(f"a payload in {self.name} holds NaN or an infinity: it was damaged")
+            are_finite.append(is_finite(values))
             if add:
                 part_n.add_(values.float())
             else:
                 part_n.copy_(values)
+        return torch.stack(are_finite).all()
+
+    def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
+        """Whether the elements are finite."""
+        self.check_body(body, num_elements)
+        return is_finite(body.view(self.dtype))
 
     def _in_cache(self, vector_N: Tensor, body: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts with their bytes; on a CPU so short that a part's intermediate results stay in the cache."""
@@ -187,8 +196,10 @@ class E2M1(formats.E2M1, _Scaled):
         return code_BxK
 
     def values(self, device: torch.device) -> Float32[Tensor, "16"]:
-        """The positive values, then the negative ones."""
-        positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=device)
+        """The positive values 0, 0.5, 1, 1.5, 2, 3, 4, 6, then the negative ones; no copy from the host."""
+        code = torch.arange(8, dtype=torch.int32, device=device)
+        normal = (2 + (code & 1)) * power_of_two((code >> 1) + 125)
+        positive = torch.where(code < 2, code * 0.5, normal)
         return torch.cat([positive, -positive])
 
 
@@ -222,6 +233,7 @@ class E3M0(formats.E3M0, _Scaled):
         return (sign_BxK | k_BxK).to(torch.uint8)
 
     def values(self, device: torch.device) -> Float32[Tensor, "16"]:
-        """The positive values, then the negative ones."""
-        positive = torch.tensor([0.0] + [2.0 ** (k - 7) for k in range(1, 8)], dtype=torch.float32, device=device)
+        """The positive values, then the negative ones; no copy from the host."""
+        k = torch.arange(8, dtype=torch.int32, device=device)
+        positive = torch.where(k > 0, power_of_two(k + 120), 0)
         return torch.cat([positive, -positive])

@@ -9,7 +9,7 @@ import zlib
 from abc import abstractmethod
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class Codec(Format):
     `unpack` and `body_bytes`.
     """
 
+    never_written: ClassVar[str] = "values that are never written"
+    """The words for a body that is not sound."""
+
     def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
         """The payload of a flat FP32 vector: uint8, `payload_bytes(N)` long, on the same device.
 
@@ -59,12 +62,27 @@ class Codec(Format):
             NonFiniteError: if the vector holds NaN or an infinity.
             UserError: if it is not a flat FP32 vector.
         """
+        payload, is_finite = self.packed(delta_N, key)
+        if not is_finite:
+            raise non_finite()
+        return self.seal(payload, delta_N.numel(), base=base)
+
+    def packed(self, delta_N: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+        """A payload of which only the body is written, and a bool on its device: whether the vector is finite.
+
+        Nothing is read on the host: a GPU need not be waited for.
+
+        Raises:
+            UserError: if it is not a flat FP32 vector.
+        """
         _check_vector(delta_N)
         payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
-        body = payload[HEADER_BYTES:]
-        self.pack(plain(delta_N.detach(), delta_N.device), body, key)
-        header = self._header(delta_N.numel()) + base.to_bytes(8, "little")
-        header += checksum(header, body).to_bytes(8, "little")
+        return payload, self.pack(plain(delta_N.detach(), delta_N.device), payload[HEADER_BYTES:], key)
+
+    def seal(self, payload: Tensor, num_elements: int, *, base: int) -> Tensor:
+        """Write the header of a payload of N elements whose body is written; return the payload."""
+        header = self._header(num_elements) + base.to_bytes(8, "little")
+        header += checksum(header, payload[HEADER_BYTES:]).to_bytes(8, "little")
         payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return payload
 
@@ -79,7 +97,8 @@ class Codec(Format):
     def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
         """Write a payload's values into a contiguous FP32 vector, or add them to it; return the vector.
 
-        The payload may lie on another device, and have any layout. All values are finite.
+        The payload may lie on another device, and have any layout. All values are finite. A payload in the host's
+        memory is judged there, so that a GPU which it is decoded on need not be waited for.
 
         Raises:
             PayloadError: as `decode`; if the checksum is right and the body stands for no finite values, the
@@ -90,8 +109,21 @@ class Codec(Format):
         if plain(to_N, to_N.device) is not to_N:
             raise UserError("a payload can only be decoded into a contiguous, aligned vector")
         self.check(payload, to_N.numel())
-        self.unpack(plain(payload[HEADER_BYTES:], to_N.device), to_N, key, add=add)
+        body = payload[HEADER_BYTES:]
+        is_judged_here = body.device.type == "cpu" and to_N.device.type != "cpu"
+        if is_judged_here and not self.is_sound(plain(body, body.device), to_N.numel(), key):
+            raise self._damaged()
+        is_sound = self.unpack(plain(body, to_N.device), to_N, key, add=add)
+        if not is_judged_here and not is_sound:
+            raise self._damaged()
         return to_N
+
+    def is_sound(self, body: Tensor, num_elements: int, key: Key) -> Tensor:
+        """The bool that `unpack` returns, of a body in the host's memory; a codec may know it without decoding."""
+        return self.unpack(body, empty(num_elements, torch.float32, body.device), key, add=False)
+
+    def _damaged(self) -> PayloadError:
+        return PayloadError(f"a payload in {self.format} holds {self.never_written}: it was damaged")
 
     def check(self, payload: Tensor, num_elements: int) -> None:
         """Refuse by type, length, header and checksum what isn't a payload of N elements.
@@ -151,23 +183,23 @@ class Codec(Format):
         return struct.pack("<4sIQ", MAGIC, zlib.crc32(self.format.encode()), num_elements)
 
     @abstractmethod
-    def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> None:
+    def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
         """Write the body of a contiguous FP32 vector into a contiguous uint8 vector of `body_bytes(N)`.
 
-        Raises:
-            NonFiniteError: if the vector holds NaN or an infinity.
+        Returns:
+            A bool on the vector's device: False if the vector holds NaN or an infinity, and the body is undefined.
         """
 
     @abstractmethod
-    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> None:
+    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> Tensor:
         """Write a body's values into an FP32 vector, or add them to it.
 
         `decode_into` has compared the body's length and checksum with those that were sent; both vectors are
         contiguous and aligned.
 
-        Raises:
-            PayloadError: if the body holds a value that `pack` never writes, as far as that can be seen, or one
-                that is not finite.
+        Returns:
+            A bool on the vector's device: False if the body holds a value that `pack` never writes, as far as that
+            can be seen, or one that is not finite. The vector's content is undefined then.
         """
 
 
@@ -198,7 +230,8 @@ def base_of(payload: Tensor) -> int:
 
 def plain(vector: Tensor, device: torch.device) -> Tensor:
     """A vector on a device, contiguous and aligned for elements of 4 bytes: itself where it is so, or a copy."""
-    vector = vector.to(device).contiguous()
+    # To a GPU without a wait, if the vector lies in pinned memory.
+    vector = vector.to(device, non_blocking=device.type != "cpu").contiguous()
     misaligned = vector.data_ptr() % 4 or vector.storage_offset() * vector.itemsize % 4
     return vector.clone() if misaligned else vector
 
@@ -216,21 +249,13 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
-def refuse_non_finite(values: Tensor) -> None:
-    """Raise if any of the values is NaN or infinite.
-
-    Raises:
-        NonFiniteError: if so.
-    """
-    if not is_finite(values):
-        raise non_finite()
-
-
-def is_finite(values: Tensor) -> bool:
-    """True if no value is NaN or infinite; one pass over memory."""
-    return not values.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
+def is_finite(values: Tensor) -> Tensor:
+    """A bool on the values' device: True if no value is NaN or infinite; one pass over memory."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.isfinite(torch.stack(torch.aminmax(values))).all()
 
 
 def non_finite() -> NonFiniteError:
-    """The error that `pack` raises."""
+    """The error for an outer gradient that can't be encoded."""
     return NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")

@@ -10,13 +10,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor
 
-from diloco.errors import PayloadError
 from diloco.wire import formats
 from diloco.wire.blocks import join, split
-from diloco.wire.payload import Codec, Key, codec_class, refuse_non_finite
+from diloco.wire.payload import Codec, Key, codec_class, is_finite
 from diloco.wire.random import random_bits
 
 
@@ -24,29 +23,45 @@ from diloco.wire.random import random_bits
 class _Sparse(formats.Sparse, Codec):
     """k of N elements; the others are zero."""
 
-    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> None:
+    never_written = "places or values that are never written"
+
+    def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Write the places, then the kept values."""
         self.check_body(body, delta_N.numel())
-        refuse_non_finite(delta_N)
         place_k = self.choose(delta_N, key)
         end = self.places_bytes(delta_N.numel())
         self.pack_places(place_k, delta_N.numel(), body[:end])
         largest = torch.finfo(torch.float32).max
         kept_k = (delta_N[place_k] * self.gain(delta_N.numel())).clamp(-largest, largest)
         codec_class(self.values)().pack(kept_k, body[end:], key)
+        return is_finite(delta_N)
 
-    def unpack(self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool) -> None:
+    def unpack(
+        self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool
+    ) -> Bool[Tensor, ""]:
         """Write zeros, and the kept values in their places."""
         self.check_body(body, to_N.numel())
         end = self.places_bytes(to_N.numel())
-        place_k = self.unpack_places(body[:end], to_N.numel(), key)
+        place_k, are_places = self.unpack_places(body[:end], to_N.numel(), key)
         kept_k = torch.empty(self.num_kept(to_N.numel()), dtype=torch.float32, device=to_N.device)
         # A copy is aligned for every format.
-        codec_class(self.values)().unpack(body[end:].clone(), kept_k, key, add=False)
+        are_values = codec_class(self.values)().unpack(body[end:].clone(), kept_k, key, add=False)
         if add:
             to_N[place_k] += kept_k  # no place occurs twice
         else:
             to_N.zero_()[place_k] = kept_k
+        return are_places & are_values
+
+    def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
+        """Whether places and values are; none of the values is written."""
+        self.check_body(body, num_elements)
+        end, kept = self.places_bytes(num_elements), self.num_kept(num_elements)
+        are_values = codec_class(self.values)().is_sound(body[end:].clone(), kept, key)
+        return self.are_places(body[:end], num_elements) & are_values
+
+    def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
+        """Whether `pack_places` can have written these bytes; True where it writes none."""
+        return torch.ones((), dtype=torch.bool, device=body.device)
 
     def gain(self, num_elements: int) -> float:
         """The factor of the kept elements."""
@@ -61,8 +76,10 @@ class _Sparse(formats.Sparse, Codec):
         """Write the places into `places_bytes(N)` bytes."""
 
     @abstractmethod
-    def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
-        """Read the places, or draw them again."""
+    def unpack_places(
+        self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key
+    ) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
+        """Read the places, all in the vector, or draw them again; False: `pack` never writes them."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +107,23 @@ class TopK(formats.TopK, _Sparse):
         vector[(place_k >> num_low) + torch.arange(place_k.numel(), device=body.device)] = 1
         body[low_bytes:] = join(vector, 1)
 
-    def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
+    def unpack_places(
+        self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key
+    ) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
         """Read the low bits and the bit vector."""
         low_bytes, high_bits, num_low = self.places_layout(num_elements)
         kept = self.num_kept(num_elements)
         shifts = torch.arange(num_low, device=body.device)
         low_bits = split(body[:low_bytes], kept * num_low, 1).view(kept, num_low).long()
-        ones = split(body[low_bytes:], high_bits, 1).nonzero().view(-1)
-        if ones.numel() == kept:
-            high_k = ones - torch.arange(kept, device=body.device)
-            place_k = (high_k << num_low) + (low_bits << shifts).sum(dim=1)
-            if (place_k < num_elements).all() and (place_k.diff() > 0).all():
-                return place_k
-        raise PayloadError("a payload of topk names places that can't be: it was damaged")
+        one_k, are_k = _ones(split(body[low_bytes:], high_bits, 1), kept)
+        high_k = one_k - torch.arange(kept, device=body.device)
+        place_k = (high_k << num_low) + (low_bits << shifts).sum(dim=1)
+        is_sound = are_k & (place_k < num_elements).all() & (place_k.diff() > 0).all()
+        return place_k.clamp(0, max(0, num_elements - 1)), is_sound
+
+    def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
+        """Whether so many places are named, ascending and all in the vector."""
+        return self.unpack_places(body, num_elements, Key())[1]
 
 
 @dataclass(frozen=True)
@@ -119,9 +140,11 @@ class FedDropout(formats.FedDropout, _Sparse):
     def pack_places(self, place_k: Int64[Tensor, "k"], num_elements: int, body: UInt8[Tensor, "bytes"]) -> None:
         """Write nothing."""
 
-    def unpack_places(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Int64[Tensor, "k"]:
+    def unpack_places(
+        self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key
+    ) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
         """Draw the places again."""
-        return self._mask(num_elements, key, body.device)
+        return self._mask(num_elements, key, body.device), self.are_places(body, num_elements)
 
     def _mask(self, num_elements: int, key: Key, device: torch.device) -> Int64[Tensor, "k"]:
         bits_N = random_bits(key, num_elements, device, common=True) >> 1
@@ -135,6 +158,15 @@ class DARE(formats.DARE, FedDropout):
     def gain(self, num_elements: int) -> float:
         """N/k."""
         return num_elements / max(1, self.num_kept(num_elements))
+
+
+def _ones(bits: UInt8[Tensor, "bits"], kept: int) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
+    """The places of k ones, and whether there are as many; if not, some places are not those of ones."""
+    if bits.device.type != "cpu":  # a GPU would wait to learn how many there are
+        return torch.nonzero_static(bits, size=kept, fill_value=0).view(-1), bits.sum(dtype=torch.int64) == kept
+    ones = bits.nonzero().view(-1)
+    are_k = torch.tensor(ones.numel() == kept)
+    return (ones if are_k else torch.zeros(kept, dtype=torch.int64)), are_k
 
 
 def _first_k(order_N: Int64[Tensor, "N"], kept: int) -> Int64[Tensor, "k"]:

@@ -1,0 +1,72 @@
+"""Cross-entropy with z-loss, a few rows of logits at a time, so that logits are kept in their own dtype only.
+
+Every operation is that of the plain equation, in its order: loss and gradient have the bits of torch's autograd.
+
+Shapes: R rows, r of them at a time, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from diloco.kernels.memory import elements_at_once
+
+
+def cross_entropy(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy, nats, and the objective, cross-entropy + z_loss · mean((log Z)²); FP32 scalars.
+
+    Args:
+        logits_RxV: of any floating dtype; no copy of all of them is made in FP32.
+        target_R: int64.
+        z_loss: the weight of (log Z)².
+    """
+    return _CrossEntropy.apply(logits_RxV, target_R, z_loss)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        log_zs, target_logits = [], []
+        for logits_rxV, target_r in _pieces(logits_RxV, target_R):
+            x_rxV = logits_rxV.float()
+            log_zs.append(x_rxV.logsumexp(dim=-1))
+            target_logits.append(x_rxV.gather(-1, target_r[:, None]).squeeze(-1))
+        log_z_R = torch.cat(log_zs)
+        ctx.save_for_backward(logits_RxV, target_R, log_z_R)
+        ctx.z_loss = z_loss
+        ctx.set_materialize_grads(False)
+        mean = (log_z_R - torch.cat(target_logits)).mean()
+        return mean, mean + z_loss * log_z_R.square().mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, of_mean: Tensor | None, of_objective: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        logits_RxV, target_R, log_z_R = ctx.saved_tensors
+        both = [gradient for gradient in (of_mean, of_objective) if gradient is not None]
+        if not both:
+            return None, None, None
+        of_row = torch.stack(both).sum() / len(target_R)
+        of_log_z_R = of_row.expand(len(target_R))
+        if of_objective is not None:
+            of_log_z_R = of_log_z_R + of_objective * ctx.z_loss / len(target_R) * (2 * log_z_R)
+        gradient_RxV = torch.empty_like(logits_RxV)
+        rows = _pieces(logits_RxV, target_R, log_z_R, of_log_z_R, gradient_RxV)
+        for logits_rxV, target_r, log_z_r, of_log_z_r, gradient_rxV in rows:
+            x_rxV = (logits_rxV.float() - log_z_r[:, None]).exp_().mul_(of_log_z_r[:, None])
+            x_rxV.scatter_add_(-1, target_r[:, None], -of_row.expand(len(target_r), 1))
+            gradient_rxV.copy_(x_rxV)
+        return gradient_RxV, None, None
+
+
+def _pieces(logits_RxV: Tensor, *others: Tensor) -> "zip[tuple[Tensor, ...]]":
+    """The same rows of all tensors; on a CPU so few that a piece stays in the cache."""
+    most = _LOGITS_AT_ONCE if logits_RxV.device.type == "cpu" else elements_at_once(logits_RxV.device)
+    rows_at_once = max(1, most // logits_RxV.shape[-1])
+    return zip(*(tensor.split(rows_at_once) for tensor in (logits_RxV, *others)), strict=True)
+
+
+_LOGITS_AT_ONCE = 1 << 18

@@ -1,0 +1,67 @@
+"""Payloads without a header: a GPU writes their bodies, and the host seals them when they have come to it.
+
+The host need not wait for the GPU: what the GPU has found out travels in the place of the header, a byte each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.payload import Codec, Key, non_finite, plain
+
+
+@dataclass(frozen=True)
+class Unsealed(Codec):
+    """A codec whose payloads are sealed later, those of one outer gradient."""
+
+    wire: Codec
+    notes: tuple[Tensor, ...] = ()
+    """Bools on the device, fewer than 32, that travel with each payload."""
+    sizes: list[int] = field(default_factory=list)
+    """Elements of each payload that was encoded, in order."""
+
+    name = "unsealed"
+
+    def body_bytes(self, num_elements: int) -> int:
+        """Those of the codec."""
+        return self.wire.body_bytes(num_elements)
+
+    def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
+        """A payload with, in the place of its header, whether the vector is finite, and the notes."""
+        payload, is_finite = self.packed(delta_N, key)
+        notes = torch.stack([is_finite, *self.notes])
+        assert len(notes) <= HEADER_BYTES, "the notes take the header's place"
+        payload[: len(notes)].copy_(notes)
+        self.sizes.append(delta_N.numel())
+        return payload
+
+    def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
+        """Decode a payload of this process's own, which is sound."""
+        self.unpack(plain(payload[HEADER_BYTES:], to_N.device), to_N, key, add=add)
+        return to_N
+
+    def read_notes(self, payload: Tensor) -> list[bool]:
+        """The notes of a payload, which has come to the host."""
+        return [bool(note) for note in payload[1 : 1 + len(self.notes)].tolist()]
+
+    def seal_all(self, payloads: Sequence[Tensor], *, base: int) -> None:
+        """Write the headers of all payloads, which have come to the host.
+
+        Raises:
+            NonFiniteError: if the outer gradient was not finite.
+        """
+        if not all(payload[0].item() for payload in payloads):
+            raise non_finite()
+        for payload, num_elements in zip(payloads, self.sizes, strict=True):
+            self.wire.seal(payload, num_elements, base=base)
+
+    def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
+        """As the codec."""
+        return self.wire.pack(delta_N, body, key)
+
+    def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> Tensor:
+        """As the codec."""
+        return self.wire.unpack(body, to_N, key, add=add)
