@@ -117,46 +117,56 @@ static void drive(const Codec *codec, int64_t n, int64_t block) {
 }
 
 typedef struct {
-    float *outer, *velocity, *total, *theta;
+    float *outer, *velocity, *total;
+    void *theta;
     int64_t n;
+    int is_bf16;
 } Vectors;
 
 static void *step(void *argument) {
     Vectors *v = argument;
-    outer_step(v->outer, v->velocity, v->total, v->theta, v->n, 3, 0.4f, 0.9f, 0.5f, 0.5f);
+    if (v->is_bf16) outer_step_bf16(v->outer, v->velocity, v->total, v->theta, v->n, 3, 0.4f, 0.9f, 0.5f, 0.5f);
+    else outer_step(v->outer, v->velocity, v->total, v->theta, v->n, 3, 0.4f, 0.9f, 0.5f, 0.5f);
     return NULL;
 }
 
 // The outer step of ranges on threads gives the bits of one call.
-static void drive_outer_step(int64_t n) {
-    float *alone[4], *split[4];
-    for (int i = 0; i < 4; i++) {
+static void drive_outer_step(int64_t n, int is_bf16) {
+    float *alone[3], *split[3];
+    for (int i = 0; i < 3; i++) {
         alone[i] = floats(n, 1), split[i] = malloc(4 * n);
         memcpy(split[i], alone[i], 4 * n);
     }
-    Vectors whole = {alone[0], alone[1], alone[2], alone[3], n}, ranges[THREADS];
+    int64_t size_of = is_bf16 ? 2 : 4;
+    uint8_t *theta = bytes(n * size_of), *split_theta = malloc(n * size_of);
+    memcpy(split_theta, theta, n * size_of);
+    Vectors whole = {alone[0], alone[1], alone[2], theta, n, is_bf16}, ranges[THREADS];
     pthread_t threads[THREADS];
     step(&whole);
     int64_t size = (n + THREADS - 1) / THREADS, started = 0;
     for (int64_t start = 0; start < n; start += size, started++) {
         int64_t count = faulty ? size + 1 : size < n - start ? size : n - start;
-        ranges[started] = (Vectors){split[0] + start, split[1] + start, split[2] + start, split[3] + start, count};
+        void *part = split_theta + start * size_of;
+        ranges[started] = (Vectors){split[0] + start, split[1] + start, split[2] + start, part, count, is_bf16};
         if (pthread_create(&threads[started], NULL, step, &ranges[started])) abort();
     }
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    for (int i = 0; i < 4; i++) {
-        if (memcmp(alone[i], split[i], 4 * n)) wrong = 1, fprintf(stderr, "threads step elsewhere, %ld elements\n", (long)n);
+    int same = !memcmp(theta, split_theta, n * size_of);
+    for (int i = 0; i < 3; i++) {
+        same = same && !memcmp(alone[i], split[i], 4 * n);
         free(alone[i]), free(split[i]);
     }
+    free(theta), free(split_theta);
+    if (!same) wrong = 1, fprintf(stderr, "threads step elsewhere, %ld elements\n", (long)n);
 }
 
 int main(int argc, char **argv) {
     faulty = argc > 1;
-    if (argc > 2) return drive_outer_step(1283), wrong;
+    if (argc > 2) return drive_outer_step(1283, 0), wrong;
     for (int c = 0; c < COUNT(CODECS); c++)
         for (int b = 0; b < COUNT(BLOCKS); b++)
             for (int n = 0; n < COUNT(LENGTHS); n++)
                 if (BLOCKS[b] * *CODECS[c].bits % 8 == 0) drive(&CODECS[c], LENGTHS[n], BLOCKS[b]);
-    for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n]);
+    for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n], 0), drive_outer_step(LENGTHS[n], 1);
     return wrong;
 }

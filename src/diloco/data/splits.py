@@ -63,8 +63,8 @@ def _training_documents(config: DataConfig) -> Iterator[Document]:
         read_bytes += len(document.text.encode(errors="surrogatepass")) + DOCUMENT_BYTES
         if most_bytes is not None and read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
             raise UserError(
-                f"data.max_train_bytes={most_bytes}: more than a hundred times as much of data.train was read, and "
-                "hardly any of it is training text, the rest being empty or held out: name other sources",
+                f"data.max_train_bytes={most_bytes}: more than a hundred times as much of data.train was read, "
+                "and hardly any of it is training text, the rest being empty or held out: name other sources",
                 "data.max_train_bytes",
                 "data.train",
             )
