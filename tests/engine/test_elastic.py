@@ -5,6 +5,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.rendezvous.replicas import P, Replica, theta0
 import diloco
 from diloco.engine.elastic_rounds import ElasticRounds
 from diloco.errors import ExchangeError, UserError
+from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Decision
 from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
 
@@ -93,13 +95,21 @@ def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return fragments
 
 
+def until_deleted(payload: Path, replica: Replica) -> None:
+    """Let a replica step until a payload was uploaded, counted and deleted."""
+    until(payload.exists, replica)
+    until(lambda: not payload.exists(), replica)
+
+
 def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, jumps: list[int]) -> None:
     fast = Replica(str(tmp_path), name="fast", patience=0, snapshot_rounds=2)
     slow = Replica(str(tmp_path), name="slow")
     rounds = slow.engine._rounds
     until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
-    until(lambda: min(fast.rounds) >= 14, fast)
-    while not slow.rounds >= fast.rounds:
+    # More outer steps than wait for it have lost their payloads.
+    num_waiting = MOST_DECISIONS_A_FRAGMENT * P + 2 * P
+    until_deleted(tmp_path / payloads.name_of(0, fast.engine._rounds.next_seq + num_waiting), fast)
+    while any(map(int.__lt__, slow.rounds, fast.rounds)):
         told, num_jumps, untold_then = list(rounds.told), len(jumps), untold(slow)
         moved = [np.copy(progress) for progress in slow.progress]
         slow.step()
@@ -107,7 +117,8 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
             assert rounds.told[p] == told[p]
             expected = untold_then[p] + moved[p] - slow.progress[p]
             np.testing.assert_allclose(untold(slow)[p], expected, atol=1e-4)
-    assert set(jumps) == set(range(P)), "the payloads of the rounds between were deleted"
+    assert set(jumps) == set(range(P))
+    until(lambda: slow.rounds == fast.rounds, fast, slow)
     for slow_p, fast_p in zip(slow.outer(), fast.outer(), strict=True):
         np.testing.assert_array_equal(slow_p, fast_p)
     seqs = counted(slow)
@@ -134,7 +145,9 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     until(lambda: min(fast.rounds) >= 12, fast)
     is_slow.set()
     until(lambda: counted(slow)[0] == flight.seq, fast)
-    until(lambda: fast.rounds[0] >= fast.exchange.state.fragments[0].last_round[1] + 8, fast)
+    together = fast.exchange.state.fragments[0].since[-1].body.contributions
+    assert [counted.replica for counted in together] == [0, 1]
+    until_deleted(tmp_path / payloads.name_of(0, together[0].seq), fast)
     until(lambda: 0 in jumps, slow)
     assert rounds.told[0] == (flight.tokens, flight.step)
     assert rounds.in_flight.get(0) is not flight
