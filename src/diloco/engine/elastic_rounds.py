@@ -170,16 +170,11 @@ class ElasticRounds(ReplicaRounds):
             overlap_steps=self.overlap_steps,
         )
         self.rendezvous.offer(offer)
-        due_step = self.num_steps + self.overlap_steps
+        due_step = self.num_steps + tau
         self.in_flight[p] = Flight(self.next_seq, self.rounds[p], self.num_steps, due_step, self.tokens, error_N)
         self.next_seq += 1
         self.bytes_sent += sum(payload.numel() for payload in payloads)
         self.last_sent[p] = self.num_steps
-
-    @property
-    def overlap_steps(self) -> int:
-        """τ."""
-        return self.settings.schedule.overlap(0)
 
     def merge(self, *, wait: bool) -> tuple[OuterStep, ...]:
         """Take the outer steps that were decided.

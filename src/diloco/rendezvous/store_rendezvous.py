@@ -88,19 +88,9 @@ class StoreRendezvous(StoreView):
         self._facts, self._memory_bytes = facts or {}, memory_bytes
         is_local = "://" not in self._url or self._url.startswith("file:")
         self._poll_seconds = poll_seconds or (0.02 if is_local else 0.5)
-        self._asked = {
-            rule: value
-            for rule, value in {
-                "quorum": quorum,
-                "num_replicas": num_replicas,
-                "weights": weights,
-                "max_stale": max_stale,
-                "snapshot_rounds": snapshot_rounds,
-                "num_shares": num_shares,
-                "num_slots": num_slots,
-            }.items()
-            if value is not None
-        }
+        asked = {"quorum": quorum, "num_replicas": num_replicas, "weights": weights, "max_stale": max_stale}
+        asked |= {"snapshot_rounds": snapshot_rounds, "num_shares": num_shares, "num_slots": num_slots}
+        self._asked = {rule: value for rule, value in asked.items() if value is not None}
         self._background = Background("diloco rendezvous")
         self._entrance: Entrance | None = None
         self._follower: Follower | None = None

@@ -102,9 +102,8 @@ def join(config: TrainConfig) -> Iterator[World]:
         return
     _check_shards(config)
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    one = replace(alone(config), device=device, autocast=use_autocast(config, device))
-    shards = _joined(config) if config.num_processes > 1 else nullcontext(one)
-    with shards as world, meeting(config) as rendezvous:
+    one = nullcontext(replace(alone(config), device=device, autocast=use_autocast(config, device)))
+    with _joined(config) if config.num_processes > 1 else one as world, meeting(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
 
 
@@ -124,11 +123,9 @@ def _joined(config: TrainConfig) -> Iterator[World]:
     try:
         rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except KeyError as missing:
-        raise UserError(
-            f"RANK is set in the environment, but {missing} is not: unset RANK, or use torchrun"
-        ) from None
+        raise UserError(f"RANK is set, and {missing} is not: unset RANK, or use torchrun") from None
     except ValueError as error:
-        raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK in the environment must be numbers: {error}") from None
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK must be numbers: {error}") from None
     if world_size != config.num_processes:
         raise UserError(
             f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
