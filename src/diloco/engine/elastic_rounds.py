@@ -147,7 +147,7 @@ class ElasticRounds(ReplicaRounds):
 
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""
-        key = self.form.key(p, self.rounds[p], self.replica)
+        key, tau = self.form.key(p, self.rounds[p], self.replica), self.settings.schedule.overlap(0)
         with self.record.encoding():
             self.check_outer_parameters(p, self.bases[p])
             self.check_parameters((p,))
@@ -167,7 +167,7 @@ class ElasticRounds(ReplicaRounds):
             steps=steps,
             position=self.tokens - self.tokens_before or self.num_steps,
             step=self.num_steps,
-            overlap_steps=self.overlap_steps,
+            overlap_steps=tau,
         )
         self.rendezvous.offer(offer)
         due_step = self.num_steps + tau
