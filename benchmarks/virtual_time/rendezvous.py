@@ -151,6 +151,7 @@ class Seat:
     """The same as the engine offered it."""
     failure: str | None = None
     waits: bool = False
+    timeout_seconds: float = 600.0
 
     @property
     def state(self) -> RunState:

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 import warnings
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_the_trainer_fills_trackers_and_answers_prometheus(tmp_path, small_corpu
     with subprocess.Popen(command(*flags), cwd=tmp_path, env=os.environ | offline) as process:
         while process.poll() is None:
             for replica in (0, 1):
-                with contextlib.suppress(OSError):  # it does not listen yet, or any more
+                with contextlib.suppress(OSError, HTTPException):  # nobody listens, or a connection to itself
                     url = f"http://127.0.0.1:{port + replica}/metrics"
                     pages[replica] = urllib.request.urlopen(url, timeout=10).read().decode()
             time.sleep(0.05)
