@@ -211,7 +211,8 @@ class Doctests(griffe.Extension):
 
 def shown_commands(markdown: str) -> list[str]:
     """The `diloco …` commands in the page's code blocks, each in one line."""
-    blocks = re.findall(r"^ *```(?!text|python)\w*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if language not in ("text", "python")]
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)]
 
