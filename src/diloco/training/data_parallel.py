@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel: among the processes of a replica, or, as the baseline, among all replicas."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -101,6 +101,11 @@ class DataParallel:
     def logs(self) -> dict[str, float]:
         """The counters."""
         return self.counters()
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """The counters as of now."""
+        counted = self.counters()
+        return lambda: counted
 
     def counters(self) -> dict[str, float]:
         """Steps, bytes, and seconds in which training waited."""
