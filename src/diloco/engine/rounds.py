@@ -257,6 +257,7 @@ class Rounds(ReplicaRounds):
             blocked_seconds=blocked_seconds,
             spans=self.parameters.spans[p],
             shard_group=self._shard_group,
+            lane=self.lane,
         )
 
 
