@@ -247,7 +247,7 @@ class FakeDevice(TorchDispatchMode):
         return to
 
     def is_over(self, stream: int, time: int, before: Stream) -> bool:
-        """Whether an operation of one stream is over before the next one of another, by an event or by a wait."""
+        """True if an operation of one stream is over before the next one of another, by events or a wait."""
         return max(before.known[stream], self._waited_for[stream]) >= time
 
     def host_waits_for(self, event: Event) -> None:

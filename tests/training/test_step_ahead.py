@@ -95,11 +95,12 @@ def names(state) -> list[str]:
 
 def on_the_fake_device() -> tuple[list[float], list[str], list[int], list[str]]:
     """The losses of a replica on the device, what the host waited for, the copies off the device, and races."""
-    config = config_of(1)
-    with (
-        FakeDevice() as device,
-        patch.object(DecoderConfig, "build", lambda *a, **k: device.on_device(build(*a, **k))),
-    ):
+    config, build = config_of(1), DecoderConfig.build
+
+    def build_there(model: DecoderConfig, *, seed: int) -> torch.nn.Module:
+        return device.on_device(build(model, seed=seed))
+
+    with FakeDevice() as device, patch.object(DecoderConfig, "build", build_there):
         world = replace(alone(config), device=device.device)
         state, begun, losses, waits, copies = initial_state(config, world), deque(), [], [], []
         while not state.is_over:
