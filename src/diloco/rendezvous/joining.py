@@ -140,16 +140,22 @@ async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
 
 
 async def _wait_for_others(log: Log, wish: Wish) -> None:
-    """Wait until as many replicas have joined as the run begins with."""
-    deadline = time.monotonic() + wish.timeout_seconds
-    while (count := len(log.state.members)) < log.state.rules.num_replicas:
-        if time.monotonic() > deadline:
+    """Wait until as many replicas have joined as the run begins with; after a moment, say how many are missing."""
+    begin, said = time.monotonic(), 0
+    while (count := len(log.state.members)) < (least := log.state.rules.num_replicas):
+        seconds = time.monotonic() - begin
+        if seconds > wish.timeout_seconds:
             raise ExchangeError(
-                f"{count} of {log.state.rules.num_replicas} replicas have joined within "
-                f"{wish.timeout_seconds:g} s: start the others"
+                f"{count} of {least} replicas have joined within {wish.timeout_seconds:g} s: start the others"
             )
+        if seconds > _SECONDS_OF_SILENCE and count != said:
+            _LOG.warning("%d of %d replicas have joined: waiting for the others …", count, least)
+            said = count
         await asyncio.sleep(0.05)
         await log.read(patience_seconds=wish.timeout_seconds)
+
+
+_SECONDS_OF_SILENCE = 3.0
 
 
 def _replay(state: RunState) -> tuple[tuple[int, int, Outer], ...]:
