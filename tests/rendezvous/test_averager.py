@@ -63,15 +63,15 @@ def initial(model: nn.Module) -> dict[str, np.ndarray]:
 
 def authors(folder: Path, replica: Replica, since: int) -> set[int]:
     """The replicas that made the averages of the entries from one on."""
-    form, state, found = averager_of(replica)._form, replica.exchange.state, set()
+    form, state, replicas = averager_of(replica)._form, replica.exchange.state, set()
     for log in state.fragments:
         for ref in (ref for ref in log.since if ref.number >= since):
             for share in range(R):
                 path = folder / averages.name_of(ref.number, share)
                 if path.exists():
                     header, _ = averages.opened(path.read_bytes(), state=state, form=form, ref=ref, share=share)
-                    found.add(header.replica)
-    return found
+                    replicas.add(header.replica)
+    return replicas
 
 
 def test_the_members_share_the_work_and_every_share_has_another_first(tmp_path) -> None:
