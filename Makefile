@@ -1,6 +1,7 @@
 # make train: train a language model with Streaming DiLoCo, here, now.
 # make test: lint, types, quick tests.   make test-all: all tests.   make coverage: what the tests reach.
 # make hostile: the fuzzers of tests/hostile for hours.
+# make gpu: the proof on a GPU, with the PyTorch of PYTHON; without a network, and none of it is installed.
 PYTHON ?= python3
 BIN := .venv/bin
 # The files in their order: by number of tests, the few that take minutes would come last.
@@ -43,6 +44,12 @@ coverage: env
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# In pieces of at most 8 minutes that write into GPU_RESULTS as they go: after an interruption, call it again.
+GPU_RESULTS ?= gpu-results
+.PHONY: gpu
+gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/on_gpu.py --output $(GPU_RESULTS)
 
 format: env
 	$(BIN)/ruff check --fix .

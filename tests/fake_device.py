@@ -77,7 +77,7 @@ class Memory:
     def use(self, stream: "Stream", *, write: bool) -> None:
         before = [self.written] if self.written else []
         for other, time in before + (self.read if write else []):
-            if stream.known[other] < time:
+            if not _DEVICE[0].is_over(other, time, stream):
                 _DEVICE[0].races.append(f"stream {stream.index} uses what stream {other} has not finished with")
         now = (stream.index, stream.known[stream.index])
         if write:
@@ -87,7 +87,7 @@ class Memory:
 
     def __del__(self) -> None:
         for other, time in [*self.read, *([self.written] if self.written else [])]:
-            if other not in self.shared and self.home.known[other] < time:
+            if other not in self.shared and not _DEVICE[0].is_over(other, time, self.home):
                 _DEVICE[0].races.append(f"stream {self.home.index} frees what stream {other} still uses")
 
 
@@ -143,6 +143,7 @@ class FakeDevice(TorchDispatchMode):
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._copies: list[tuple[tuple[int, int], int, Callable[[], None]]] = []
         self._lock = threading.Lock()
+        self._waited_for: Counter[int] = Counter()
         self.clear()
 
     def __enter__(self) -> "FakeDevice":
@@ -245,8 +246,13 @@ class FakeDevice(TorchDispatchMode):
             self._arrive(self.stream.known)
         return to
 
+    def is_over(self, stream: int, time: int, before: Stream) -> bool:
+        """True if an operation of one stream is over before the next one of another, by events or a wait."""
+        return max(before.known[stream], self._waited_for[stream]) >= time
+
     def host_waits_for(self, event: Event) -> None:
         self._host_waits("event")
+        self._waited_for |= event.known
         self._arrive(event.known)
 
     def _arrive(self, known: Counter[int], at: int | None = None) -> None:
@@ -269,6 +275,10 @@ _DEVICE: list[FakeDevice] = []
 
 class _Module(_DummyBackendModule):
     """torch.fake."""
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16]
 
     @staticmethod
     def current_stream(device: object = None) -> Stream:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.sharded import local
+from diloco.engine.sharded import all_shards_or_none, local
 from diloco.exchange.transport import Channel
 from diloco.models.decoder import Decoder, DecoderConfig
 
@@ -36,6 +36,26 @@ def test_a_mesh_that_spans_replicas_is_refused():
     for messages in run_replicas(one_mesh_for_all, 2):
         assert "a replica's mesh has no process of another replica" in messages
         assert "replica 0 has [0, 2], replica 1 has [1, 2]" in messages
+
+
+def tell_each_other() -> list[str]:
+    """What shards on GPUs hear, by tensors of the CPU, of work of which one piece fails in one of them."""
+    heard = []
+    for failing in (None, 0, 1, None):
+        try:
+            with all_shards_or_none(dist.group.WORLD, torch.device("cuda"), "another shard"):
+                if dist.get_rank() == failing:
+                    raise ZeroDivisionError
+            heard.append("well")
+        except (ZeroDivisionError, diloco.ExchangeError) as error:
+            heard.append(type(error).__name__)
+    return heard
+
+
+def test_shards_on_gpus_fail_together_without_a_gpu():
+    here, elsewhere = "ZeroDivisionError", "ExchangeError"
+    expected = [["well", here, elsewhere, "well"], ["well", elsewhere, here, "well"]]
+    assert run_replicas(tell_each_other, 2) == expected
 
 
 class Mute(diloco.ProcessGroupExchange):

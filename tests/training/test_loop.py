@@ -210,8 +210,11 @@ def test_a_run_goes_on_with_another_number_of_processes(folder, streaming, field
 
 
 @pytest.mark.slow
-def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
-    unresolved = replace(recipe("tiny"), name="alone", runs=folder / "runs", num_replicas=1)
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead):
+    """One step ahead, as on a GPU, the host sees the same steps in the same order."""
+    monkeypatch.setattr("diloco.training.loop._Run.steps_ahead", steps_ahead)
+    unresolved = replace(recipe("tiny"), name=f"alone-{steps_ahead}", runs=folder / "runs", num_replicas=1)
     data = replace(
         unresolved.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data"
     )
@@ -225,7 +228,10 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch):
     assert steps == list(range(61)) and outcome is not None
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99
+    assert outcome.summary["tokens_per_second"] == pytest.approx(60 * 8 * 64 / outcome.summary["wall_seconds"])
     assert len(outcome.sample) > 100
+    written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
+    assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
 
 
 @pytest.mark.slow

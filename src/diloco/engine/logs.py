@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,16 +33,27 @@ def counters(rounds: ReplicaRounds) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def logs(rounds: ReplicaRounds) -> dict[str, float]:
-    """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
+def begin_logs(rounds: ReplicaRounds) -> Callable[[], dict[str, float]]:
+    """Begin to compute what `logs` returns, and read it when the function that is returned is called."""
     errors = rounds.record.codec_errors(rounds.settings.wire)
     device, group = rounds.parameters.device, rounds.parameters.shard_group
-    squares = torch.stack([_squared_distance(rounds), *torch.tensor(errors or (0.0, 0.0), device=device)])
-    distance, error, delta = sum_over_shards(squares, group).tolist()
-    computed = {"distance_to_outer": math.sqrt(distance)}
-    if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
-        computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
-    return counters(rounds) | computed
+    none = torch.zeros(2, device=device)
+    squares = torch.stack([_squared_distance(rounds), *(none if errors is None else errors)])
+    squares, counted = sum_over_shards(squares, group), counters(rounds)
+
+    def read() -> dict[str, float]:
+        distance, error, delta = squares.tolist()
+        computed = {"distance_to_outer": math.sqrt(distance)}
+        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
+            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+        return counted | computed
+
+    return read
+
+
+def logs(rounds: ReplicaRounds) -> dict[str, float]:
+    """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
+    return begin_logs(rounds)()
 
 
 def _squared_distance(rounds: ReplicaRounds) -> Tensor:

@@ -6,13 +6,14 @@ Shapes: N elements of one fragment that this process holds.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.engine.lanes import DeviceLane
 from diloco.engine.sharded import sum_over_shards
 from diloco.errors import NonFiniteError
 from diloco.outer.step import OuterStep
@@ -20,6 +21,7 @@ from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
 from diloco.schedule import Sync
 from diloco.wire.payload import Codec, Key
+from diloco.wire.unsealed import Unsealed
 
 
 @dataclass(eq=False)
@@ -61,13 +63,14 @@ class Record:
             self.exchange_mbit_s = num_bytes * 8e-6 / seconds
             self.was_waited_for = blocked_seconds > max(_NO_WAIT_SECONDS, _NO_WAIT_SHARE * seconds)
 
-    def codec_errors(self, wire: Codec) -> tuple[float, float] | None:
-        """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample; None before the first sync."""
+    def codec_errors(self, wire: Codec) -> tuple[Tensor, Tensor] | None:
+        """‖Δ − decode(encode(Δ))‖² and ‖Δ‖² of the sample, on its device; None before the first sync."""
         if self._sample_N is None or self._key is None:
             return None
-        payload = wire.encode(self._sample_N, self._key)
-        error_N = wire.decode(payload, self._sample_N.numel(), self._key) - self._sample_N
-        return error_N.square().sum().item(), self._sample_N.square().sum().item()
+        unsealed = Unsealed(wire)
+        payload = unsealed.encode(self._sample_N, self._key)
+        error_N = unsealed.decode(payload, self._sample_N.numel(), self._key) - self._sample_N
+        return error_N.square().sum(), self._sample_N.square().sum()
 
 
 _SAMPLED = 1 << 14
@@ -86,6 +89,7 @@ def outer_step(
     blocked_seconds: float,
     spans: Mapping[str, tuple[int, int]],
     shard_group: dist.ProcessGroup | None,
+    lane: DeviceLane,
 ) -> OuterStep:
     """An outer step that makes averages and outer gradients again when they are asked for.
 
@@ -99,6 +103,7 @@ def outer_step(
         blocked_seconds: how long training waited for the payloads.
         spans: where the fragment's blocks lie.
         shard_group: the processes that hold the replica's shards.
+        lane: where norms and cosines are computed.
     """
     num_elements, device = like_N.numel(), like_N.device
 
@@ -107,7 +112,9 @@ def outer_step(
         return reduction.average(payloads, to_N, key, cohort).divided()
 
     deltas = partial(reduction.each, payloads, num_elements, key, device)
-    return described(sync, blocked_seconds, average, deltas, spans, shard_group)
+    step = described(sync, blocked_seconds, average, deltas, spans, shard_group)
+    # The payloads have come: nothing waits for training.
+    return replace(step, beside=partial(lane.queue, after_training=False))
 
 
 def described(

@@ -126,12 +126,12 @@ class Rounds(ReplicaRounds):
         self.in_flight.append(Round(sync, reduction, self.sends.run(send), cohort))
 
     def check_sends(self) -> None:
-        """Raise what a send has met since it was begun.
+        """Raise what a send has met since it was begun; shards, which fail together, do so at the merge.
 
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
         """
-        for flight in self.in_flight:
+        for flight in self.in_flight if self._shard_group is None else ():
             if flight.sent.has_ended():
                 with self._naming(flight.sync):
                     self._sent(flight)
@@ -257,6 +257,7 @@ class Rounds(ReplicaRounds):
             blocked_seconds=blocked_seconds,
             spans=self.parameters.spans[p],
             shard_group=self._shard_group,
+            lane=self.lane,
         )
 
 

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.errors import ExchangeError, UserError
+from diloco.exchange.gloo import group_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
@@ -135,7 +137,7 @@ def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, an
     def num_failed(here: int) -> int:
         if group is None:
             return here
-        return int(sum_over_shards(torch.tensor([here], dtype=torch.int32, device=device), group).item())
+        return int(sum_over_shards(torch.tensor([here], dtype=torch.int32), _on_host(group, device)).item())
 
     try:
         yield
@@ -149,6 +151,19 @@ def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, an
         raise ExchangeError(f"{another} does not answer: {str(error).splitlines()[0]}") from error
     if elsewhere:
         raise ExchangeError(f"{another} failed, and says why")
+
+
+def _on_host(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of the same processes for tensors of the CPU: they need not wait for what their GPUs do."""
+    if device.type == "cpu":
+        return group
+    if group not in _HOST_GROUPS:
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+        _HOST_GROUPS[group] = group_like(group, timeout.total_seconds())
+    return _HOST_GROUPS[group]
+
+
+_HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:

@@ -1,11 +1,11 @@
 """The part of an engine that is read: its counters and its outer parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from diloco.engine.logs import counters, logs
+from diloco.engine.logs import begin_logs, counters, logs
 from diloco.engine.model_loads import ModelLoads
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.sharded import gathered
@@ -72,6 +72,10 @@ class EngineView:
         Every process of a sharded replica must call it, between steps.
         """
         return logs(self._rounds)
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """Begin to compute the logs as of now; the function that is returned waits for them."""
+        return begin_logs(self._rounds)
 
     def counters(self) -> dict[str, float]:
         """The part of `logs()` that is not computed: any process and thread may ask for it at any time."""

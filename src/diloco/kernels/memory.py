@@ -1,4 +1,4 @@
-"""New vectors in huge pages, and how much of a vector is worked on at once."""
+"""New vectors in huge pages, copies to a device, and how much of a vector is worked on at once."""
 
 import numpy as np
 import torch
@@ -14,6 +14,13 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
     if device.type != "cpu" or not num_elements:  # NumPy gives an empty vector a stride that torch can't view
         return torch.empty(num_elements, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(num_elements, str(dtype).removeprefix("torch.")))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without a wait for what a GPU has to do before."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def elements_at_once(device: torch.device) -> int:

@@ -54,6 +54,13 @@ class ModelConfig(ABC):
     def num_matrix_params(self) -> int:
         """The parameters that scaling laws count: all but gains and biases."""
 
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Operations of a forward and backward pass for a token: 6 N + 12 L D T (arXiv 2204.02311, appendix B).
+
+        The scores of attention are counted whole, as there, though a causal mask needs half of them.
+        """
+        return 6.0 * self.num_matrix_params + 12.0 * self.num_layers * self.width * sequence_length
+
     @property
     def family(self) -> str:
         """The import path of this class, by which a stored config names it."""

@@ -6,6 +6,7 @@ Shapes: N elements of one fragment.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class OuterStep:
     """Adds up a value of every process of a sharded replica."""
     cohort: Cohort | None = None
     """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
+    beside: Callable[[Callable[[], Any]], Any] = lambda work: work()
+    """Does work on the GPU, of which the host waits for the end, beside training."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -48,7 +51,7 @@ class OuterStep:
 
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
-        return self.sum_over_shards(self.average.square().sum()).sqrt().item()
+        return self.beside(lambda: self.sum_over_shards(self.average.square().sum()).sqrt().item())
 
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
@@ -60,11 +63,11 @@ class OuterStep:
 
     @cached_property
     def _cosine(self) -> dict[str | None, float | None]:
-        return self._cosines({None: (0, None)})
+        return self.beside(lambda: self._cosines({None: (0, None)}))
 
     @cached_property
     def _block_cosines(self) -> dict[str | None, float | None]:
-        return self._cosines({**self.spans})
+        return self.beside(lambda: self._cosines({**self.spans}))
 
     def _cosines(self, spans: Mapping[str | None, tuple[int, int | None]]) -> dict[str | None, float | None]:
         """The mean cosine in each of several spans, in two passes over the replicas."""

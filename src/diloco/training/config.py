@@ -79,8 +79,11 @@ class TrainConfig:
         default="auto", metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )
     """Where the replicas compute; auto is cuda where there is a GPU."""
-    precision: Literal["auto", "bf16", "fp32"] = field(default="auto", metadata=trait(own_to_a_replica=True))
-    """bf16 autocast or fp32; auto is bf16 where the hardware multiplies it faster."""
+    precision: Literal["auto", "bf16", "fp32", "bf16-params"] = field(
+        default="auto", metadata=trait(own_to_a_replica=True)
+    )
+    """bf16 autocast or fp32; auto is bf16 where the hardware multiplies it faster. bf16-params keeps parameters,
+    gradients and the inner optimizer's moments in bfloat16, and the outer parameters and momentum in FP32."""
     compile: bool = field(default=False, metadata=trait(own_to_a_replica=True))
     """Run the model through torch.compile."""
     timeout_seconds: float = field(

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -86,6 +86,11 @@ class DataParallel(ABC):
     def logs(self) -> dict[str, float]:
         """The counters."""
         return self.counters()
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """The counters as of now."""
+        counted = self.counters()
+        return lambda: counted
 
     def counters(self) -> dict[str, float]:
         """Steps, bytes, and seconds in which training waited."""

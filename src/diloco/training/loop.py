@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from diloco.training.phases import continued
 from diloco.training.resolve import shared_facts
 from diloco.training.runs import check_same_text, claim_together, newest_common_step
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import train_step
+from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.summary import Outcome, conclude, evaluate, held_out_windows
 from diloco.training.traits import flat_json
 from diloco.training.world import World, join
@@ -53,20 +54,26 @@ def train(
         config = run.config
         if on_start is not None:
             on_start(run.state.step)
-        since = time.perf_counter()
+        since, begun = time.perf_counter(), deque[BegunStep]()
         while not run.state.is_over:
             step = run.state.step + 1
-            metrics = train_step(run.state, run.batches.batch(step), config, run.world, since=since)
-            since = time.perf_counter()
-            if _is_due(step, config.evaluation.every_steps):
-                metrics = replace(metrics, eval_loss=run.held_out_loss())
-                since = time.perf_counter()
-            if run.log is not None:
-                run.log.write(metrics)
-            if on_step is not None:
-                on_step(metrics)
+            begun.append(begin_step(run.state, run.batches.batch(step), config, run.world))
+            is_evaluated = _is_due(step, config.evaluation.every_steps)
             every_steps = config.checkpoint.every_steps
-            if _is_due(step, every_steps) or (every_steps and run.state.is_over):
+            is_saved = _is_due(step, every_steps) or bool(every_steps and run.state.is_over)
+            # A GPU has a step to do while the host reads of the one before, but where this step ends something.
+            steps_ahead = 0 if is_evaluated or is_saved or run.state.is_over else run.steps_ahead
+            while len(begun) > steps_ahead:
+                metrics = end_step(begun.popleft(), run.state, config, run.world, since=since)
+                since = time.perf_counter()
+                if is_evaluated and not begun:
+                    metrics = replace(metrics, eval_loss=run.held_out_loss())
+                    since = time.perf_counter()
+                if run.log is not None:
+                    run.log.write(metrics)
+                if on_step is not None:
+                    on_step(metrics)
+            if is_saved:
                 run.save()
         return run.conclude()
 
@@ -87,6 +94,11 @@ class _Run:
     checkpoints: Checkpoints
     log: MetricsLog | None
     """The replica's metrics, written by its first process."""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are begun before the host reads of an earlier one; a CPU has done a step that was begun."""
+        return 0 if self.world.device.type == "cpu" else 1
 
     def held_out_loss(self) -> float:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""

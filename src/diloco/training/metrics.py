@@ -66,6 +66,10 @@ class StepMetrics:
     """Mean loss of all replicas between two syncs, nats a token, where the second of them was merged."""
     engine: Mapping[str, float] = field(default_factory=dict)
     """The engine's `logs()`, once a round: when fragment 0 was merged."""
+    model_flops_utilization: float | None = None
+    """The model's operations over those that the GPU can do in `step_seconds`, if its speed is known (MFU)."""
+    peak_memory_bytes: Count | None = None
+    """The most memory of the GPU that tensors of this process have taken so far."""
     eval_loss: float | None = None
     """Held-out loss of the outer parameters, nats a token, if it was measured after this step."""
 

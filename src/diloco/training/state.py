@@ -117,6 +117,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     """
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
+    if config.precision == "bf16-params":
+        model.to(torch.bfloat16)
     if world.mesh is None:
         model.to(world.device)
     else:

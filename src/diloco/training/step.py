@@ -1,26 +1,52 @@
 """One training step of a replica: an inner step, and the sends and merges that are due after it.
 
+A step is begun and ended: what the host reads of it, it reads at the end, when a GPU may have the next step to do.
+
 Shapes: B sequences, T tokens, V vocabulary.
 """
 
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco.engine.sharded import gathered
 from diloco.errors import TrainingError
+from diloco.kernels.memory import to_device
+from diloco.outer.step import OuterStep
 from diloco.training.config import TrainConfig
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.metrics import StepMetrics, describe
 from diloco.training.state import TrainState
 from diloco.training.world import World
 
 
-def train_step(
-    state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, *, since: float
-) -> StepMetrics:
+@dataclass(frozen=True, kw_only=True)
+class BegunStep:
+    """A step that a GPU may not have done yet."""
+
+    step: int
+    tokens: int
+    learning_rate: float
+    loss_and_norm: Tensor
+    """The replica's loss and gradient norm, FP64, on its device."""
+    blocked: Tensor | float
+    """Seconds in which training waited for other replicas; the longest of the replica's processes."""
+    bytes_sent: int
+    bytes_received: int
+    sends: bool
+    """Whether something was sent."""
+    outer_steps: Sequence[OuterStep]
+    read_logs: Callable[[], Mapping[str, float]]
+    """Reads the engine's logs, where fragment 0 was merged."""
+
+
+def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> BegunStep:
     """An inner step, and the outer steps that are due after it; after the last one, all that are in flight.
 
     Args:
@@ -28,54 +54,91 @@ def train_step(
         batch: the process's share, int64 (B, T+1).
         config: of the run.
         world: of this process.
-        since: `time.perf_counter()` when the step before had ended, so that what lies between, such as logging,
-            counts for this step.
 
     Raises:
-        TrainingError: as `inner_step`.
         ExchangeError: if other replicas are gone.
     """
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     rate = learning_rate(config, state.progress.tokens(step) / config.tokens_per_step)
-    loss, grad_norm = inner_step(state, batch, config, world, rate)
+    loss_and_norm = begin_inner_step(state, batch, config, world, rate)
     outer_steps = [*sync.step(tokens=len(batch) * world.num_ranks * config.sequence_length)]
-    if state.mean_loss is not None:
-        state.mean_loss.add(loss)
-        if sync.bytes_sent > sent_before:
-            state.mean_loss.send(step)
-    state.is_over = state.progress.is_over(step)
+    sends = sync.bytes_sent > sent_before
+    state.step, state.is_over = step, state.progress.is_over(step)
     if state.is_over:
         outer_steps += sync.finish()
-    mean_loss = None
-    if state.mean_loss is not None and outer_steps:
-        mean_loss = state.mean_loss.receive(max(o.sync.step for o in outer_steps))
-    layers = config.log_layer_cosine
-    described = tuple(describe(o, log_layer_cosine=layers, names=world.name_of) for o in outer_steps)
-    blocked_seconds = world.over_ranks(sync.blocked_seconds - blocked_before, dist.ReduceOp.MAX)
-    seconds = time.perf_counter() - since
-    state.step, state.seconds = step, state.seconds + seconds
-    state.blocked_seconds += blocked_seconds
-    return StepMetrics(
+    blocked: Tensor | float = sync.blocked_seconds - blocked_before
+    if world.num_ranks > 1:
+        blocked = torch.tensor(blocked, dtype=torch.float64)
+        blocked = world.reduced(to_device(blocked, world.device), dist.ReduceOp.MAX)
+    return BegunStep(
         step=step,
         tokens=state.progress.tokens(step),
-        loss=loss,
         learning_rate=rate,
+        loss_and_norm=loss_and_norm,
+        blocked=blocked,
+        bytes_sent=sync.bytes_sent - sent_before,
+        bytes_received=sync.bytes_received - received_before,
+        sends=sends,
+        outer_steps=outer_steps,
+        read_logs=sync.begin_logs() if any(o.sync.fragment == 0 for o in outer_steps) else dict,
+    )
+
+
+def end_step(
+    begun: BegunStep, state: TrainState, config: TrainConfig, world: World, *, since: float
+) -> StepMetrics:
+    """Wait for a step, and measure it; steps end in the order in which they were begun.
+
+    Args:
+        begun: the step.
+        state: the replica's, whose times are changed.
+        config: of the run.
+        world: of this process.
+        since: `time.perf_counter()` when the step before had ended, so that what lies between, such as logging,
+            counts for this step.
+
+    Raises:
+        TrainingError: if loss or gradient norm is not finite; the step has changed no parameter then.
+        ExchangeError: if other replicas are gone.
+    """
+    loss, grad_norm = begun.loss_and_norm.tolist()
+    _check_finite(loss, grad_norm, begun.step, config, world)
+    mean_loss = None
+    if state.mean_loss is not None:
+        state.mean_loss.add(loss)
+        if begun.sends:
+            state.mean_loss.send(begun.step)
+        if begun.outer_steps:
+            mean_loss = state.mean_loss.receive(max(o.sync.step for o in begun.outer_steps))
+    layers = config.log_layer_cosine
+    described = tuple(describe(o, log_layer_cosine=layers, names=world.name_of) for o in begun.outer_steps)
+    blocked_seconds = float(begun.blocked)
+    seconds = time.perf_counter() - since
+    state.seconds += seconds
+    state.blocked_seconds += blocked_seconds
+    return StepMetrics(
+        step=begun.step,
+        tokens=begun.tokens,
+        loss=loss,
+        learning_rate=begun.learning_rate,
         grad_norm=grad_norm,
         step_seconds=seconds,
         blocked_seconds=blocked_seconds,
-        bytes_sent=sync.bytes_sent - sent_before,
-        bytes_received=sync.bytes_received - received_before,
+        bytes_sent=begun.bytes_sent,
+        bytes_received=begun.bytes_received,
         outer_steps=described,
         mean_loss=mean_loss,
-        engine=sync.logs() if any(o.sync.fragment == 0 for o in outer_steps) else {},
+        engine=begun.read_logs(),
+        model_flops_utilization=model_flops_utilization(config, world.device, seconds),
+        peak_memory_bytes=peak_memory_bytes(world.device),
     )
 
 
 def inner_step(
     state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
 ) -> tuple[float, float]:
-    """Train on a batch, int64 (B, T+1), at a learning rate.
+    """Train on a batch, int64 (B, T+1), at a learning rate, and wait for it.
 
     Returns:
         The replica's loss, nats a token, and its gradient norm before clipping.
@@ -83,25 +146,43 @@ def inner_step(
     Raises:
         TrainingError: if one of them is not finite; no parameter has changed then.
     """
+    loss, grad_norm = begin_inner_step(state, batch, config, world, rate).tolist()
+    _check_finite(loss, grad_norm, state.step + 1, config, world)
+    return loss, grad_norm
+
+
+def begin_inner_step(
+    state: TrainState, batch: np.ndarray, config: TrainConfig, world: World, rate: float
+) -> Tensor:
+    """Train on a batch, int64 (B, T+1), at a learning rate; nothing is read on the host.
+
+    Returns:
+        Loss and gradient norm, FP64 (2), on the device. If one is not finite, no parameter is changed.
+    """
     for group in state.optimizer.param_groups:
         group["lr"] = rate
-    loss, grad_norm = gradients(state, batch, config, world)
+    loss_and_norm = gradients(state, batch, config, world)
+    # The optimizer looks at it on the device, and leaves all as it was.
+    state.optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # pyright: ignore[reportAttributeAccessIssue]
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return loss_and_norm
+
+
+def _check_finite(loss: float, grad_norm: float, step: int, config: TrainConfig, world: World) -> None:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainingError(
-            f"step {state.step + 1}: the loss of replica {world.replica} is {loss:g} and its gradient norm "
+            f"step {step}: the loss of replica {world.replica} is {loss:g} and its gradient norm "
             f"{grad_norm:g}: lower optimizer.learning_rate (now {config.optimizer.learning_rate:g}) and start "
             f"again, or look at {config.directory / f'metrics-{world.replica}.jsonl'}",
             "optimizer.learning_rate",
         )
-    state.optimizer.step()
-    state.optimizer.zero_grad()
-    return loss, grad_norm
 
 
-def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> tuple[float, float]:
-    """Accumulate and clip the gradients of a batch; returns loss and norm as `inner_step` does."""
+def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: World) -> Tensor:
+    """Accumulate and clip the gradients of a batch; returns loss and norm as `begin_inner_step` does."""
     assert config.micro_batch is not None, "the config is resolved"
-    micro_batches = torch.from_numpy(batch).to(world.device).split(config.micro_batch)
+    micro_batches = to_device(torch.from_numpy(batch), world.device).split(config.micro_batch)
     losses = []
     for index, window_BxT1 in enumerate(micro_batches):
         with state.passes(index == len(micro_batches) - 1):
@@ -113,8 +194,8 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    loss = torch.stack(losses).mean().item()
-    return world.over_ranks(loss, dist.ReduceOp.SUM) / world.num_ranks, gathered(grad_norm).item()
+    loss = world.reduced(torch.stack(losses).mean().double(), dist.ReduceOp.SUM) / world.num_ranks
+    return torch.stack([loss, gathered(grad_norm).double()])
 
 
 def learning_rate(config: TrainConfig, step: float) -> float:

@@ -23,6 +23,7 @@ from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.rendezvous import Contributor, contributors
 from diloco.training.state import TrainState
 from diloco.training.traits import to_json
@@ -72,10 +73,16 @@ class Summary:
     """Time of all steps."""
     compute_utilization: float = 1.0
     """The share of it in which training did not wait for other replicas."""
+    tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Tokens a second of all replicas, at the pace of replica 0."""
+    model_flops_utilization: float | None = None
+    """The model's operations over those that a GPU of replica 0 can do in that time, if it is known (MFU)."""
+    peak_memory_bytes: Count | None = None
+    """The most memory that tensors of a process took on its GPU."""
     device: str = ""
     """Where the replicas computed."""
     precision: str = ""
-    """bf16 or fp32."""
+    """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)
     """With a rendezvous, the replicas whose work the outer steps have counted, by name."""
 
@@ -164,6 +171,7 @@ def _summary(
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
     counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
+    replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
     return {
         "method": config.method,
         "num_replicas": num_replicas,
@@ -177,11 +185,14 @@ def _summary(
         "eval_bits_per_byte": loss.bits_per_byte,
         "eval_tokens": loss.num_tokens,
         "wall_seconds": state.seconds,
+        "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
+        "model_flops_utilization": model_flops_utilization(config, world.device, state.seconds / state.step),
+        "peak_memory_bytes": peak_memory_bytes(world.device),
         "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
         "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, num_replicas) * state.step,
         "device": world.device.type,
-        "precision": "bf16" if world.autocast else "fp32",
+        "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
     } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
 
 

@@ -1,6 +1,6 @@
 """The contract between the training loop and what keeps the replicas together: the engine, or Data-Parallel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -37,6 +37,10 @@ class Synchronizer(Protocol):
 
     def logs(self) -> dict[str, float]:
         """Numbers for trackers, by name; every process of a replica must call it."""
+        ...
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """The same, computed as of now and read later: by calling what is returned."""
         ...
 
     def counters(self) -> dict[str, float]:

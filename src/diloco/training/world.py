@@ -45,7 +45,7 @@ class World:
     is_first_on_machine: bool
     """Whether this process writes the files that the processes of one machine share."""
     autocast: bool
-    """Whether the forward pass runs in bfloat16."""
+    """Whether the forward pass runs in bfloat16 autocast."""
     rendezvous: StoreRendezvous | None = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
@@ -82,9 +82,13 @@ class World:
         """Reduce a number over the processes of the replica; each of them must call it."""
         if self.own_device_group is None:
             return value
-        combined = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, operation, group=self.own_device_group)
-        return combined.item()
+        return self.reduced(torch.tensor(value, dtype=torch.float64, device=self.device), operation).item()
+
+    def reduced(self, value: torch.Tensor, operation: "dist.ReduceOp.RedOpType") -> torch.Tensor:
+        """Reduce a tensor on the device, in place; each process of the replica must call it, and none waits."""
+        if self.own_device_group is not None:
+            dist.all_reduce(value, operation, group=self.own_device_group)
+        return value
 
 
 @contextmanager
@@ -274,7 +278,7 @@ def alone(config: TrainConfig) -> World:
 
 
 def use_autocast(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the forward pass runs in bfloat16 on a device."""
+    """Whether the forward pass runs in bfloat16 autocast on a device."""
     if config.precision != "auto":
         return config.precision == "bf16"
     if device.type == "cuda":

@@ -103,6 +103,7 @@ class TrainingProgress:
             f"{(metrics.tokens - self._tokens_before) / self._seconds:,.0f} tokens/s  "
             f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
             f"sent {megabytes(self._bytes_sent)}"
+            + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
 
     def _run_step(self, metrics: StepMetrics) -> float:
@@ -126,12 +127,14 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     """Print the held-out loss, bytes beside Data-Parallel's, the run's directory, and a sample."""
     summary = outcome.summary
     sent, data_parallel = summary["bytes_sent_per_replica"], summary["data_parallel_bytes_per_replica"]
+    gpu = _of_gpu(summary["model_flops_utilization"], summary["peak_memory_bytes"])
     error = f" ± {summary['eval_standard_error']:.4f}" if summary["eval_standard_error"] is not None else ""
     rows = {
         "held-out loss": f"{summary['eval_loss']:.4f}{error} nats a token (of the outer parameters)",
         "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
         "trained on": f"{summary['num_tokens']:,} tokens in {summary['wall_seconds']:.0f} s: "
         f"{summary['num_params']:,} parameters, {summary['num_replicas']} replicas",
+        "speed": ", ".join([f"{summary['tokens_per_second']:,.0f} tokens/s", *gpu]),
         **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
         "compute utilization": f"{summary['compute_utilization']:.1%}",
         "sent per replica": megabytes(sent),
@@ -143,6 +146,12 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     for name, value in rows.items():
         console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+
+
+def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:
+    """A GPU's utilization and memory, as far as they are known."""
+    mfu, peak = model_flops_utilization, peak_memory_bytes
+    return ([] if mfu is None else [f"MFU {mfu:.1%}"]) + ([] if peak is None else [f"memory {megabytes(peak)}"])
 
 
 def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:

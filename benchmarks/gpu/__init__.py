@@ -1,0 +1,1 @@
+"""The parts of the proof on a GPU; see benchmarks/on_gpu.py."""

@@ -1,0 +1,147 @@
+"""The host's waits for the GPU in a step, and the gaps in which the GPU has nothing to do."""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diloco.training.config import TrainConfig
+from diloco.training.recipes import recipe
+from diloco.training.resolve import resolve
+from diloco.training.state import initial_state
+from diloco.training.step import begin_step, end_step
+from diloco.training.world import alone
+from gpu.place import Measurements, Place, Row, engine_of
+
+_SYNC_EVERY = 6
+
+
+def measurements(place: Place) -> Measurements:
+    return {
+        "engine.step()": partial(_engine, place),
+        "engine.step(), offload": partial(_engine, place, offload=True),
+        "a step of the trainer": partial(_trainer, place),
+        "gaps": partial(_gaps, place),
+    }
+
+
+@contextmanager
+def _waits(place: Place) -> Iterator[Counter[str]]:
+    """Counts what torch calls a synchronizing operation, by the line that asks for it; on a CPU none is."""
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if not place.dry:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            if not place.dry:
+                torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchroniz" in str(warning.message):
+            found[re.sub(r".*/", "", f"{warning.filename}:{warning.lineno}")] += 1
+
+
+def _engine(place: Place, **settings: Any) -> Row:
+    """Over two periods; the first, in which kernels are compiled and memory is pinned, is not counted."""
+    model = place.model("90M")
+    engine = engine_of(model, sync_every=_SYNC_EVERY, **settings)
+    kinds: dict[str, Counter[str]] = {}
+    for step in range(1, 3 * _SYNC_EVERY + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-3)
+        due = engine.settings.schedule.due(step, 0)
+        kind = " and ".join(name for name, some in (("send", due.send), ("merge", due.merge)) if some) or "neither"
+        place.wait()
+        with _waits(place) as found:
+            engine.step()
+        if step > _SYNC_EVERY:
+            kinds.setdefault(kind, Counter()).update(found)
+    return {"waits": {kind: dict(found) for kind, found in kinds.items()}, "ok": not any(kinds.values())}
+
+
+def _config(place: Place) -> TrainConfig:
+    asked = recipe(place.size("35m", "tiny"))
+    diloco = replace(asked.diloco, sync_every=_SYNC_EVERY)
+    batch = place.size(16, 4)
+    steps = 6 * _SYNC_EVERY
+    return resolve(
+        replace(
+            asked,
+            num_replicas=1,
+            global_batch=batch,
+            num_tokens=steps * batch * asked.sequence_length,
+            diloco=diloco,
+        ),
+        vocab_size=place.size(32_000, 257),
+        prepared=Path(),
+    )
+
+
+def _steps(place: Place) -> Iterator[Callable[[], None]]:
+    """Steps of the trainer's loop: each is begun before the one before it ends."""
+    config = _config(place)
+    world = replace(alone(config), device=place.device)
+    state = initial_state(config, world)
+    shape = config.process_batch, config.sequence_length + 1
+    batch = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
+    begun = [begin_step(state, batch, config, world)]
+
+    def step() -> None:
+        begun.append(begin_step(state, batch, config, world))
+        end_step(begun.pop(0), state, config, world, since=0.0)
+
+    while not state.is_over:
+        yield step
+
+
+def _trainer(place: Place) -> Row:
+    """Waits in a step of the loop: only that for the loss of the step before is meant to be."""
+    totals: list[Counter[str]] = []
+    for index, step in enumerate(_steps(place)):
+        with _waits(place) as found:
+            step()
+        if index >= 2 * _SYNC_EVERY:
+            totals.append(found)
+    together = sum(totals, Counter())
+    return {"steps": len(totals), "waits_by_line": dict(together)}
+
+
+def _gaps(place: Place) -> Row:
+    """Idle time of the GPU between kernels, over two periods, by a profile."""
+    activity = torch.profiler.ProfilerActivity.CPU if place.dry else torch.profiler.ProfilerActivity.CUDA
+    steps = _steps(place)
+    for _ in range(2 * _SYNC_EVERY):
+        next(steps)()
+    place.wait()
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(2 * _SYNC_EVERY):
+            next(steps)()
+        place.wait()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if place.dry or event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, end, gaps = 0.0, spans[0][0], []
+    for start, stop in spans:
+        if start > end:
+            gaps.append(start - end)
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - spans[0][0]
+    return {
+        "step_ms": round(whole / 2e3 / _SYNC_EVERY, 3),
+        "idle_share": round(1 - busy / whole, 4),
+        "longest_gap_ms": round(max(gaps, default=0.0) / 1e3, 3),
+    }

@@ -1,0 +1,60 @@
+"""The codecs' speed on the device, beside a copy there, and what the host does with a payload."""
+
+import time
+from functools import partial
+
+import torch
+
+from diloco.wire import CODECS, Key, codec
+from diloco.wire.checksum import checksum
+from diloco.wire.formats import HEADER_BYTES
+from gpu.place import Measurements, Place, Row
+
+GOAL = 0.7
+
+
+def measurements(place: Place) -> Measurements:
+    specs = ["e3m0", *(spec for spec in CODECS if spec != "e3m0")]
+    return {**{spec: partial(_codec, place, spec) for spec in specs}, "to the host": partial(_to_host, place)}
+
+
+def _codec(place: Place, spec: str) -> Row:
+    """GB/s of FP32 input, 4 bytes an element, as `diloco bench wire` gives it; without what the host does."""
+    wire, num = codec(spec), place.size(1 << 26, 1 << 14)
+    generator = torch.Generator(place.device).manual_seed(0)
+    delta_N = 1e-3 * torch.randn(num, generator=generator, device=place.device)
+    total_N = torch.zeros_like(delta_N)
+    body = wire.encode(delta_N)[HEADER_BYTES:].clone()
+
+    def gbyte_s(milliseconds: float) -> float:
+        return round(4e-6 * num / milliseconds, 2)
+
+    copy = gbyte_s(place.milliseconds(lambda: total_N.copy_(delta_N)))
+    encode = gbyte_s(place.milliseconds(lambda: wire.packed(delta_N, Key())))
+    decode = gbyte_s(place.milliseconds(lambda: wire.unpack(body, total_N, Key(), add=True)))
+    return {
+        "copy_gbyte_s": copy,
+        "encode_gbyte_s": encode,
+        "decode_add_gbyte_s": decode,
+        "encode_of_copy": round(encode / copy, 3),
+        "decode_add_of_copy": round(decode / copy, 3),
+        "ok": place.goal(min(encode, decode) >= GOAL * copy) if spec == "e3m0" else None,
+    }
+
+
+def _to_host(place: Place) -> Row:
+    """GB/s of a payload's bytes to pinned memory and back, to pageable memory, and of its checksum."""
+    num = place.size(1 << 28, 1 << 16)
+    there = torch.zeros(num, dtype=torch.uint8, device=place.device)
+    pinned = torch.zeros(num, dtype=torch.uint8, pin_memory=not place.dry)
+    pageable = torch.zeros(num, dtype=torch.uint8)
+    start = time.perf_counter()
+    checksum(pinned)
+    seconds = time.perf_counter() - start
+    ways = {
+        "to_pinned": lambda: pinned.copy_(there, non_blocking=True),
+        "from_pinned": lambda: there.copy_(pinned, non_blocking=True),
+        "to_pageable": lambda: pageable.copy_(there),
+    }
+    speeds = {f"{way}_gbyte_s": round(1e-6 * num / place.milliseconds(copy), 2) for way, copy in ways.items()}
+    return {**speeds, "checksum_gbyte_s": round(1e-9 * num / seconds, 2)}

@@ -1,0 +1,58 @@
+"""The speed and the memory of the device that a replica trains on, as far as they are known."""
+
+import torch
+
+from diloco.training.config import TrainConfig
+
+DENSE_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""Floating-point operations a second in bfloat16, sums in FP32, without sparsity, by NVIDIA's data sheets; by the
+first part of a GPU's name that is found in this order."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Floating-point operations a second that a device can do in bfloat16; None if that is not known."""
+    if device.type != "cuda":
+        return None
+    return flops_of(torch.cuda.get_device_name(device))
+
+
+def flops_of(name: str) -> float | None:
+    """The entry of a GPU's name.
+
+    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("Tesla T4")
+    (989000000000000.0, 756000000000000.0, None)
+    """
+    return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory of a GPU that this process's tensors have taken so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def model_flops_utilization(config: TrainConfig, device: torch.device, step_seconds: float) -> float | None:
+    """The model's operations in a step over those that the device can do in that time; None if it is unknown."""
+    peak = peak_flops(device)
+    if peak is None:
+        return None
+    tokens = config.process_batch * config.sequence_length
+    return config.model.flops_per_token(config.sequence_length) * tokens / step_seconds / peak

@@ -1,0 +1,49 @@
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.training.test_metrics import metrics
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from diloco.models.decoder_config import DecoderConfig
+from diloco.report.terminal.training import TrainingProgress
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+
+
+def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_forward_pass():
+    config = DecoderConfig(num_layers=3, num_heads=2, width=16, vocab_size=50)
+    model, tokens = config.build(seed=0), torch.zeros(2, 24, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    assert config.flops_per_token(24) * tokens.numel() == 3 * counter.get_total_flops()
+
+
+def test_utilization_is_what_is_done_over_what_can_be_done(monkeypatch):
+    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    assert model_flops_utilization(config, torch.device("cpu"), 0.1) is None
+    assert peak_memory_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    tokens = config.process_batch * config.sequence_length
+    flops = config.model.flops_per_token(config.sequence_length) * tokens
+    utilization = model_flops_utilization(config, torch.device("cuda"), 0.1)
+    assert utilization == pytest.approx(flops / 0.1 / 312e12)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "something new")
+    assert model_flops_utilization(config, torch.device("cuda"), 0.1) is None
+
+
+def test_progress_shows_what_is_known_of_the_gpu():
+    config = resolve(tiny(), vocab_size=257, prepared=Path())
+    step = replace(metrics(60), tokens=config.num_tokens)
+    lines = []
+    for known in ({}, {"model_flops_utilization": 0.5, "peak_memory_bytes": 3_200_000_000}):
+        console = Console(file=io.StringIO())
+        TrainingProgress(config, console)(replace(step, **known))
+        lines.append(console.file.getvalue())
+    assert "MFU" not in lines[0] and "memory" not in lines[0]
+    assert "MFU 50.0%  memory 3.20 GB" in lines[1]
