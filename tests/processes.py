@@ -1,5 +1,6 @@
 """Replicas for tests of collectives: real processes, joined by a gloo process group on this computer."""
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -196,6 +197,7 @@ def _replica(
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
+    faulthandler.enable()
     connection = connections[replica]
     for other in connections:
         if other is not connection:

@@ -169,7 +169,7 @@ class Run:
         return m == self.setting.away and period % 2 == 1
 
     def _replace_one(self) -> None:
-        """Replace a replica in the middle of a period: what it has not told is lost."""
+        """Replace a replica in the middle of a period: what was not counted is lost."""
         period, sync_every = self.setting.join_rounds, self.config.diloco.sync_every
         if not period or self.log.now % (TICK * period * sync_every) != TICK * (sync_every // 2):
             return

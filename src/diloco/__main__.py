@@ -1,6 +1,16 @@
-"""`python -m diloco`."""
+"""The command `diloco`, and `python -m diloco`."""
 
-from diloco.cli.main import main
+import signal
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C before it is understood ends the process without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from diloco.cli.main import main as run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -25,9 +25,10 @@ def test_an_error_is_one_sentence_and_an_exit_code(error, exit_code, sentence, c
 
 
 def test_a_hint_waits_until_something_has_begun(tmp_path, capsys):
-    assert end(DilocoError("a failure"), where=tmp_path / "config.json") == 1
+    begun = (tmp_path / "config.json").exists
+    assert end(DilocoError("a failure"), when=begun) == 1
     (tmp_path / "config.json").touch()
-    assert end(DilocoError("a failure"), where=tmp_path / "config.json") == 1
+    assert end(DilocoError("a failure"), when=begun) == 1
     assert capsys.readouterr().err == "diloco: a failure\ndiloco: a failure; call it again\n"
 
 

@@ -37,7 +37,7 @@ def counted(replica: Replica) -> list[int]:
     return [log.last_seq.get(replica.exchange.replica, -1) for log in replica.exchange.state.fragments]
 
 
-def untold(replica: Replica) -> list[np.ndarray]:
+def uncounted(replica: Replica) -> list[np.ndarray]:
     """Θ − θ, by fragment."""
     return [outer_p - theta_p for outer_p, theta_p in zip(replica.outer(), replica.theta(), strict=True)]
 
@@ -49,19 +49,19 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
     while num_translated < 12 or num_counted < 3:
         for _ in range(4):
             fast.step(pause_seconds=0.004)
-        told, before = list(slow.engine._rounds.told), slow.theta()
+        counts, before = list(slow.engine._rounds.counted), slow.theta()
         moved = [np.copy(progress) for progress in slow.progress]
         steps = [outer_step.sync.fragment for outer_step in slow.step()]
-        for p, (untold_p, progress) in enumerate(zip(untold(slow), slow.progress, strict=True)):
-            if slow.engine._rounds.told[p] == told[p]:
-                np.testing.assert_allclose(untold_p + progress, sums[p], atol=2e-5)
+        for p, (uncounted_p, progress) in enumerate(zip(uncounted(slow), slow.progress, strict=True)):
+            if slow.engine._rounds.counted[p] == counts[p]:
+                np.testing.assert_allclose(uncounted_p + progress, sums[p], atol=2e-5)
                 num_translated += steps.count(p)
                 continue
             if steps.count(p) == 1:  # counted, and nothing else: the paper's merge
                 theta_p = before[p] + (progress - moved[p])
-                np.testing.assert_allclose(untold_p, ALPHA * (slow.outer()[p] - theta_p), atol=2e-5)
+                np.testing.assert_allclose(uncounted_p, ALPHA * (slow.outer()[p] - theta_p), atol=2e-5)
             num_counted += 1
-            sums[p] = untold_p + progress
+            sums[p] = uncounted_p + progress
     assert max(np.abs(progress).max() for progress in slow.progress) > 0.1
     slow.finish()
     fast.finish()
@@ -110,13 +110,13 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
     num_waiting = MOST_DECISIONS_A_FRAGMENT * P + 2 * P
     until_deleted(tmp_path / payloads.name_of(0, fast.engine._rounds.next_seq + num_waiting), fast)
     while any(map(int.__lt__, slow.rounds, fast.rounds)):
-        told, num_jumps, untold_then = list(rounds.told), len(jumps), untold(slow)
+        counts, num_jumps, uncounted_then = list(rounds.counted), len(jumps), uncounted(slow)
         moved = [np.copy(progress) for progress in slow.progress]
         slow.step()
         for p in jumps[num_jumps:]:
-            assert rounds.told[p] == told[p]
-            expected = untold_then[p] + moved[p] - slow.progress[p]
-            np.testing.assert_allclose(untold(slow)[p], expected, atol=1e-4)
+            assert rounds.counted[p] == counts[p]
+            expected = uncounted_then[p] + moved[p] - slow.progress[p]
+            np.testing.assert_allclose(uncounted(slow)[p], expected, atol=1e-4)
     assert set(jumps) == set(range(P))
     until(lambda: slow.rounds == fast.rounds, fast, slow)
     for slow_p, fast_p in zip(slow.outer(), fast.outer(), strict=True):
@@ -149,7 +149,7 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     assert [counted.replica for counted in together] == [0, 1]
     until_deleted(tmp_path / payloads.name_of(0, together[0].seq), fast)
     until(lambda: 0 in jumps, slow)
-    assert rounds.told[0] == (flight.tokens, flight.step)
+    assert rounds.counted[0] == (flight.tokens, flight.step)
     assert rounds.in_flight.get(0) is not flight
     fast.finish()
     slow.finish()
@@ -163,11 +163,11 @@ def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_
     errors = [np.zeros_like(theta_p) for theta_p in theta0()]
     changes = []
     for _ in range(60):
-        told = list(ours.engine._rounds.told)
+        counts = list(ours.engine._rounds.counted)
         ours.step(pause_seconds=0.004)
         for p in range(P):
             error = ours.engine._rounds.state.use("error", p).numpy()
-            is_counted = ours.engine._rounds.told[p] != told[p]
+            is_counted = ours.engine._rounds.counted[p] != counts[p]
             assert np.array_equal(error, errors[p]) != is_counted
             errors[p] = error.copy()
             changes.append(is_counted)
@@ -221,7 +221,7 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
             assert time.monotonic() < deadline
             time.sleep(0.002)
     state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
-    untold_then, pending = untold(ours), {p: flight.seq for p, flight in rounds.in_flight.items()}
+    uncounted_then, pending = uncounted(ours), {p: flight.seq for p, flight in rounds.in_flight.items()}
     if when == "counted_since":
         before = counted(ours)
         until(lambda: min(map(int.__sub__, counted(ours), before)) > 0, ours)
@@ -230,11 +230,11 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
     resumed.model.load_state_dict(theta)
     resumed.engine.load_state_dict(state)
     resumed.engine.step()  # an inner step without progress
-    told = {(c["fragment"], c["seq"]) for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0}
-    are_told = [when == "counted_since" or (p, pending.get(p)) in told for p in range(P)]
-    assert are_told[0] == (when != "nothing_counted_since")
-    for untold_p, then_p, is_told in zip(untold(resumed), untold_then, are_told, strict=True):
-        np.testing.assert_allclose(untold_p, 0 * then_p if is_told else then_p, atol=1e-6)
+    pairs = {(c["fragment"], c["seq"]) for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 0}
+    are_counted = [when == "counted_since" or (p, pending.get(p)) in pairs for p in range(P)]
+    assert are_counted[0] == (when != "nothing_counted_since")
+    for uncounted_p, then_p, is_counted in zip(uncounted(resumed), uncounted_then, are_counted, strict=True):
+        np.testing.assert_allclose(uncounted_p, 0 * then_p if is_counted else then_p, atol=1e-6)
     resumed.finish()
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None
     second.model.load_state_dict(theta)
     second.engine.load_state_dict(state)
     second.engine.step()
-    assert max(np.abs(untold_p).max() for untold_p in untold(second)) < 1e-6
+    assert max(np.abs(uncounted_p).max() for uncounted_p in uncounted(second)) < 1e-6
     second.vanish()
 
 

@@ -102,7 +102,7 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
             described += [(o.sync, o.norm(), o.mean_cosine()) for o in outer_steps]
             logs = replica.engine.logs()
         replica.engine.finish()
-        counts = replica.engine.bytes_sent, replica.engine.bytes_received, replica.engine.untold_tokens
+        counts = replica.engine.bytes_sent, replica.engine.bytes_received, replica.engine.uncounted_tokens
         results.append((replica.engine.outer_hash(), replica.theta(), replica.outer(), described, counts, logs))
         replica.exchange.leave()
     return results
@@ -175,14 +175,14 @@ def load(folder: str, shards: int) -> None:
     state = {"model": get_model_state_dict(replica.model), "engine": replica.engine}
     dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
     set_model_state_dict(replica.model, state["model"])
-    untold, error, num_steps = torch.load(f"{folder}/then-0")
+    uncounted, error, num_steps = torch.load(f"{folder}/then-0")
     assert replica.engine.num_steps == num_steps and error.abs().max() > 0
     replica.engine.step()  # an inner step without progress
     now = torch.cat([gathered(e).flatten() for e in replica.engine.state_dict()["error"].values()])
-    if shards == 1:  # the other resumed replica has told it
+    if shards == 1:  # the other resumed replica has offered it
         assert (replica.outer() - replica.theta()).abs().max() < 1e-6 and not now.any()
     else:
-        torch.testing.assert_close(replica.outer() - replica.theta(), untold, rtol=0, atol=1e-6)
+        torch.testing.assert_close(replica.outer() - replica.theta(), uncounted, rtol=0, atol=1e-6)
         assert torch.equal(now, error)
     until_counted(replica)
     replica.finish()

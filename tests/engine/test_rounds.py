@@ -312,7 +312,7 @@ def flip_a_bit_of_the_outer_parameters(case: Case, replica: int, after: int) -> 
 def test_outer_parameters_that_differ_are_named_in_the_next_round_of_their_fragment(case):
     """Fragment 1 is sent after steps 6, 10, 14: its third round is the first that starts from the changed Θ."""
     for m, (step, error, kept) in enumerate(run_replicas(flip_a_bit_of_the_outer_parameters, 2, case, 1, 13)):
-        assert 14 <= step <= 14 + case.schedule().overlap(m) and kept  # or another replica told it before
+        assert 14 <= step <= 14 + case.schedule().overlap(m) and kept  # or another replica sent it before
         assert "fragment 1, round 3: the outer parameters of replica" in error, error
         assert "are no longer those of this replica" in error
 

@@ -90,9 +90,9 @@ def test_replicas_that_have_closed_connect_again():
 
 @pytest.mark.slow
 def test_a_failure_is_told_at_once():
-    *told, (message, _) = run_replicas(secretly, 3, fail, "not finite", "gather", joined=False)
-    for told_message, seconds in told:
-        assert message in told_message and "replica 2 failed" in told_message
+    *others, (message, _) = run_replicas(secretly, 3, fail, "not finite", "gather", joined=False)
+    for other_message, seconds in others:
+        assert message in other_message and "replica 2 failed" in other_message
         assert seconds < 10
 
 

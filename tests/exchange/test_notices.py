@@ -25,7 +25,7 @@ def exchange() -> diloco.ProcessGroupExchange:
 
 
 def fail(how: str, combine: str) -> tuple[str, float]:
-    """The error of a replica, and how long it took to be told after another's; the last one fails."""
+    """The error of a replica, and how long it took after another's; the last one fails."""
     case, way = Case(P=2, H=4, tau=2, combine=combine), exchange()
     fails = way.replica == way.num_replicas - 1
     model = case.model()
@@ -57,9 +57,9 @@ def fail(how: str, combine: str) -> tuple[str, float]:
     ],
 )
 def test_the_others_are_told_at_once_what_and_where(how, combine, reason, joined):
-    *told, (message, _) = run_replicas(fail, 3, how, combine, joined=joined)
+    *others, (message, _) = run_replicas(fail, 3, how, combine, joined=joined)
     assert reason in message
-    for message, seconds in told:
+    for message, seconds in others:
         assert f"replica 2 failed: {reason}" in message
         assert seconds < 10, "not TIMEOUT_SECONDS"
 

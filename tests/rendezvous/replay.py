@@ -68,8 +68,8 @@ def replayed(
             average = np.concatenate([*shares])[:N]
         v[p] = f32(mu) * v[p] + average
         outer[p].append(outer[p][-1] - f32(eta) * (average + f32(mu) * v[p]))
-    told = [(c["replica"], c["seq"]) for c in contributions]
-    assert len(told) == len(set(told)), "no payload is counted twice"
+    pairs = [(c["replica"], c["seq"]) for c in contributions]
+    assert len(pairs) == len(set(pairs)), "no payload is counted twice"
     return Replayed(outer, contributions, entries)
 
 

@@ -137,7 +137,7 @@ class Outcome:
     outer: list[np.ndarray]
     longest_seconds: float
     blocked_seconds: float
-    untold_tokens: float
+    uncounted_tokens: float
     failure: str | None
 
 
@@ -168,7 +168,7 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
         outer=replica.outer(),
         longest_seconds=replica.longest_seconds,
         blocked_seconds=replica.engine.blocked_seconds,
-        untold_tokens=replica.engine.untold_tokens,
+        uncounted_tokens=replica.engine.uncounted_tokens,
         failure=failure,
     )
 

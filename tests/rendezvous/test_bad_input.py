@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.test_elastic import counted, until, untold
+from tests.engine.test_elastic import counted, uncounted, until
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import Replica, new_model, theta0
 from tests.wire import reference as wire_reference
@@ -54,16 +54,16 @@ def test_a_full_disk_ends_a_replica_and_loses_none_of_its_work(small_disk: Calla
     with pytest.raises(ExchangeError, match=r"can't create .* in .*: no space left on device"):
         until(lambda: False, ours)
     state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
-    untold_then, rounds = untold(ours), list(ours.rounds)
+    uncounted_then, rounds = uncounted(ours), list(ours.rounds)
     ours.vanish()
     small_disk("size=4m")
     again = Replica(str(place))
     again.model.load_state_dict(theta)
     again.engine.load_state_dict(state)
     again.engine.step()
-    for p, untold_p in enumerate(untold(again)):
-        is_told = again.exchange.last_round(again.exchange.slot, p) > rounds[p]
-        np.testing.assert_allclose(untold_p, 0 * untold_p if is_told else untold_then[p], atol=1e-6)
+    for p, uncounted_p in enumerate(uncounted(again)):
+        is_counted = again.exchange.last_round(again.exchange.slot, p) > rounds[p]
+        np.testing.assert_allclose(uncounted_p, 0 * uncounted_p if is_counted else uncounted_then[p], atol=1e-6)
     until(lambda: min(counted(again)) >= 0, again)
     again.finish()
     replayed(place, theta0())

@@ -52,6 +52,6 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     slow, steady = (names.index(name) for name in ("slow", "stopper"))
     assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
     num_counted = sum(run.contributions[i]["steps"] for i in numbers(run, steady))
-    assert outcomes[0] is not None and num_counted == pytest.approx(3 * (120 - outcomes[0].untold_tokens / 8))
+    assert outcomes[0] is not None and num_counted == pytest.approx(3 * (120 - outcomes[0].uncounted_tokens / 8))
     if combine == "gather":  # with averages a round takes longer, the more so on a busy machine
         assert num_counted >= 3 * (120 - 24)

@@ -28,8 +28,8 @@ def run(tmp_path) -> Handwritten:
 
 def test_each_end_is_told_apart(run) -> None:
     timeline = read_timeline(str(run.directory))
-    told = [(life.name, life.end, life.joined, life.ended) for life in timeline.lives]
-    assert told == [
+    rows = [(life.name, life.end, life.joined, life.ended) for life in timeline.lives]
+    assert rows == [
         ("a", "replaced", 0, 1),
         ("b", "left", 0, 1),
         ("c", "died", 0, 1),

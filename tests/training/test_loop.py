@@ -42,6 +42,7 @@ def test_a_run_leaves_its_files(streaming):
         "metrics-0.jsonl",
         "metrics-1.jsonl",
         "outer.safetensors",
+        "running",
         "summary.json",
         "tensorboard",
     }

@@ -145,7 +145,7 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
         ([[20, 40], [20]], [0], 20),
         ([[20], []], [0], 0),  # replica 1 was killed while it wrote its first
         ([[80], [60]], [0], "no step is held by every replica .they hold .80., .60."),
-        ([[80, 100], []], [0], "bring the checkpoints that are missing back, or delete .*checkpoints"),
+        ([[80, 100], []], [0], "bring the checkpoints that are missing back, or start over under another name"),
         ([[20], [20]], [0, 1], 20),
         ([[], [20]], [0], "holds checkpoints of replica 0, which now runs elsewhere: .* the node rank it had"),
     ],

@@ -4,9 +4,8 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from diloco.errors import UserError, exit_code_of
 
@@ -45,11 +44,11 @@ def _nobody_reads() -> bool:
 
 
 @contextmanager
-def hinted(hint: str, *, where: Path | None = None) -> Iterator[None]:
-    """Add to a failure's sentence how to go on; not to a user's mistake, nor before the file `where` exists."""
+def hinted(hint: str, *, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Add to a failure's sentence how to go on; not to a user's mistake, and only `when` there is a way."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if exit_code_of(error) != UserError.exit_code and (where is None or where.exists()):
+        if exit_code_of(error) != UserError.exit_code and when():
             error.add_note(hint)
         raise

@@ -14,6 +14,7 @@ from diloco.cli._command import asks_for_help
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
 from diloco.cli._recipe import parsed_recipe
+from diloco.cli._resume import resume_command
 from diloco.errors import UserError
 from diloco.training.budget import Budget, epochs, parse_tokens
 from diloco.training.config import TrainConfig
@@ -110,6 +111,7 @@ def _start(command: Command, budget: Budget | None) -> None:
     from diloco.report.terminal.training import preparation_progress
     from diloco.training.launcher import prepared
     from diloco.training.prepare import prepare_run
+    from diloco.training.running import running
     from diloco.training.runs import CONFIG_FILE
 
     with nullcontext() if command.dry_run else prepared():
@@ -118,10 +120,15 @@ def _start(command: Command, budget: Budget | None) -> None:
         if command.dry_run:
             _print_forecast(config, budget)
             return
+        is_resume = command.resume is not None
+        file = config.directory / CONFIG_FILE
+        was_there = file.exists() and not is_resume  # then the run in the directory is another one
         _print_start(config, budget, resume=command.resume)
-        hint = f"go on with: diloco train {config.recipe} --resume {config.directory}"
-        with hinted(hint, where=config.directory / CONFIG_FILE):
-            _train(config, is_resume=command.resume is not None)
+        is_first = os.environ.get("RANK", "0") == "0"
+        hint = f"go on with: {resume_command(config)}"
+        lock = running(config.directory) if is_first else nullcontext()
+        with hinted(hint, when=lambda: file.exists() and not was_there), lock:
+            _train(config, is_resume=is_resume)
 
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
@@ -151,11 +158,13 @@ def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | N
 def _train(config: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
     from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.state import slow_imports
 
     if under_a_launcher():
         _replica(config, is_resume)
     else:
-        launch(_replica, config.num_local_replicas, config.processes_per_replica, config, is_resume)
+        sizes = config.num_local_replicas, config.processes_per_replica
+        launch(_replica, *sizes, config, is_resume, imports=slow_imports(config))
 
 
 def _replica(config: TrainConfig, is_resume: bool) -> None:

@@ -84,7 +84,7 @@ class ElasticMembership:
         return [
             p
             for p, step in enumerate(self._next_send)
-            if rounds.has_untold(p) and rounds.num_steps >= (step - early if p in wanted else step)
+            if rounds.has_uncounted(p) and rounds.num_steps >= (step - early if p in wanted else step)
         ]
 
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
@@ -94,7 +94,7 @@ class ElasticMembership:
         merged = self._drained()
         if flush:
             for p in range(rounds.state.num_fragments):
-                if rounds.last_sent[p] < rounds.num_steps and rounds.has_untold(p):
+                if rounds.last_sent[p] < rounds.num_steps and rounds.has_uncounted(p):
                     rounds.send(p)
             merged += self._drained()
         return merged
@@ -125,7 +125,7 @@ class ElasticMembership:
             "blocked_seconds": rounds.blocked_seconds,
             "last_sent": list(rounds.last_sent),
             "next_send": list(self._next_send),
-            "told": [list(pair) for pair in rounds.told],
+            "counted": [list(pair) for pair in rounds.counted],
             # Copies: whoever loads in place must not change the run's Θ.
             OUTER: named(outer_N.clone() for outer_N in rounds.state.at_home(OUTER)),
             ERROR: named(error_N.clone() for error_N in rounds.state.at_home(ERROR)),
@@ -150,7 +150,7 @@ class ElasticMembership:
         rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
         rounds.blocked_seconds, rounds.last_sent = accepted["blocked_seconds"], list(accepted["last_sent"])
         self._next_send = list(accepted["next_send"])
-        rounds.told = [(tokens, steps) for tokens, steps in accepted["told"]]
+        rounds.counted = [(tokens, steps) for tokens, steps in accepted["counted"]]
         slot, then, errors = accepted["slot"], *vectors_of(accepted, rounds.parameters)
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
@@ -165,7 +165,7 @@ class ElasticMembership:
         for p, then_N in self._translation.items():
             if not then_N.numel():
                 rounds.take_outer_parameters(p)
-                rounds.told[p] = rounds.tokens, rounds.num_steps
+                rounds.counted[p] = rounds.tokens, rounds.num_steps
                 continue
             move_N = rounds.state.use(OUTER, p) - then_N.to(rounds.parameters.device)
             with rounds.parameters.merging(p, rounds.num_steps) as theta:

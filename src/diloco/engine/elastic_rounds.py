@@ -4,7 +4,7 @@
                                                           share, from averages that were encoded once more
     Θ_p ← OuterOpt(Θ_p, Δ_p)
     θ_p ← α θ_p + (1 − α) Θ_p                             if this replica's payload is in it, at t + τ
-    θ_p ← θ_p + Θ_p,new − Θ_p,old                         if it is not: Θ − θ, the work not yet told, stays
+    θ_p ← θ_p + Θ_p,new − Θ_p,old                         if it is not: Θ − θ, the work not yet counted, stays
 
 Shapes: N elements of one fragment.
 """
@@ -66,7 +66,7 @@ class ElasticRounds(ReplicaRounds):
     """By fragment."""
     rounds: list[int] = field(default_factory=list)
     """Outer steps of each fragment that this replica has taken."""
-    told: list[tuple[int, int]] = field(default_factory=list)
+    counted: list[tuple[int, int]] = field(default_factory=list)
     """For each fragment the tokens and inner steps up to its last send that was counted."""
     next_seq: int = 0
     tokens_before: int = 0
@@ -76,7 +76,7 @@ class ElasticRounds(ReplicaRounds):
         """Begin with the run's first Θ."""
         super().__post_init__()
         num_fragments = self.state.num_fragments
-        self.rounds, self.told = [0] * num_fragments, [(0, 0)] * num_fragments
+        self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
         self.bases = [self.state.checksum(p) for p in range(num_fragments)]
         """Checksum of each Θ_p."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
@@ -87,9 +87,9 @@ class ElasticRounds(ReplicaRounds):
         return self.rendezvous.replica
 
     @property
-    def untold_tokens(self) -> float:
+    def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
-        return self.tokens - sum(tokens for tokens, _ in self.told) / len(self.told)
+        return self.tokens - sum(tokens for tokens, _ in self.counted) / len(self.counted)
 
     def is_initial(self, p: int) -> bool:
         """Whether no outer step of a fragment was taken."""
@@ -141,9 +141,9 @@ class ElasticRounds(ReplicaRounds):
             for own, part_n in zip(theta, outer_N.split([own.numel() for own in theta]), strict=True):
                 own.copy_(part_n.view(own.shape))
 
-    def has_untold(self, p: int) -> bool:
+    def has_uncounted(self, p: int) -> bool:
         """Whether a fragment has work that no payload on the way tells."""
-        return p not in self.in_flight and self.num_steps > self.told[p][1]
+        return p not in self.in_flight and self.num_steps > self.counted[p][1]
 
     def send(self, p: int) -> None:
         """Encode a fragment's outer gradient and offer it."""
@@ -155,7 +155,8 @@ class ElasticRounds(ReplicaRounds):
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
-        tokens, steps = (now - then for now, then in zip((self.tokens, self.num_steps), self.told[p], strict=True))
+        then_tokens, then_steps = self.counted[p]
+        tokens, steps = self.tokens - then_tokens, self.num_steps - then_steps
         offer = Offer(
             seq=self.next_seq,
             fragment=p,
@@ -245,7 +246,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _count(self, p: int, flight: Flight) -> None:
         """An own payload was counted."""
-        self.told[p] = flight.tokens, flight.step
+        self.counted[p] = flight.tokens, flight.step
         if flight.error_N is not None:
             self.keep_error(p, flight.error_N)
         del self.in_flight[p]

@@ -38,7 +38,7 @@ class LeadingMembership(ElasticMembership):
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on, which its other processes are told."""
+        """Why this replica can't go on, as its other processes read it."""
         if (failure := super().failure) is not None:
             self._inside.fail(failure)
         return failure
@@ -77,7 +77,7 @@ class LeadingMembership(ElasticMembership):
             run=self._joined.run,
             replica=rounds.replica,
             rounds=rounds.rounds,
-            told_tokens=rounds.tokens - rounds.untold_tokens,
+            counted_tokens=rounds.tokens - rounds.uncounted_tokens,
             bytes_sent=rounds.bytes_sent,
             bytes_received=rounds.bytes_received,
             blocked_seconds=rounds.blocked_seconds,
@@ -180,7 +180,7 @@ class FollowingMembership:
 
 @dataclass(eq=False)
 class FollowingRounds(ReplicaRounds):
-    """The counters of a replica in a process that follows, as the first one has told them."""
+    """The counters of a replica in a process that follows, as the first one has sent them."""
 
     report: "Report" = field(default_factory=lambda: Report())
 
@@ -190,9 +190,9 @@ class FollowingRounds(ReplicaRounds):
         return self.report.replica
 
     @property
-    def untold_tokens(self) -> float:
+    def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
-        return self.tokens - self.report.told_tokens
+        return self.tokens - self.report.counted_tokens
 
     def is_initial(self, p: int) -> bool:
         """Whether no outer step of a fragment was taken."""
@@ -221,7 +221,7 @@ class Report(msgspec.Struct):
     run: str = ""
     replica: int = 0
     rounds: list[int] = []
-    told_tokens: float = 0.0
+    counted_tokens: float = 0.0
     """Tokens that the run has counted, on average over the fragments."""
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -77,7 +77,7 @@ class ReplicaRounds:
         raise NotImplementedError
 
     @property
-    def untold_tokens(self) -> float:
+    def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet; 0 in a fixed group."""
         return 0.0
 

@@ -26,7 +26,7 @@ class EngineView:
 
     @property
     def tokens(self) -> int:
-        """Tokens that this replica has read: what `step(tokens=…)` was told, or what the loop sets here."""
+        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
         return self._rounds.tokens
 
     @tokens.setter
@@ -34,9 +34,9 @@ class EngineView:
         self._rounds.tokens = tokens
 
     @property
-    def untold_tokens(self) -> float:
+    def uncounted_tokens(self) -> float:
         """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
-        return self._rounds.untold_tokens
+        return self._rounds.uncounted_tokens
 
     @property
     def bytes_sent(self) -> int:

@@ -75,7 +75,7 @@ def _value(replica: int, text: bytes, kind: Any) -> Any:
 
 
 class Abortable(Protocol):
-    """A way to the other replicas on which a failure can be told."""
+    """A way to the other replicas on which a failure can be posted."""
 
     def abort(self, reason: str) -> None:
         """Tell it."""

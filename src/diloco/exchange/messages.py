@@ -106,7 +106,7 @@ class Messages:
                 wait(0.001)
 
     def _error(self) -> ExchangeError:
-        """The error of messages that did not come, with its cause where a replica has told it."""
+        """The error of messages that did not come, with its cause where a replica has posted it."""
         missing = tuple(sorted(self._missing))
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:

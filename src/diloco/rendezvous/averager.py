@@ -84,9 +84,9 @@ class Averager:
             LogError: if an average, or what the entry counts, is not sound.
         """
         shares, looking = range(self._form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
-        found = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
-        several = [average for average in found if average is not None]
-        if len(several) < len(found):
+        results = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
+        several = [average for average in results if average is not None]
+        if len(several) < len(results):
             return None
         return Content(
             averages=tuple(average.payload for average in several),
@@ -134,12 +134,14 @@ class Averager:
         """Make an average, and upload it if this replica is a member of the entry."""
         started, parts = time.monotonic(), ref.body.contributions
         several = await asyncio.gather(*(self._contributed(ref, counted, share, state) for counted in parts))
-        found = {c.replica: payload for c, payload in zip(parts, several, strict=True) if payload is not None}
-        received = sum(x.numel() for member, x in found.items() if member != self._own)
+        payload_of = {c.replica: payload for c, payload in zip(parts, several, strict=True) if payload is not None}
+        received = sum(x.numel() for member, x in payload_of.items() if member != self._own)
         async with self._computing:
-            payload, norm = await asyncio.to_thread(averages.average_of, state, self._form, ref.body, share, found)
+            payload, norm = await asyncio.to_thread(
+                averages.average_of, state, self._form, ref.body, share, payload_of
+            )
         self._seconds = time.monotonic() - started
-        left_out = [counted.replica for counted in parts if counted.replica not in found]
+        left_out = [counted.replica for counted in parts if counted.replica not in payload_of]
         if self._own not in (counted.replica for counted in parts):
             return _Average(payload, received, 0)
         header = averages.header_of(

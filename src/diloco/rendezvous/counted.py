@@ -97,14 +97,14 @@ class CountedPayloads:
 
     async def _averaged(self, ref: OuterRef, headers: Sequence[tuple[Header, memoryview]]) -> dict[int, Tensor]:
         """The payloads or averages of an entry, from the objects that it names."""
-        found = {}
+        payload_of = {}
         for header, body in headers:
-            found[header.replica] = payloads.body_tensor(body)
+            payload_of[header.replica] = payloads.body_tensor(body)
             try:
-                verified(header, found[header.replica], form=self.form)
+                verified(header, payload_of[header.replica], form=self.form)
             except PayloadError as error:
                 raise LogError(f"{_entry(ref)} counts a payload that is not sound: {error}") from None
-        return found
+        return payload_of
 
     async def _header(self, ref: OuterRef, counted: Contribution) -> tuple[Header, memoryview]:
         """The header and the body of an object that an entry names."""

@@ -161,10 +161,12 @@ class Inbox:
         parts = ref.body.contributions
         keys = (state.members[counted.replica].key for counted in parts)
         tensors = await asyncio.gather(*map(partial(self._payload, ref.body.fragment), parts, keys))
-        found = {c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None}
-        if len(found) < len(parts):
+        payload_of = {c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None}
+        if len(payload_of) < len(parts):
             return None
-        return Content(payloads=found, bytes_received=sum(x.numel() for m, x in found.items() if m != self._own))
+        return Content(
+            payloads=payload_of, bytes_received=sum(x.numel() for m, x in payload_of.items() if m != self._own)
+        )
 
     async def _payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
         """The payload of a contribution, from here or from the store; None if it was deleted."""

@@ -34,6 +34,8 @@ class Work:
     """The variables of each process, by rank."""
     reports: tuple[Path, ...]
     """The file for the error of each process, by rank."""
+    imports: tuple[str, ...] = ()
+    """Modules that every process needs, beside those of every run."""
 
 
 class Ancestor:
@@ -103,8 +105,8 @@ def _serve(connection: Connection, launchers: Connection | None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if launchers is not None:
         launchers.close()
-    for module in ("torch._dynamo", "torch.utils.tensorboard", "diloco.training.loop"):
-        import_module(module)  # every optimizer of torch imports the first; the second is the default tracker
+    for module in ("torch.utils.tensorboard", "diloco.training.loop"):
+        import_module(module)  # the first is the default tracker
     with suppress(EOFError, BrokenPipeError):
         while True:
             connection.send(_run_all(connection.recv()))
@@ -116,6 +118,8 @@ def _run_all(work: Work) -> tuple[int, int] | None:
     processes: list[BaseProcess] = []
     last_signal, failed = signal.SIGTERM, None
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # no replica inherits the handlers
+    for module in work.imports:
+        import_module(module)
     try:
         for environment, report in zip(work.environments, work.reports, strict=True):
             run = (environment, report, work.entrypoint, work.arguments)
@@ -140,15 +144,15 @@ def _run(
     environment: dict[str, str], report: Path, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Run the entrypoint in the replica; write its error where the launcher looks for it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    end_with_parent()
-    os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:
-        import torch
-
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has looked for the variable before
+    signal.signal(signal.SIGINT, _interrupt)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        end_with_parent()
+        os.environ.update(environment)
+        if "OMP_NUM_THREADS" in environment:
+            import torch
+
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has looked for the variable before
         entrypoint(*arguments)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -168,6 +172,13 @@ def _run(
 _SECONDS_FOR_THE_CAUSE = 3.0
 
 
+def _interrupt(number: int, _: object) -> None:
+    """End a replica by KeyboardInterrupt, and let nothing be printed any more: the launcher says why it ended."""
+    signal.signal(number, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    raise KeyboardInterrupt
+
+
 def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
     """Wait until a process fails, and return its rank and exit code; None once all have ended well."""
     running = dict(enumerate(processes))
@@ -182,21 +193,25 @@ def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
 
 
 def _end(processes: Sequence[BaseProcess], last_signal: signal.Signals) -> None:
-    """End the processes that still run; those that don't end in time are killed."""
-    running = [process for process in processes if process.exitcode is None]
-    for process in running:
-        assert process.pid is not None, "it was started"
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, last_signal)
-    deadline = time.monotonic() + _SECONDS_TO_END
-    for process in running:
-        process.join(max(deadline - time.monotonic(), 0))
-        if process.exitcode is None:
-            process.kill()
-            process.join(_SECONDS_TO_END)
+    """End the processes that still run; those that don't end in time are killed.
+
+    One alone may still upload what it owes to others. Several that wait for each other inside of a library hear no
+    SIGINT there.
+    """
+    seconds = _SECONDS_TO_LEAVE if len(processes) == 1 else _SECONDS_TO_END
+    for number in (last_signal, signal.SIGTERM, signal.SIGKILL):
+        running = [process for process in processes if process.exitcode is None]
+        for process in running:
+            assert process.pid is not None, "it was started"
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        deadline = time.monotonic() + seconds
+        for process in running:
+            process.join(max(deadline - time.monotonic(), 0))
 
 
-_SECONDS_TO_END = 30.0
+_SECONDS_TO_LEAVE = 30.0
+_SECONDS_TO_END = 5.0
 
 
 class _StoppedError(Exception):

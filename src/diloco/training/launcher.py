@@ -39,11 +39,18 @@ def prepared() -> Iterator[None]:
 _PREPARED: list[Ancestor] = []
 
 
-def launch(entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, *arguments: Any) -> None:
+def launch(
+    entrypoint: Callable[..., None],
+    num_replicas: int,
+    num_ranks: int,
+    *arguments: Any,
+    imports: tuple[str, ...] = (),
+) -> None:
     """Run `entrypoint(*arguments)` in `num_replicas` · `num_ranks` local processes, and wait for all of them.
 
     Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file that only this user can read,
-    and listen on the loopback interface alone. When one fails, the others are ended.
+    and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules that
+    all of them need, which are then imported once.
 
     Raises:
         ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
@@ -51,12 +58,17 @@ def launch(entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, *
     """
     if not _PREPARED:
         with Ancestor("spawn") as ancestor:
-            return _launch(ancestor, entrypoint, num_replicas, num_ranks, arguments)
-    return _launch(_PREPARED[-1], entrypoint, num_replicas, num_ranks, arguments)
+            return _launch(ancestor, entrypoint, num_replicas, num_ranks, arguments, imports)
+    return _launch(_PREPARED[-1], entrypoint, num_replicas, num_ranks, arguments, imports)
 
 
 def _launch(
-    ancestor: Ancestor, entrypoint: Callable[..., None], num_replicas: int, num_ranks: int, arguments: Any
+    ancestor: Ancestor,
+    entrypoint: Callable[..., None],
+    num_replicas: int,
+    num_ranks: int,
+    arguments: Any,
+    imports: tuple[str, ...],
 ) -> None:
     num_processes = num_replicas * num_ranks
     signals: list[signal.Signals] = []
@@ -69,7 +81,7 @@ def _launch(
         environments = tuple(_environment(rank, num_processes, folder) for rank in range(num_processes))
         reports = tuple(Path(folder, f"error-{rank}.json") for rank in range(num_processes))
         try:
-            failed = ancestor.run(Work(entrypoint, arguments, environments, reports))
+            failed = ancestor.run(Work(entrypoint, arguments, environments, reports, imports))
         except (EOFError, ConnectionError):
             if not signals:
                 sentence = "the process that starts the replicas was killed (out of memory?)"

@@ -21,6 +21,7 @@ from diloco.training.engine_settings import check
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
+from diloco.training.running import check_not_running
 from diloco.training.runs import check_data, check_unclaimed, resume_config
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
@@ -60,6 +61,7 @@ def prepare_run(
             Store.open(asked.rendezvous)
     asked = replace(asked, name=asked.name or _name(asked))
     if not under_a_launcher():
+        check_not_running(asked.directory)
         check_unclaimed(asked.directory)
     directory = resolve_data(asked.data, progress=progress)
     asked = _with_budget(asked, budget, directory)

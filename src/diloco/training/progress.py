@@ -38,12 +38,12 @@ class FixedProgress:
 class ElasticProgress:
     """The progress of replicas that come and go; it never goes back.
 
-        tokens = Σ counted / P + M · untold
+        tokens = Σ counted / P + M · uncounted
 
-    An outer entry counts the tokens of its contributions to one fragment, hence / P. `untold` is what this replica
-    has read since, on average over the fragments, and M the number of active replicas. For fixed members of equal
-    speed this is t · B · sequence length. As a replica that was cut off for long says nothing about the others, no
-    more than 2 H + τ of its steps are taken for theirs.
+    An outer entry counts the tokens of its contributions to one fragment, hence / P. `uncounted` is what this
+    replica has read since, on average over the fragments, and M the number of active replicas. For fixed
+    members of equal speed this is t · B · sequence length. As a replica that was cut off for long says nothing
+    about the others, no more than 2 H + τ of its steps are taken for theirs.
 
     The first process of a sharded replica knows it, and all of its processes ask together.
 
@@ -71,8 +71,8 @@ class ElasticProgress:
         num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
         ahead = (step - engine.num_steps) * self._own_tokens
         own = (
-            round(num_fragments * engine.untold_tokens) + num_fragments * ahead
-        )  # a whole number, P times `untold`
+            round(num_fragments * engine.uncounted_tokens) + num_fragments * ahead
+        )  # a whole number, P times `uncounted`
         others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
         self._most = max(self._most, (self._rendezvous.counted_tokens + own + others) // num_fragments)
         return self._most

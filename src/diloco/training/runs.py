@@ -209,6 +209,6 @@ def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoin
     if taken and not common:
         raise UserError(
             f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_ranks]))}): "
-            f"bring the checkpoints that are missing back, or delete {config.checkpoints} to start over"
+            "bring the checkpoints that are missing back, or start over under another name"
         )
     return max(common, default=0)

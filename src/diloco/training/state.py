@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.models.language_model import LanguageModel
 from diloco.schema import Count, Seconds
+from diloco.training.adamw import AdamW
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import (
@@ -154,6 +155,13 @@ def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forw
     return ShardedDataParallel(model, forward, world.mesh.get_group("replica"))
 
 
+def slow_imports(config: TrainConfig) -> tuple[str, ...]:
+    """Modules that every process of a run needs, and that take a second to import."""
+    if config.num_shards > 1:
+        return ("torch.distributed.fsdp",)
+    return ("torch._dynamo",) if config.method == "data_parallel" or config.num_ddp > 1 or config.compile else ()
+
+
 def _batch_shape(config: TrainConfig) -> tuple[int, int]:
     """The shape (B, T) of the tokens of a pass."""
     assert config.micro_batch is not None, "the config is resolved"
@@ -173,7 +181,7 @@ def _shard(model: LanguageModel, world: World) -> None:
 
 def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
     assert config.weight_decay is not None, "the config is resolved"
-    return torch.optim.AdamW(
+    return AdamW(
         model.parameters(),
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training import launcher
 from diloco.training.config import TrainConfig
 from diloco.training.rendezvous import meeting
+from diloco.training.waiting import store_with_all
 
 _LOG = logging.getLogger("diloco")
 
@@ -143,9 +145,9 @@ def _joined(config: TrainConfig) -> Iterator[World]:
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=_local_store(world_size, timeout), rank=rank, world_size=world_size, timeout=timeout
-        )
+        names, seconds = partial(_name_of, config), config.timeout_seconds
+        store = store_with_all(rank=rank, world_size=world_size, name_of=names, timeout_seconds=seconds)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups(config, world_size)
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
@@ -174,14 +176,10 @@ def _warn_of_open_ports() -> None:
     )
 
 
-def _local_store(world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The store of our own launcher, which opens no port; None under torchrun, whose store takes its place."""
-    path = os.environ.get(launcher.STORE)
-    if path is None:
-        return None
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(timeout)
-    return store
+def _name_of(config: TrainConfig, rank: int) -> str:
+    """The name of a process, by its number among all."""
+    replica, process = divmod(rank, config.processes_per_replica)
+    return f"replica {replica}" if config.processes_per_replica == 1 else f"process {process} of replica {replica}"
 
 
 def _agree_on_groups(config: TrainConfig, world_size: int) -> None:

@@ -115,6 +115,7 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     from diloco.data.prepare import resolve
     from diloco.training.prepare import prepare_run
     from diloco.training.runs import CONFIG_FILE, read_config
+    from diloco.training.state import slow_imports
 
     if (config.directory / "summary.json").exists():
         return None
@@ -129,7 +130,8 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
             resolved = replace(resolved, data=replace(resolved.data, prepared=text))
         else:
             resolved = prepare_run(config, resume=None)
-        launch(_train, resolved.num_replicas, resolved.processes_per_replica, resolved, is_resumed)
+        sizes = resolved.num_replicas, resolved.processes_per_replica
+        launch(_train, *sizes, resolved, is_resumed, imports=slow_imports(resolved))
     except Exception as error:
         if exit_code_of(error) is None:
             raise

@@ -1,0 +1,65 @@
+"""The lock on a run's directory: one command trains in it at a time, and a second one hears which."""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from diloco.errors import UserError
+from diloco.files import make_directory, writing
+
+LOCK_FILE = "running"
+"""The file that is locked, and names the process that has locked it."""
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[None]:
+    """Hold the lock on a run's directory; a directory that nothing else was written to is removed at the end.
+
+    The operating system drops the lock of a process that is killed.
+
+    Raises:
+        UserError: if another process holds it, with its number, machine and time.
+    """
+    make_directory(directory)
+    with writing(directory / LOCK_FILE):
+        file = (directory / LOCK_FILE).open("a+")
+    with file:
+        _lock(directory, file, fcntl.LOCK_EX)
+        with writing(directory / LOCK_FILE):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+            file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+            if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
+                with suppress(OSError):
+                    (directory / LOCK_FILE).unlink()
+                    directory.rmdir()
+
+
+def check_not_running(directory: Path) -> None:
+    """Refuse a directory in which another process trains.
+
+    Raises:
+        UserError: as `running`.
+    """
+    with suppress(FileNotFoundError), (directory / LOCK_FILE).open() as file:
+        _lock(directory, file, fcntl.LOCK_SH)
+
+
+def _lock(directory: Path, file: IO[str], kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = file.read() or "another process"
+        raise UserError(
+            f"{directory} is in use: {who} trains there; wait for it, or choose another name", "name"
+        ) from None
