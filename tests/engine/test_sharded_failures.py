@@ -39,7 +39,7 @@ def test_a_mesh_that_spans_replicas_is_refused():
 
 
 def tell_each_other() -> list[str]:
-    """What shards on GPUs hear, by tensors of the CPU, of work of which one piece fails in one of them."""
+    """The ends of four pieces of work in a shard on a GPU, of which one fails here or in the other shard."""
     heard = []
     for failing in (None, 0, 1, None):
         try:

@@ -1,8 +1,44 @@
-"""The speed and the memory of the device that a replica trains on, as far as they are known."""
+"""The device that a process trains on: its choice, its precision, its speed and its memory."""
+
+import os
 
 import torch
 
+from diloco.errors import UserError
 from diloco.training.config import TrainConfig
+
+
+def chosen_device(config: TrainConfig, local_rank: int) -> torch.device:
+    """The device of a process, by its number on this machine; a GPU becomes the current one.
+
+    Raises:
+        UserError: if there is no GPU, or too few.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
+    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
+        raise UserError(
+            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
+            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
+            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
+        )
+    device = torch.device("cuda", local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def use_autocast(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the forward pass runs in bfloat16 autocast on a device."""
+    if config.precision != "auto":
+        return config.precision == "bf16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
 
 DENSE_BF16_FLOPS = {
     "B200": 2250e12,

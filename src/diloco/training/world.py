@@ -1,4 +1,4 @@
-"""Joining the other processes: which replica and shard this one is, its groups, its device."""
+"""Joining the other processes: which replica and shard this one is, and its groups."""
 
 import logging
 import os
@@ -22,6 +22,7 @@ from diloco.exchange.transport import Transport
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training import launcher
 from diloco.training.config import TrainConfig
+from diloco.training.hardware import chosen_device, use_autocast
 from diloco.training.rendezvous import meeting
 from diloco.training.waiting import store_with_all
 
@@ -107,7 +108,7 @@ def join(config: TrainConfig) -> Iterator[World]:
             yield world
         return
     _check_shards(config)
-    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    device = chosen_device(config, int(os.environ.get("LOCAL_RANK", "0")))
     one = nullcontext(replace(alone(config), device=device, autocast=use_autocast(config, device)))
     with _joined(config) if config.num_processes > 1 else one as world, meeting(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
@@ -139,7 +140,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
             f"{config.num_processes}: set num_replicas and one of the others to a product of {world_size}",
             *("num_replicas", "shards_per_replica", "ddp_per_replica"),
         )
-    device = _device(config, local_rank)
+    device = chosen_device(config, local_rank)
     if rank == 0 and launcher.STORE not in os.environ:
         _warn_of_open_ports()
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -273,30 +274,3 @@ def alone(config: TrainConfig) -> World:
         is_first_on_machine=True,
         autocast=use_autocast(config, cpu),
     )
-
-
-def use_autocast(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the forward pass runs in bfloat16 autocast on a device."""
-    if config.precision != "auto":
-        return config.precision == "bf16"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-
-
-def _device(config: TrainConfig, local_rank: int) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
-    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
-        raise UserError(
-            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
-            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
-            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
-        )
-    device = torch.device("cuda", local_rank % num_gpus)
-    torch.cuda.set_device(device)
-    return device
