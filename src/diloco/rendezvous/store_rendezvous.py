@@ -196,9 +196,10 @@ class StoreRendezvous(StoreView):
 
         with follower.news:
             if not follower.news.wait_for(lambda: is_here() or self.failure is not None, self._timeout_seconds):
+                about = "" if wait_for == -1 else f" about fragment {wait_for}"
                 raise ExchangeError(
-                    f"no decision about fragment {wait_for} came within {self._timeout_seconds:g} s: see with "
-                    f"diloco store status {self._url} which replica is missing"
+                    f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
+                    f"{self._url} which replica is missing"
                 )
             if not is_here():
                 raise ExchangeError(str(self.failure))
