@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from diloco.errors import UserError
+from diloco.errors import FileWriteError, UserError
 from diloco.files import make_directory, writing
 
 LOCK_FILE = "running"
@@ -24,6 +24,7 @@ def running(directory: Path) -> Iterator[None]:
 
     Raises:
         UserError: if another process holds it, with its number, machine and time.
+        FileWriteError: if the file system has no locks.
     """
     make_directory(directory)
     with writing(directory / LOCK_FILE):
@@ -37,9 +38,9 @@ def running(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.truncate(0)
-            if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
-                with suppress(OSError):
+            with suppress(OSError):  # somebody may have deleted the directory
+                file.truncate(0)
+                if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
                     (directory / LOCK_FILE).unlink()
                     directory.rmdir()
 
@@ -62,4 +63,9 @@ def _lock(directory: Path, file: IO[str], kind: int) -> None:
         who = file.read() or "another process"
         raise UserError(
             f"{directory} is in use: {who} trains there; wait for it, or choose another name", "name"
+        ) from None
+    except OSError as error:
+        raise FileWriteError(
+            f"can't lock {directory / LOCK_FILE}: {error.strerror}: set runs to a directory of a file system with "
+            "locks"
         ) from None
