@@ -1,6 +1,7 @@
 """The lock on a run's directory: one command trains in it at a time, and a second one hears which."""
 
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from diloco.errors import FileWriteError, UserError
+from diloco.errors import UserError
 from diloco.files import make_directory, writing
 
+_LOG = logging.getLogger("diloco")
 LOCK_FILE = "running"
 """The file that is locked, and names the process that has locked it."""
 
@@ -24,7 +26,6 @@ def running(directory: Path) -> Iterator[None]:
 
     Raises:
         UserError: if another process holds it, with its number, machine and time.
-        FileWriteError: if the file system has no locks.
     """
     make_directory(directory)
     with writing(directory / LOCK_FILE):
@@ -65,7 +66,7 @@ def _lock(directory: Path, file: IO[str], kind: int) -> None:
             f"{directory} is in use: {who} trains there; wait for it, or choose another name", "name"
         ) from None
     except OSError as error:
-        raise FileWriteError(
-            f"can't lock {directory / LOCK_FILE}: {error.strerror}: set runs to a directory of a file system with "
-            "locks"
-        ) from None
+        _LOG.warning(
+            "%s can't be locked (%s): nobody will notice if a second command trains in this directory",
+            *(directory / LOCK_FILE, error.strerror),
+        )
