@@ -15,8 +15,8 @@ INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least 
 INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
 
 // A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_factor (of a block's values;
-// infinite for a scale that is never written), NAME_value, NAME_bad (true for a code that is never written), and
-// NAME_code, or steps towards it: loops that narrow by half fill vector registers best.
+// infinite for a scale that is never written), NAME_value and NAME_bad (true for a code that is never written), and
+// NAME_code, or steps towards them: loops that narrow or widen by half fill vector registers best.
 
 typedef struct { float inverse, step; uint8_t byte; } Scale;
 
@@ -42,11 +42,6 @@ INLINE uint16_t e3m0_code(uint16_t head) {
     k = k < 7 ? k : 7;
     return k | (k ? head >> 6 & 8 : 0);
 }
-INLINE float e3m0_value(uint8_t c) {
-    uint32_t k = c & 7;
-    return float_of((uint32_t)(c & 8) << 28 | (k ? (k + 120) << 23 : 0));
-}
-INLINE int e3m0_bad(uint8_t c) { return 0; }
 
 // A float of `bits` bits, `m` of them mantissa, laid out as in IEEE 754; its largest exponent holds numbers too.
 INLINE uint8_t float_code(float unit, int bits, int m, int bias, uint32_t most) {
@@ -149,6 +144,37 @@ INTEGER_CODES(int8, 8)
 INTEGER_CODES(int4, 4)
 INTEGER_CODES(int2, 2)
 
+// NAME_values writes the values of codes under a factor, or adds them; it returns 1 if a code is never written.
+#define VALUES(NAME) \
+    INLINE int NAME##_values(const uint8_t *code, int64_t n, float factor, float *x, int add) { \
+        int bad = 0; \
+        for (int64_t i = 0; i < n; i++) { \
+            float value = NAME##_value(code[i]) * factor; \
+            x[i] = add ? x[i] + value : value; \
+            bad |= NAME##_bad(code[i]); \
+        } \
+        return bad; \
+    }
+VALUES(e4m3)
+VALUES(e5m2)
+VALUES(e2m1)
+VALUES(int8)
+VALUES(int4)
+VALUES(int2)
+// Without a mantissa the upper 16 bits of a float are its value.
+INLINE int e3m0_values(const uint8_t *code, int64_t n, float factor, float *x, int add) {
+    uint16_t head[RUN];
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t c = code[i], k = c & 7;
+        head[i] = (uint16_t)((c & 8) << 12 | (k ? (k + 120) << 7 : 0));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float value = float_of((uint32_t)head[i] << 16) * factor;
+        x[i] = add ? x[i] + value : value;
+    }
+    return 0;
+}
+
 INLINE uint32_t largest(const float *x, int64_t n) {
     uint32_t top = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -193,15 +219,9 @@ INLINE uint32_t largest(const float *x, int64_t n) {
     } \
     INLINE int NAME##_unpack_run(const uint8_t *packed, int64_t n, float factor, float *x, int add) { \
         Codes codes; \
-        int bad = 0; \
         prefetch(x + AHEAD, n < RUN ? n : RUN); \
         split(packed, n, BITS, &codes); \
-        for (int64_t i = 0; i < n; i++) { \
-            float value = NAME##_value(codes.code[i]) * factor; \
-            x[i] = add ? x[i] + value : value; \
-            bad |= NAME##_bad(codes.code[i]); \
-        } \
-        return bad; \
+        return NAME##_values(codes.code, n, factor, x, add); \
     } \
     INLINE int NAME##_unpack_block(const uint8_t *scale, const uint8_t *packed, int64_t n, float *x, int add) { \
         float factor = NAME##_factor(scale); \
