@@ -12,7 +12,7 @@ from diloco.files import make_directory, write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
   max-width: 72rem; }
@@ -39,15 +39,26 @@ th:first-child, td:first-child { text-align: left; }
 
 def write_page(title: str, sections: Iterable[str], path: Path) -> None:
     """Write a page of sections, each a piece of HTML."""
-    body = "\n".join(sections)
-    text = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
+    text = document(title, "\n".join(sections))
     make_directory(path.parent)
     write_atomically(path, [text.encode()])
+
+
+def document(title: str, body: str, *, style: str = STYLE, head: str = "") -> str:
+    """A whole document.
+
+    Args:
+        title: text.
+        body: HTML below the title.
+        style: CSS.
+        head: HTML for the head.
+    """
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"{head}<title>{html.escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
 
 
 def heading(text: str) -> str:

@@ -113,7 +113,7 @@ class TrainingProgress:
     def _eta(self, metrics: StepMetrics) -> str:
         num_left = max(0, self._config.num_tokens - metrics.tokens)
         seconds = num_left * self._seconds / (metrics.tokens - self._tokens_before)
-        return f"ETA {int(seconds // 60)}:{int(seconds % 60):02}"
+        return f"ETA {duration(seconds)}"
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
@@ -157,6 +157,17 @@ def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None
 def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
     total = sum(part["tokens"] for part in contributors.values())
     return ", ".join(f"{name} {part['tokens'] / total:.1%}" for name, part in contributors.items())
+
+
+def duration(seconds: float) -> str:
+    """A time in minutes and seconds, from an hour on with the hours.
+
+    >>> duration(9.6), duration(3723)
+    ('0:09', '1:02:03')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def megabytes(num_bytes: float) -> str:

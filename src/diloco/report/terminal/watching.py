@@ -1,0 +1,45 @@
+"""Runs and stores that go on, as a terminal shows them."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diloco.report.live.facts import labels, run_facts
+from diloco.report.live.watched import Watched
+from diloco.report.terminal.store_status import rendered
+
+_BELOW = ("in flight", "merged per replica")
+"""Facts for which a table of several runs has no room."""
+
+
+def view(watched: Watched) -> RenderableType:
+    """A table of the runs, and the status of each store."""
+    parts: list[RenderableType] = []
+    if watched.runs:
+        parts.append(_runs(watched))
+    if watched.num_left_out:
+        parts.append(Text(f"{watched.num_left_out} older runs are left out"))
+    for store in watched.stores:
+        if store.status is not None:
+            parts.append(rendered(store.url, store.status, store.before, store.seconds))
+        if store.trouble:
+            parts.append(Text(f"{store.url}: {store.trouble}"))
+    return Group(*parts)
+
+
+def _runs(watched: Watched) -> Table:
+    """A column for each fact; for a single run, a line."""
+    facts = [{"": run.standing, **run_facts(run)} for run in watched.runs]
+    names = labels(watched.runs)
+    if len(facts) == 1:
+        table = Table(box=None, show_header=False)
+        for name, value in {"run": names[0], **facts[0]}.items():
+            table.add_row(Text(name), Text(value))
+        return table
+    columns = [name for name in dict.fromkeys(name for one in facts for name in one) if name not in _BELOW]
+    table = Table(box=None, header_style="bold")
+    for name in ("run", *columns):
+        table.add_column(name, justify="left" if name in ("run", "") else "right")
+    for label, one in zip(names, facts, strict=True):
+        table.add_row(*(Text(cell) for cell in (label, *(one.get(name, "") for name in columns))))
+    return table
