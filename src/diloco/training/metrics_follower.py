@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from diloco.errors import FileError
@@ -16,7 +17,7 @@ _BYTES_A_LOOK = 4 << 20
 _RECENT_STEPS = 50
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bin:
     """Consecutive steps of a replica, added up."""
 
@@ -37,10 +38,10 @@ class Bin:
     """Sum over the evaluations."""
     num_evals: int
 
-    def add(self, other: "Bin") -> None:
-        """Count the steps of the next bin here, too."""
-        for name, value in vars(other).items():
-            setattr(self, name, value if name == "tokens" else getattr(self, name) + value)
+    def plus(self, other: "Bin") -> "Bin":
+        """These steps and those of the next bin."""
+        sums = {name: value + getattr(self, name) for name, value in vars(other).items()}
+        return Bin(**(sums | {"tokens": other.tokens}))
 
 
 class ReplicaFollower:
@@ -138,11 +139,10 @@ class ReplicaFollower:
             num_evals=0 if step.eval_loss is None else 1,
         )
         if self.bins and self.bins[-1].num_steps < self._steps_a_bin:
-            self.bins[-1].add(one)
+            self.bins[-1] = self.bins[-1].plus(one)
         else:
             self.bins.append(one)
         if len(self.bins) > MOST_BINS:
             self._steps_a_bin *= 2
-            for first, second in zip(self.bins[::2], self.bins[1::2], strict=False):
-                first.add(second)
-            self.bins = self.bins[::2]
+            pairs = zip_longest(self.bins[::2], self.bins[1::2])
+            self.bins = [first if second is None else first.plus(second) for first, second in pairs]

@@ -60,13 +60,17 @@ function curve(one, path) {
   return shape("path", {
     d: path, fill: "none", stroke: color(one.color), "stroke-linejoin": "round",
     "stroke-width": one.thin ? 1 : 1.8, "stroke-opacity": one.thin ? 0.7 : 1,
-    "stroke-dasharray": one.dashed ? "4 3" : DASHES[Math.max(0, one.color) % DASHES.length],
+    "stroke-dasharray": DASHES[Math.max(0, one.color) % DASHES.length],
   });
 }
 
 function figure(chart, width) {
-  const points = chart.series.flatMap((one) => one.points);
-  const [x0, x1] = range(points.map((point) => point[0]), 0);
+  const end = Math.max(...chart.series.map((one) => one.points[one.points.length - 1][0]));
+  const begin = end * (1 - Number(shown.value));
+  const series = chart.series.map((one) => ({ ...one, points: one.points.filter(([x]) => x >= begin) }))
+    .filter((one) => one.points.length);
+  const points = series.flatMap((one) => one.points);
+  const [x0, x1] = range(points.map((point) => point[0]), begin);
   const [y0, y1] = range(points.map((point) => point[1]), chart.from_zero ? 0 : points[0][1]);
   const x = (value) => LEFT + ((value - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
@@ -80,14 +84,13 @@ function figure(chart, width) {
     svg.append(shape("text", { x: x(tick), y: HEIGHT - BOTTOM + 16, "text-anchor": anchor }, number(tick)));
   }
   svg.append(shape("text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, chart.x));
-  for (const one of chart.series) {
+  for (const one of series) {
     const path = one.points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
     svg.append(curve(one, one.points.length > 1 ? path : `${path}h0.1`));
     if (one.points.length === 1)
       svg.append(shape("circle", { cx: x(one.points[0][0]), cy: y(one.points[0][1]), r: 3, fill: color(one.color) }));
   }
-  const made = element("figure", "", element("h3", chart.title), svg, legend(chart.series));
-  return made;
+  return element("figure", "", element("h3", chart.title), svg, legend(series));
 }
 
 function card(one) {
@@ -124,7 +127,7 @@ function card(one) {
 }
 
 const cards = document.getElementById("cards"), charts = document.getElementById("charts");
-const note = document.getElementById("note");
+const note = document.getElementById("note"), shown = document.getElementById("shown");
 let state = { charts: [], cards: [], note: "" };
 
 function draw() {
@@ -151,4 +154,5 @@ async function look() {
 }
 
 addEventListener("resize", draw);
+shown.addEventListener("change", draw);
 look();

@@ -12,7 +12,11 @@ figure svg { display: block; max-width: 100%; }
 figure text { font: 12px system-ui, sans-serif; fill: #444; }
 figcaption { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin-left: 52px; overflow-wrap: anywhere; }
 figcaption svg { display: inline; vertical-align: middle; }
-#charts { margin-top: 2rem; }
+main { display: flex; flex-direction: column; gap: 1.5rem; }
+main > * { min-width: 0; }
+#charts { margin-top: 1rem; }
+#cards.several { order: 1; }
+select { font: inherit; }
 #cards.several { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
 #cards.several section { border: 1px solid #ccc; border-radius: 6px; padding: .75rem 1rem; min-width: 0; }
@@ -21,13 +25,20 @@ figcaption svg { display: inline; vertical-align: middle; }
 #cards p { margin: .1rem 0; color: #555; }
 #cards dl { margin: .5rem 0; gap: .4rem 1rem; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); }
 .wide { grid-column: 1 / -1; }
+.wide dd { font-weight: normal; }
 progress { width: 100%; accent-color: #1d4ed8; }
 #note:empty { display: none; }
 """
 _SCRIPT = Path(__file__).with_name("page.js").read_text()
-_BODY = f"""<div id="cards"></div>
-<p id="note">Reading …</p>
+_BODY = f"""<p id="note">Reading …</p>
+<main>
+<div id="cards"></div>
+<div id="curves">
+<label>Show <select id="shown"><option value="1">all of the run</option><option value="0.5">the last half</option>
+<option value="0.1">the last tenth</option></select></label>
 <div id="charts" class="figures"></div>
+</div>
+</main>
 <script>{_SCRIPT}</script>"""
 
 

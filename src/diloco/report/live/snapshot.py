@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from diloco.training.metrics_follower import MOST_BINS, Bin, ReplicaFollower
 from diloco.training.run_follower import RunFollower
 
 _MOST_ROWS = 100
+_MOST_RATES = 32
 _TOKENS = "tokens"
 Points = list[tuple[float, float]]
 
@@ -27,7 +29,6 @@ class Series:
     """Number of the colour; -1 is black."""
     points: Points
     thin: bool = False
-    dashed: bool = False
 
 
 @dataclass(kw_only=True)
@@ -81,11 +82,9 @@ def _run_charts(runs: Sequence[RunFollower], names: Sequence[str]) -> Iterator[C
     """The charts of a run show its replicas, those of several runs their means over the replicas."""
     curves = _of_replicas(runs[0]) if len(runs) == 1 else _of_runs(runs, names)
 
-    def chart(title: str, *makers: Callable[[Sequence[Bin]], Points], from_zero: bool = False) -> Chart:
+    def chart(title: str, make: Callable[[Sequence[Bin]], Points], from_zero: bool = False) -> Chart:
         series = [
-            Series(label="" if dashed else label, color=color, points=_mean(list(map(make, bins))), dashed=dashed)
-            for label, color, bins in curves
-            for dashed, make in zip((False, True), makers, strict=False)
+            Series(label=label, color=color, points=_mean(list(map(make, bins)))) for label, color, bins in curves
         ]
         return Chart(title=title, x=_TOKENS, series=[one for one in series if one.points], from_zero=from_zero)
 
@@ -103,7 +102,8 @@ def _run_charts(runs: Sequence[RunFollower], names: Sequence[str]) -> Iterator[C
     yield chart("Tokens/s of all replicas", _speed, from_zero=True)
     yield chart("Compute utilization", _utilization, from_zero=True)
     if any(one.bytes_sent for run in runs for one in run.started):
-        yield chart("Mbit/s sent (lines) and merged (dashes) by a replica", _sent, _received, from_zero=True)
+        yield chart("Sent by a replica, Mbit/s", _sent, from_zero=True)
+        yield chart("Merged by a replica, Mbit/s", _received, from_zero=True)
 
 
 _Curves = list[tuple[str, int, list[list[Bin]]]]
@@ -141,20 +141,25 @@ def _held_out(bins: Sequence[Bin]) -> Points:
     return [_point(one.tokens, one.eval_loss / one.num_evals) for one in bins if one.num_evals]
 
 
-def _speed(bins: Sequence[Bin]) -> Points:
-    return [_point(one.tokens, one.new_tokens / one.timed_seconds) for one in bins if one.timed_seconds]
+def _rate(value: Callable[[Bin], float], seconds: str = "seconds") -> Callable[[Sequence[Bin]], Points]:
+    """A rate over longer parts of the run, since a single step may send all or nothing."""
+
+    def points(bins: Sequence[Bin]) -> Points:
+        parts = (reduce(Bin.plus, part) for part in _parts(bins, _MOST_RATES))
+        return [_point(one.tokens, value(one) / getattr(one, seconds)) for one in parts if getattr(one, seconds)]
+
+    return points
 
 
-def _utilization(bins: Sequence[Bin]) -> Points:
-    return [_point(one.tokens, 1 - one.blocked_seconds / one.seconds) for one in bins]
+def _parts(bins: Sequence[Bin], most: int) -> Iterator[Sequence[Bin]]:
+    size = -(-len(bins) // most)
+    return (bins[start : start + size] for start in range(0, len(bins), size or 1))
 
 
-def _sent(bins: Sequence[Bin]) -> Points:
-    return [_point(one.tokens, 8e-6 * one.bytes_sent / one.seconds) for one in bins]
-
-
-def _received(bins: Sequence[Bin]) -> Points:
-    return [_point(one.tokens, 8e-6 * one.bytes_received / one.seconds) for one in bins]
+_speed = _rate(lambda one: one.new_tokens, "timed_seconds")
+_utilization = _rate(lambda one: one.seconds - one.blocked_seconds)
+_sent = _rate(lambda one: 8e-6 * one.bytes_sent)
+_received = _rate(lambda one: 8e-6 * one.bytes_received)
 
 
 def _store_charts(store: StoreFollower) -> list[Chart]:
@@ -183,8 +188,7 @@ def _store_card(store: StoreFollower) -> Card:
     shown = sorted(status.replicas, key=lambda one: (one.standing != "active", -one.number))[:_MOST_ROWS]
     rows = [
         (
-            str(one.number),
-            one.name,
+            f"{one.number} {one.name}",
             one.standing,
             f"{one.tokens:,}",
             f"{one.steps:,}",
@@ -197,6 +201,6 @@ def _store_card(store: StoreFollower) -> Card:
         color=-1,
         standing=standing,
         facts=store_facts(status, store.before, store.seconds),
-        columns=("replica", "name", "", "tokens", "steps", "last outer steps"),
+        columns=("replica", "", "tokens", "steps", "lately"),
         rows=rows,
     )

@@ -8,8 +8,17 @@ from diloco.report.live.facts import labels, run_facts
 from diloco.report.live.watched import Watched
 from diloco.report.terminal.store_status import rendered
 
-_BELOW = ("in flight", "merged per replica")
-"""Facts for which a table of several runs has no room."""
+_HEADINGS = {
+    "": "",
+    "step": "step",
+    "loss": "loss",
+    "held-out loss": "held-out",
+    "tokens/s": "tokens/s",
+    "compute utilization": "utilization",
+    "sent per replica": "sent",
+    "ETA": "ETA",
+}
+"""The facts for which a table of several runs has room."""
 
 
 def view(watched: Watched) -> RenderableType:
@@ -36,10 +45,11 @@ def _runs(watched: Watched) -> Table:
         for name, value in {"run": names[0], **facts[0]}.items():
             table.add_row(Text(name), Text(value))
         return table
-    columns = [name for name in dict.fromkeys(name for one in facts for name in one) if name not in _BELOW]
     table = Table(box=None, header_style="bold")
-    for name in ("run", *columns):
-        table.add_column(name, justify="left" if name in ("run", "") else "right")
+    table.add_column("run", overflow="fold")
+    for heading in _HEADINGS.values():
+        is_text = not heading  # the only other column that may take several lines
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
     for label, one in zip(names, facts, strict=True):
-        table.add_row(*(Text(cell) for cell in (label, *(one.get(name, "") for name in columns))))
+        table.add_row(*(Text(cell) for cell in (label, *(one.get(name, "") for name in _HEADINGS))))
     return table
