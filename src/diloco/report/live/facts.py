@@ -1,14 +1,11 @@
 """The facts of a run or a store that goes on, as text by name: what the page and the terminal show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from diloco.rendezvous.status import RunStatus
 from diloco.report.terminal.training import duration, megabytes
-from diloco.training.config import TrainConfig
 from diloco.training.run_follower import RunFollower
-from diloco.training.traits import fields_with, flat_json
 
-_MOST_DIFFERENCES = 4
 _MOST_FLIGHTS = 8
 
 
@@ -68,30 +65,4 @@ def store_facts(status: RunStatus, before: RunStatus | None, seconds: float) -> 
         "entries": f"{status.entries:,}",
         "up, about": megabytes(status.traffic.bytes_up),
         "down, about": megabytes(status.traffic.bytes_down),
-    }
-
-
-def labels(runs: Sequence[RunFollower]) -> list[str]:
-    """A name for each run; where they are several, with the few settings in which they differ."""
-    names, flat = [run.directory.name for run in runs], [_settings(run.config) for run in runs]
-    begun = [settings for settings in flat if settings]
-    differing = [name for name in (begun[0] if begun else ()) if len({one.get(name) for one in begun}) > 1]
-    if not differing or len(differing) > _MOST_DIFFERENCES:
-        return names
-    return [
-        ", ".join(
-            [name, *(f"{field.rpartition('.')[2]}={settings[field]}" for field in differing if field in settings)]
-        )
-        for name, settings in zip(names, flat, strict=True)
-    ]
-
-
-def _settings(config: TrainConfig | None) -> dict[str, str | int | float | bool]:
-    if config is None:
-        return {}
-    hidden = (*fields_with(TrainConfig, "incidental"), *fields_with(TrainConfig, "own_to_a_replica"))
-    return {
-        name: value
-        for name, value in flat_json(config).items()
-        if not any(f"{name}.".startswith(f"{other}.") for other in hidden)
     }

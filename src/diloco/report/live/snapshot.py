@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 
 from diloco.rendezvous.timeline import Timeline, binned
-from diloco.report.live.facts import labels, run_facts, store_facts
+from diloco.report.live.facts import run_facts, store_facts
 from diloco.report.live.watched import StoreFollower, Watched
 from diloco.training.metrics_follower import MOST_BINS, Bin, ReplicaFollower
 from diloco.training.run_follower import RunFollower
@@ -58,7 +58,7 @@ class Card:
 
 def snapshot(watched: Watched) -> bytes:
     """The state after the last look, as JSON."""
-    names = labels(watched.runs)
+    names = watched.labels
     charts = [chart for chart in _run_charts(watched.runs, names) if chart.series]
     cards = [
         Card(

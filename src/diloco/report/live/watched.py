@@ -10,6 +10,7 @@ from diloco.rendezvous.history import is_store
 from diloco.rendezvous.look import Look
 from diloco.rendezvous.status import RunStatus
 from diloco.rendezvous.timeline import Timeline
+from diloco.report.labels import labels
 from diloco.training.run_follower import RunFollower
 from diloco.training.runs import CONFIG_FILE
 
@@ -82,6 +83,11 @@ class Watched:
     def runs(self) -> list[RunFollower]:
         """In the order in which they were named; those of a directory by name."""
         return list(self._runs.values())
+
+    @property
+    def labels(self) -> list[str]:
+        """A name for each of the runs."""
+        return labels([run.directory.name for run in self.runs], [run.config for run in self.runs])
 
     @property
     def stores(self) -> list[StoreFollower]:

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.report.live.facts import labels, run_facts
+from diloco.report.live.facts import run_facts
 from diloco.report.live.watched import Watched
 from diloco.report.terminal.store_status import rendered
 
@@ -39,7 +39,7 @@ def view(watched: Watched) -> RenderableType:
 def _runs(watched: Watched) -> Table:
     """A column for each fact; for a single run, a line."""
     facts = [{"": run.standing, **run_facts(run)} for run in watched.runs]
-    names = labels(watched.runs)
+    names = watched.labels
     if len(facts) == 1:
         table = Table(box=None, show_header=False)
         for name, value in {"run": names[0], **facts[0]}.items():
