@@ -1,6 +1,5 @@
 """`diloco watch`: runs and stores while they go on, in the terminal or on a page in the browser."""
 
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,10 +54,8 @@ def _serve(watched: "Watched", title: str, port: int) -> None:
 
     server = LiveServer(watched, title=title, port=port)
     print(f"{server.url} (Ctrl-C ends it)", flush=True)
-    thread = threading.Thread(target=server.serve, daemon=True)
-    thread.start()
     try:
-        thread.join()
+        server.serve()
     finally:
         server.close()
 

@@ -13,7 +13,7 @@ from diloco.training.metrics import StepMetrics
 MOST_BINS = 256
 """Points of a curve, at the most."""
 _BYTES_A_LOOK = 4 << 20
-"""Of one replica; the next look reads on."""
+"""The most that a look reads of one file; the next look reads on."""
 _RECENT_STEPS = 50
 
 
@@ -23,9 +23,9 @@ class Bin:
 
     num_steps: int
     tokens: int
-    """Of all replicas, after the last of these steps."""
+    """Tokens of all replicas after the last of these steps."""
     new_tokens: int
-    """Of all replicas, in these steps, but in the first that is known."""
+    """Tokens of all replicas in these steps; those of the first line are not known."""
     timed_seconds: float
     """Time of the steps whose `new_tokens` are known."""
     seconds: float

@@ -163,7 +163,7 @@ def schedule_of(config: TrainConfig) -> Schedule | None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written anew; None if it is not there."""
+    """A value that changes when a file is written anew; None if it is not there."""
     try:
         status = path.stat()
     except OSError:

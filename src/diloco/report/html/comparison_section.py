@@ -14,6 +14,7 @@ from diloco.report.terminal.training import duration, megabytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_MOST_LETTERS = 48
 _Curve = tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]
 
 
@@ -29,16 +30,25 @@ def comparison_section(runs: Sequence[RunRecord]) -> str:
         [run.config.name, *(str(values[index]) for values in settings.values()), *_results(run).values()]
         for index, run in enumerate(runs)
     ]
-    columns = ["run", *settings, *_results(runs[0])]
+    columns = ["run", *(name.rpartition(".")[2] for name in settings), *_results(runs[0])]
     about = "Settings in which the runs differ, and results; bytes are those that a replica sent."
     return "\n".join([heading(f"{len(runs)} runs"), figures(drawn), paragraph(about), table(columns, rows)])
 
 
 def _figure(y_label: str, names: Sequence[str], curves: "Sequence[_Curve] | map[_Curve]") -> "Figure":
     figure, axes = new_axes("tokens", f"{y_label}, nats a token")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", nbins=5)
     for index, (name, (x, y)) in enumerate(zip(names, curves, strict=True)):
         shade = viridis(0.6 * index / max(1, len(names) - 1))
-        axes.plot(x, y, color=shade, ls=STYLES[index % len(STYLES)], marker="o" if len(x) == 1 else "", label=name)
+        axes.plot(
+            x,
+            y,
+            color=shade,
+            ls=STYLES[index % len(STYLES)],
+            marker="o" if len(x) == 1 else "",
+            label=name[:_MOST_LETTERS],
+        )
     # A name is any text: a `$` in it would begin mathematics.
     for text in axes.legend(fontsize=8, frameon=False).get_texts():
         text.set_parse_math(False)

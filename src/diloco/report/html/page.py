@@ -16,11 +16,11 @@ STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
   max-width: 72rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.5rem 0 .5rem; border-top: 1px solid #ccc; padding-top: 1rem;
   overflow-wrap: anywhere; }
 p, dd { max-width: 46rem; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .75rem 1rem;
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 10.5rem), 1fr)); gap: .75rem 1rem;
   margin: 1rem 0; }
 dt { font-size: .8rem; color: #555; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
@@ -74,7 +74,8 @@ def paragraph(text: str) -> str:
 def facts(values: Mapping[str, str]) -> str:
     """A list of names with their values; `data-fact` lets a program find a value by its name."""
     items = (
-        f'<div><dt>{html.escape(name)}</dt><dd data-fact="{html.escape(name)}">{html.escape(value)}</dd></div>'
+        f'<div><dt>{html.escape(name)}</dt><dd data-fact="{html.escape(name)}">'
+        f"{html.escape(value).replace('_', '_<wbr>')}</dd></div>"
         for name, value in values.items()
     )
     return f"<dl>{''.join(items)}</dl>"

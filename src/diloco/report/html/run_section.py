@@ -31,7 +31,7 @@ class RunRecord:
     summary: Summary | None
     """None before the end."""
     metrics: dict[int, _Metrics]
-    """Of the replicas that have taken a step on this machine, at least one."""
+    """The steps of each replica that has taken one on this machine; at least one has."""
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -175,7 +175,7 @@ def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
     axes.plot(x, 1 - blocked / seconds, color=viridis(0.0), label="compute utilization")
     axes.plot(x, blocked / seconds, color=viridis(0.5), ls="--", label="blocked")
     axes.set_ylim(-0.02, 1.05)
-    axes.legend(fontsize=8, frameon=False, loc="center right")
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 

@@ -55,7 +55,7 @@ class LiveServer:
 
     def serve(self) -> None:
         """Answer until `close`."""
-        self._server.serve_forever()
+        self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
         """Free the port; `serve` returns."""

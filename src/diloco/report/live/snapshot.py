@@ -1,4 +1,4 @@
-"""What the page draws, as JSON: charts of curves, and a card for each run and store."""
+"""The state that the page draws, as JSON: charts of curves, and a card for each run and store."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
