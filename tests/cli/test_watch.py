@@ -26,7 +26,7 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     run.append(Leave(finished=True), author=0)
     main(["watch", str(finished_run), str(run.directory)])
     printed = capsys.readouterr().out
-    assert "120 of 120" in printed and "of 3 replicas active, finished" in printed
+    assert "120 of 120" in printed and re.search("of [0-9] replicas active, finished", printed)
 
 
 def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, monkeypatch):

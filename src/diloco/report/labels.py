@@ -1,6 +1,7 @@
 """Names of runs that are shown beside each other: their own, and the settings in which they differ."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from diloco.training.config import TrainConfig
 from diloco.training.traits import fields_with, flat_json
@@ -22,18 +23,38 @@ def differing_settings(configs: Sequence[TrainConfig]) -> dict[str, list[Setting
     }
 
 
-def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[str]:
-    """A label for each run: its name, with the settings in which the runs differ where those are few."""
-    known = [config for config in configs if config is not None]
-    settings = differing_settings(known)
-    if len(settings) > _MOST:
-        return list(names)
-    values = (dict(zip(settings, row, strict=True)) for row in zip(*settings.values(), strict=True))
+@dataclass(frozen=True)
+class Label:
+    """The name of a run among others."""
+
+    name: str
+    settings: str
+    """Those in which the runs differ, where they are few; else empty."""
+
+    def __str__(self) -> str:
+        """All of it."""
+        return ", ".join(part for part in (self.name, self.settings) if part)
+
+
+def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[Label]:
+    """A label for each run; a run without a config has not begun."""
+    settings = differing_settings([config for config in configs if config is not None])
+    if not 0 < len(settings) <= _MOST:
+        return [Label(name, "") for name in names]
+    values = zip(*settings.values(), strict=True)
     return [
-        name if config is None or not settings else ", ".join([name, *_texts(next(values))])
+        Label(name, "" if config is None else _text(settings, next(values)))
         for name, config in zip(names, configs, strict=True)
     ]
 
 
-def _texts(values: dict[str, Setting]) -> list[str]:
-    return [f"{name.rpartition('.')[2]}={value}" for name, value in values.items() if value != ""]
+def _text(names: Iterable[str], values: Iterable[Setting]) -> str:
+    return ", ".join(
+        f"{name.rpartition('.')[2]}={value}" for name, value in zip(names, values, strict=True) if value != ""
+    )
+
+
+def short(labels: Sequence[Label]) -> list[str]:
+    """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
+    settings = [label.settings for label in labels]
+    return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]

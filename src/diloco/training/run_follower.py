@@ -134,7 +134,10 @@ class RunFollower:
 
     def in_flight(self) -> dict[int, dict[int, int]]:
         """For each replica the fragments that it has sent and not merged since, with the steps of sending."""
-        if self._schedule is None or self.summary is not None:
+        config = self.config
+        if self._schedule is None or self.summary is not None or config is None:
+            return {}
+        if config.num_replicas == 1 and config.rendezvous is None:  # nothing travels
             return {}
         flights = {}
         for replica, follower in sorted(self.replicas.items()):

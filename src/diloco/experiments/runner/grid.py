@@ -88,6 +88,7 @@ def run_grid(
     for data in dict.fromkeys(job_in[path].config.data for path in waiting):
         # Once, before several jobs do so at the same time.
         resolve_data(data, progress=lambda prepared: on_progress(replace(progress, preparing=prepared)))
+    on_progress(progress)
 
     yield _rows(runs, jobs, results)
     pending = {machines.submit(job_in[path]): path for path in waiting}

@@ -8,7 +8,7 @@ import numpy as np
 from diloco.report.figures.drawing import STYLES, binned_means, new_axes, viridis
 from diloco.report.html.page import figures, heading, paragraph, table
 from diloco.report.html.run_section import RunRecord, held_out_losses, tail_loss
-from diloco.report.labels import differing_settings, labels
+from diloco.report.labels import differing_settings, labels, short
 from diloco.report.terminal.training import duration, megabytes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _Curve = tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]
 
 def comparison_section(runs: Sequence[RunRecord]) -> str:
     """The section of several runs."""
-    names = labels([run.config.name for run in runs], [run.config for run in runs])
+    names = short(labels([run.config.name for run in runs], [run.config for run in runs]))
     drawn = {"Training loss, the mean over the replicas": _figure("training loss", names, map(_training, runs))}
     held_out = list(map(_held_out, runs))
     if any(len(x) for x, _ in held_out):

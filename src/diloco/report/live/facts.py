@@ -26,9 +26,9 @@ def run_facts(run: RunFollower) -> dict[str, str]:
         "compute utilization": f"{1 - sum(one.blocked_seconds for one in replicas) / seconds:.1%}",
         "MFU": f"{last.model_flops_utilization:.1%}" if last.model_flops_utilization is not None else "",
         "memory": megabytes(last.peak_memory_bytes) if last.peak_memory_bytes else "",
-        "sent per replica": megabytes(sum(sent) / len(sent)),
-        "merged per replica": megabytes(sum(received) / len(received)),
-        "ETA": duration(run.eta_seconds) if run.eta_seconds is not None else "",
+        "sent per replica": megabytes(sum(sent) / len(sent)) if any(sent) else "",
+        "merged per replica": megabytes(sum(received) / len(received)) if any(received) else "",
+        "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
         "in flight": _in_flight(run.in_flight()),
     }
     return {name: value for name, value in facts.items() if value}

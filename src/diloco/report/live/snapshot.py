@@ -8,6 +8,7 @@ from functools import reduce
 import numpy as np
 
 from diloco.rendezvous.timeline import Timeline, binned
+from diloco.report.labels import short
 from diloco.report.live.facts import run_facts, store_facts
 from diloco.report.live.watched import StoreFollower, Watched
 from diloco.training.metrics_follower import MOST_BINS, Bin, ReplicaFollower
@@ -59,10 +60,10 @@ class Card:
 def snapshot(watched: Watched) -> bytes:
     """The state after the last look, as JSON."""
     names = watched.labels
-    charts = [chart for chart in _run_charts(watched.runs, names) if chart.series]
+    charts = [chart for chart in _run_charts(watched.runs, short(names)) if chart.series]
     cards = [
         Card(
-            title=name,
+            title=str(name),
             color=index if len(names) > 1 else -1,
             standing=run.standing,
             part=run.part,
@@ -184,7 +185,8 @@ def _store_card(store: StoreFollower) -> Card:
     status = store.status
     if status is None:
         return Card(title=store.url, color=-1, standing=store.trouble or "not read yet")
-    standing = store.trouble or ("finished" if status.finished else "reading" if store.is_behind else "running")
+    going = "running" if status.num_active else "no replica is active"
+    standing = store.trouble or ("finished" if status.finished else "reading" if store.is_behind else going)
     shown = sorted(status.replicas, key=lambda one: (one.standing != "active", -one.number))[:_MOST_ROWS]
     rows = [
         (

@@ -10,7 +10,7 @@ from diloco.rendezvous.history import is_store
 from diloco.rendezvous.look import Look
 from diloco.rendezvous.status import RunStatus
 from diloco.rendezvous.timeline import Timeline
-from diloco.report.labels import labels
+from diloco.report.labels import Label, labels
 from diloco.training.run_follower import RunFollower
 from diloco.training.runs import CONFIG_FILE
 
@@ -85,7 +85,7 @@ class Watched:
         return list(self._runs.values())
 
     @property
-    def labels(self) -> list[str]:
+    def labels(self) -> list[Label]:
         """A name for each of the runs."""
         return labels([run.directory.name for run in self.runs], [run.config for run in self.runs])
 

@@ -39,7 +39,7 @@ def view(watched: Watched) -> RenderableType:
 def _runs(watched: Watched) -> Table:
     """A column for each fact; for a single run, a line."""
     facts = [{"": run.standing, **run_facts(run)} for run in watched.runs]
-    names = watched.labels
+    names = list(map(str, watched.labels))
     if len(facts) == 1:
         table = Table(box=None, show_header=False)
         for name, value in {"run": names[0], **facts[0]}.items():
