@@ -89,7 +89,7 @@ def test_metrics_that_a_resume_wrote_anew_are_read_from_their_beginning(growing)
     assert sum(part.num_steps for part in follower.started[0].bins) == 40
 
 
-def test_a_damaged_line_is_named_at_every_look_and_nothing_is_counted_twice(growing):
+def test_damage_is_named_at_every_look_and_nothing_is_counted_twice(growing):
     run, grow = growing
     grow(5)
     with (run / "metrics-0.jsonl").open("a") as file:
@@ -99,6 +99,10 @@ def test_a_damaged_line_is_named_at_every_look_and_nothing_is_counted_twice(grow
         follower.again()
         assert "metrics-0.jsonl, line 6, can't be read" in follower.standing
     assert sum(part.num_steps for part in follower.replicas[0].bins) == 5
+    (run / "config.json").write_text("{")
+    for _ in range(2):
+        follower.again()
+        assert "config.json can't be read" in follower.standing and follower.config is None
 
 
 def test_curves_of_long_runs_keep_all_steps_in_bounded_memory_and_looks_read_bounded_parts(tmp_path, monkeypatch):

@@ -53,10 +53,10 @@ class RunFollower:
     def _look(self) -> None:
         stamp = _stamp(self.directory / CONFIG_FILE)
         if stamp != self._stamp:
-            self.config, self.replicas, self._schedule, self._stamp = None, {}, None, stamp
+            self.config, self.replicas, self._schedule, self._stamp = None, {}, None, None
             if stamp is not None:
-                self.config = read_config(self.directory)
-                self._schedule = schedule_of(self.config)
+                config = read_config(self.directory)
+                self._schedule, self.config, self._stamp = schedule_of(config), config, stamp
         if self.config is None:
             return
         summary = self.directory / SUMMARY_FILE

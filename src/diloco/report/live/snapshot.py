@@ -152,9 +152,10 @@ def _rate(value: Callable[[Bin], float], seconds: str = "seconds") -> Callable[[
     return points
 
 
-def _parts(bins: Sequence[Bin], most: int) -> Iterator[Sequence[Bin]]:
-    size = -(-len(bins) // most)
-    return (bins[start : start + size] for start in range(0, len(bins), size or 1))
+def _parts(bins: Sequence[Bin], most: int) -> list[Sequence[Bin]]:
+    """Equal parts; bins that do not fill a last one are left out, as its rate would say little."""
+    size = max(1, -(-len(bins) // most))
+    return [bins[end - size : end] for end in range(size, len(bins) + 1, size)]
 
 
 _speed = _rate(lambda one: one.new_tokens, "timed_seconds")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from diloco.errors import DilocoError
@@ -110,7 +111,10 @@ class Watched:
         if (path / CONFIG_FILE).exists() or not path.is_dir():
             yield path
             return
-        configs = [(file.stat().st_mtime, file.parent) for file in path.glob(f"*/{CONFIG_FILE}")]
+        configs: list[tuple[float, Path]] = []
+        for file in path.glob(f"*/{CONFIG_FILE}"):
+            with suppress(OSError):  # it was removed a moment ago
+                configs.append((file.stat().st_mtime, file.parent))
         self.num_left_out += max(0, len(configs) - MOST_RUNS)
         yield from sorted(run for _, run in sorted(configs)[-MOST_RUNS:]) or [path]
 
