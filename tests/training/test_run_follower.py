@@ -77,16 +77,21 @@ def test_what_is_in_flight_was_sent_and_not_merged(growing, num_steps):
         assert follower.in_flight()[replica] == {sync.fragment: sync.step for sync in sent}
 
 
-def test_metrics_that_a_resume_wrote_anew_are_read_from_their_beginning(growing):
+def test_metrics_that_a_resume_wrote_anew_are_read_from_their_beginning(growing, finished_run):
     run, grow = growing
     grow(60)
     follower = RunFollower(run)
     follower.again()
-    log = MetricsLog(run, 0, after_step=40)
-    log.close()
-    follower.again()
-    assert [one.last.step for one in follower.started] == [40, 60]
-    assert sum(part.num_steps for part in follower.started[0].bins) == 40
+    for num_new in (40, 0):  # more bytes than at the last look, and fewer
+        log = MetricsLog(run, 0, after_step=40)
+        for step in read_metrics(finished_run, 1)[40 : 40 + num_new]:
+            log.write(replace(step, loss=9.0))
+        log.close()
+        follower.again()
+        (one, other), steps = follower.started, read_metrics(run, 0)
+        assert (one.last.step, other.last.step) == (len(steps), 60)
+        assert sum(part.num_steps for part in one.bins) == len(steps)
+        assert sum(part.loss for part in one.bins) == pytest.approx(sum(step.loss for step in steps))
 
 
 def test_damage_is_named_at_every_look_and_nothing_is_counted_twice(growing):
