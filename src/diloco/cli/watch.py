@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from diloco.report.live.watched import Watched
 
 HELP = "runs while they go on, in the terminal or on a live page: diloco watch RUN|DIR|STORE … [--serve]"
-ORDER = 2
+ORDER = 3
 
 
 def run(arguments: list[str]) -> None:

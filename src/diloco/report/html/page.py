@@ -23,7 +23,7 @@ p, dd { max-width: 46rem; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 10.5rem), 1fr)); gap: .75rem 1rem;
   margin: 1rem 0; }
 dt { font-size: .8rem; color: #555; }
-dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
+dd { margin: 0; font-size: .95rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.25rem; }
 figure { margin: 0; break-inside: avoid; }
 figure img { width: 100%; height: auto; }
