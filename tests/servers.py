@@ -27,6 +27,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.ports import free_port
 
 # Nothing of diloco or torch is imported with this file: conftest.py has yet to change how that is done.
 
