@@ -63,7 +63,8 @@ def test_a_second_sweep_adds_to_the_table(text, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "2 runs, of which 0 failed, beside 2 that this command does not ask for\n" in printed.out
     assert "now: diloco scaling fit --data" in printed.out
-    assert "sweep: 100.0% done" in printed.err, "where there is no terminal"
+    assert "sweep: 0 of 2 runs done, 0 running, 2 left, 0.0%" in printed.err, "where there is no terminal"
+    assert "sweep: 2 of 2 runs done, 0 running, 0 left, 100.0%" in printed.err
     rows = read_rows(tmp_path / "sweep" / "sweep.csv")
     assert len({(row["params"], row["replicas"]) for row in rows}) == 4
     # Settings without a column must be the same, those with one may differ.

@@ -1,15 +1,19 @@
 """The machines that run a grid, and its progress, for `diloco experiment` and `diloco sweep`."""
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.live import Live
 
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import LocalMachine, Machines
+from diloco.experiments.runner.progress import GridProgress
+from diloco.report.terminal.grid import GridView
+
+_SECONDS_IN_A_TERMINAL = 1.0
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 def machines_of(cores: int | None, ray: str | None) -> Machines:
@@ -30,20 +34,33 @@ def machines_of(cores: int | None, ray: str | None) -> Machines:
 
 
 @contextmanager
-def grid_progress(name: str) -> Iterator[Callable[[float], None]]:
-    """A progress bar, or lines without a terminal; yields the callback that takes the part that is done."""
-    first: list[tuple[float, float]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("ETA {task.fields[eta]}"), console=Console(stderr=True)) as progress:
-        bar = progress.add_task(name, total=1.0, eta="?")
+def grid_progress(name: str) -> Iterator[Callable[[GridProgress], None]]:
+    """Lines that are kept up to date, or printed now and then without a terminal; yields a callback for news."""
+    console = Console(stderr=True)
+    view, over, is_terminal = GridView(name), threading.Event(), console.is_terminal
 
-        def on_finished(part: float) -> None:
-            now = time.monotonic()
-            first.append((now, part))
-            start, done = first[0]
-            eta = str(timedelta(seconds=round((now - start) * (1 - part) / (part - done)))) if part > done else "?"
-            progress.update(bar, completed=part, eta=eta)
-            if not progress.console.is_terminal:
-                progress.console.print(f"{name}: {part:.1%} done, ETA {eta}", highlight=False)
+    def show(live: Live) -> None:
+        if is_terminal:
+            live.update(view.rendered(), refresh=True)
+        else:
+            console.print(view.rendered(), highlight=False, soft_wrap=True)
 
-        yield on_finished
+    def show_again(live: Live) -> None:
+        while not over.wait(_SECONDS_IN_A_TERMINAL if is_terminal else _SECONDS_BETWEEN_LINES):
+            if view.progress is not None:
+                show(live)
+
+    with Live(console=console, auto_refresh=False, transient=not is_terminal) as live:
+
+        def on_progress(progress: GridProgress) -> None:
+            is_first, view.progress = view.progress is None, progress
+            if is_terminal or is_first or progress.preparing is None:
+                show(live)
+
+        thread = threading.Thread(target=show_again, args=(live,), daemon=True)
+        thread.start()
+        try:
+            yield on_progress
+        finally:
+            over.set()
+            thread.join()

@@ -114,9 +114,9 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     from diloco.report.figures.experiments import draw_experiment
 
     rows: list[dict] = []
-    with grid_progress(one.name) as on_finished:
+    with grid_progress(one.name) as on_progress:
         for results in run_grid(
-            one.runs, output / "runs", machines, **_asked(one, tasks), on_finished=on_finished
+            one.runs, output / "runs", machines, **_asked(one, tasks), on_progress=on_progress
         ):
             rows = [{"tier": tier, **row} for row in results]
             if rows:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
@@ -18,6 +19,7 @@ from diloco.experiments.runner.grid import LabelledRun, Machines, adopt
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
 from diloco.measure.step import flops_per_second
+from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
@@ -74,12 +76,14 @@ def _sweep_of(command: Command) -> Sweep:
         raise UserError("axis names nothing to vary: give one such as learning_rate=0.004,0.008", "axis")
     if command.cores is not None and command.cores < 1:
         raise UserError(f"cores={command.cores} must be at least 1; left out, all are used", "cores")
+    with preparation_progress(Console(stderr=True)) as progress:
+        prepared = resolve_data(config.data, progress=progress)
     return Sweep(
         base=config,
         axes=_axes("axis", command.axis),
         then=_axes("then", command.then),
         tokens_per_param=command.tokens_per_param,
-        vocab_size=load_tokenizer(resolve_data(config.data)).vocab_size,
+        vocab_size=load_tokenizer(prepared).vocab_size,
     )
 
 
@@ -105,8 +109,8 @@ def _run_sweep(sweep: Sweep, machines: Machines, output: Path) -> None:
     adopt(earlier, output / "runs")
     rows: list[dict] = []
     others: list[dict] = []
-    with grid_progress("sweep") as on_finished:
-        for rows in run_sweep(sweep, output / "runs", machines, on_finished=on_finished):
+    with grid_progress("sweep") as on_progress:
+        for rows in run_sweep(sweep, output / "runs", machines, on_progress=on_progress):
             done = {row["run"] for row in rows}
             # Also rows of this sweep itself that the grid has not reached again after an interruption.
             others = [row for row in earlier if row["run"] not in done]

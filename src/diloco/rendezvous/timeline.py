@@ -65,9 +65,9 @@ class Timeline:
                 self.lives[counted.replica].ended = state.num_outer
 
     def close(self) -> None:
-        """Settle who is active after the last entry, and who has died."""
+        """Settle who is active after the last entry so far, and who has died."""
         for number, life in enumerate(self.lives):
-            if life.end == "active":
+            if life.end in ("active", "died"):
                 self._end(number, "active" if self.state.is_active(number) else "died")
 
     def _end(self, number: int, end: End) -> None:

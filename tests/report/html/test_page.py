@@ -4,10 +4,10 @@ import html
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
 from diloco.cli.main import main
@@ -19,9 +19,6 @@ from diloco.report.html import page as parts
 pytest.importorskip("matplotlib")
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
 """Experiments: one over names, one with the paper's numbers, and one with zero-shot accuracies."""
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
-PHONE, DESK = (390, 844), (1280, 900)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +31,6 @@ def page(finished_run, tmp_path_factory) -> Path:
         write_rows([{"tier": "small", **row} for row in made_up(one)], tables[-1])
     main(["report", str(finished_run), *map(str, tables), "--output", str(folder / "report.html")])
     return folder / "report.html"
-
-
-def browser(*flags: str) -> subprocess.CompletedProcess:
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-    ]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=True)
 
 
 def facts(text: str) -> dict[str, str]:
@@ -82,26 +66,16 @@ def test_the_page_has_the_numbers_and_asks_for_nothing(page, finished_run):
 
 
 @needs_chromium
-@pytest.mark.parametrize("size", [PHONE, DESK])
-def test_nothing_is_wider_than_the_screen_or_missing(page, size, tmp_path):
-    width, height = size
-    script = """<script>
-      const broken = [...document.images].filter(image => !image.naturalWidth).length;
-      const small = [...document.images].filter(image => image.clientWidth < 300).length;
-      const sizes = [document.documentElement.scrollWidth, window.innerWidth, broken, small].join(' ');
-      parent.postMessage(sizes, '*');
-    </script></body>"""
-    measured, around = tmp_path / "measured.html", tmp_path / "around.html"
-    measured.write_text(page.read_text().replace("</body>", script))
-    # A browser's own window is 500 pixels wide at the least.
-    around.write_text(
-        "<script>addEventListener('message', event => { document.title = event.data; });</script>"
-        f'<iframe src="measured.html" width="{width}" height="{height}" frameborder="0"></iframe>'
-    )
-    wide = f"--window-size={max(500, width + 20)},{height + 20}"
-    printed = browser(wide, "--virtual-time-budget=10000", "--dump-dom", around.as_uri()).stdout
-    scroll, inner, broken, small = map(int, re.search(r"<title>([\d ]+)</title>", printed)[1].split())
-    assert scroll <= inner == width and (broken, small) == (0, 0)
+def test_nothing_is_wider_than_the_screen_or_missing(page, tmp_path):
+    with opened_page(tmp_path / "profile") as opened:
+        for width, height in (PHONE, DESK):
+            opened.open(page.as_uri(), size=(width, height))
+            opened.wait_until("document.readyState == 'complete' && document.images.length > 9")
+            broken, small = "!image.naturalWidth", "image.clientWidth < 300"
+            for wrong in (broken, small):
+                assert opened.value(f"[...document.images].filter(image => {wrong}).length") == 0
+            assert opened.value("document.documentElement.scrollWidth") <= opened.value("innerWidth") == width
+        assert opened.console == []
 
 
 def test_nothing_that_a_stranger_wrote_is_markup(tmp_path):
@@ -115,6 +89,23 @@ def test_nothing_that_a_stranger_wrote_is_markup(tmp_path):
     parts.write_page(evil, sections, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<script" not in text and text.count("&quot;&gt;&lt;script&gt;") == 2 + 1 + 1 + 3 + 2
+
+
+def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
+    other = tmp_path / "$x$ & <other>"
+    shutil.copytree(finished_run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    config, summary = (json.loads((other / f"{name}.json").read_text()) for name in ("config", "summary"))
+    config["optimizer"]["learning_rate"] = 0.25
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "summary.json").write_text(json.dumps(summary | {"eval_loss": 9.25}))
+    main(["report", str(finished_run), str(other), "--output", str(tmp_path / "two.html")])
+    text = (tmp_path / "two.html").read_text()
+    assert re.findall("<h2>([^<]+)", text) == ["2 runs", "Run streaming", f"Run {html.escape(other.name)}"]
+    rows = [re.findall("<t[hd]>([^<]*)", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+    assert rows[0][:5] == ["run", "learning_rate", "tokens", "training loss", "held-out loss"]
+    assert [row[:2] for row in rows[1:]] == [["streaming", "0.004"], [html.escape(other.name), "0.25"]]
+    assert [row[4] for row in rows[1:]] == [f"{summary['eval_loss']:.4f}", "9.2500"]
+    assert text.index("Training loss, the mean over the replicas") < text.index("Run streaming")
 
 
 def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):

@@ -17,6 +17,7 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.errors import UserError
 from diloco.experiments.runner.identity import run_name, with_absolute_paths
 from diloco.experiments.runner.job import Job, end_running_jobs, run_job
+from diloco.experiments.runner.progress import GridProgress, differing_labels
 from diloco.experiments.runner.result import read_results, write_results
 from diloco.experiments.runner.rows import columns, has_all_columns
 from diloco.training.config import TrainConfig
@@ -55,7 +56,7 @@ def run_grid(
     tasks: tuple[Path, ...] = (),
     parameters: tuple[str, ...] = (),
     with_curves: bool = False,
-    on_finished: Callable[[float], None] | None = None,
+    on_progress: Callable[[GridProgress], None] = lambda _: None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Run each job that has no result yet; after each of them, yield the rows of all finished runs.
 
@@ -69,7 +70,7 @@ def run_grid(
         tasks: files of questions, as `read_questions` reads them, to score the outer parameters on.
         parameters: `replica`, `average` or both, to be evaluated like the outer parameters.
         with_curves: add the cosines between outer gradients as curves over training.
-        on_finished: called with the finished share of the work, counted in floating-point operations.
+        on_progress: called at the beginning, while text is prepared, and after each run.
     """
     options = {"tasks": tasks, "parameters": parameters, "with_curves": with_curves}
     jobs = [make_job(run.config, directory, at_step=run.at_step, **options) for run in runs]
@@ -81,22 +82,22 @@ def run_grid(
     # Jobs of one core first: two of them at once fill the cores that a job of two would have to wait for.
     waiting = [path for path in job_in if path not in results]
     waiting.sort(key=lambda path: job_in[path].config.num_processes)
+    labels = {job.directory: run.labels for run, job in zip(reversed(runs), reversed(jobs), strict=True)}
+    progress = GridProgress(jobs=job_in, labels=differing_labels(labels), results=dict(results))
+    on_progress(progress)
     for data in dict.fromkeys(job_in[path].config.data for path in waiting):
-        resolve_data(data)  # once, before several jobs do so at the same time
-    work = {path: _work(job.config) for path, job in job_in.items()}
+        # Once, before several jobs do so at the same time.
+        resolve_data(data, progress=lambda prepared: on_progress(replace(progress, preparing=prepared)))
+    on_progress(progress)
 
-    def rows_so_far() -> list[dict[str, Any]]:
-        if on_finished is not None:
-            on_finished(sum(work[path] for path in results) / sum(work.values()))
-        return _rows(runs, jobs, results)
-
-    yield rows_so_far()
+    yield _rows(runs, jobs, results)
     pending = {machines.submit(job_in[path]): path for path in waiting}
     try:
         for future in as_completed(pending):
             path = pending[future]
             results[path] = _keep(job_in[path], future)
-            yield rows_so_far()
+            on_progress(replace(progress, results=dict(results)))
+            yield _rows(runs, jobs, results)
     finally:
         if not all(future.done() for future in pending):
             for future in pending:
@@ -113,11 +114,6 @@ def _rows(
         for run, job in zip(runs, jobs, strict=True)
         if job.directory in measured
     ]
-
-
-def _work(config: TrainConfig) -> float:
-    """Floating-point operations of a run, 6·N·tokens."""
-    return 6.0 * config.model.num_matrix_params * config.num_tokens
 
 
 def make_job(

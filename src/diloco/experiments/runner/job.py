@@ -65,11 +65,11 @@ def run_job(job: Job) -> dict[str, Any]:
             stderr=log,
             env=environment | {"OMP_NUM_THREADS": "1"},
         )
-    _RUNNING.add(process)
+    _RUNNING[process] = job.directory
     try:
         answer, _ = process.communicate(json.dumps(message).encode())
     finally:
-        _RUNNING.discard(process)
+        del _RUNNING[process]
     if answer:
         return json.loads(answer)
     log_file = f"{job.directory.name}/log.txt"
@@ -77,8 +77,13 @@ def run_job(job: Job) -> dict[str, Any]:
     return {"failed": reason, "is_final": False}
 
 
-_RUNNING: set["subprocess.Popen[bytes]"] = set()
+_RUNNING: dict["subprocess.Popen[bytes]", Path] = {}
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def running_jobs() -> tuple[Path, ...]:
+    """The directories of the runs that this process has started and that are not over."""
+    return tuple(_RUNNING.values())
 
 
 def end_running_jobs() -> None:

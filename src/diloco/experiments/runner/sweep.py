@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
 from diloco.experiments.runner.identity import base_name
+from diloco.experiments.runner.progress import GridProgress
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe
@@ -146,7 +147,11 @@ def _check_axis(field: str, name: str, values: Sequence[float]) -> None:
 
 
 def run_sweep(
-    sweep: Sweep, directory: Path, machines: Machines, *, on_finished: Any = None
+    sweep: Sweep,
+    directory: Path,
+    machines: Machines,
+    *,
+    on_progress: Callable[[GridProgress], None] = lambda _: None,
 ) -> Iterator[list[dict[str, Any]]]:
     """Run the grid, extend it while a group's best run lacks a neighbour, then vary `then`; yields as `run_grid`.
 
@@ -155,7 +160,7 @@ def run_sweep(
     """
     settings, rows = _different_runs(sweep, sweep.settings()), []
     for _ in range(_MOST_EXTENSIONS):
-        for rows in run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished):
+        for rows in run_grid(list(map(sweep.run, settings)), directory, machines, on_progress=on_progress):
             yield rows
         extended = _different_runs(sweep, [*settings, *_beyond_edges(sweep, settings, rows)])
         if len(extended) == len(settings):
@@ -168,7 +173,7 @@ def run_sweep(
         best = [min(losses, key=losses.__getitem__) for losses in groups]
         later = sweep.later(setting for one in best for setting in sweep.with_seeds(one))
         settings = _different_runs(sweep, [*settings, *later])
-        yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_finished=on_finished)
+        yield from run_grid(list(map(sweep.run, settings)), directory, machines, on_progress=on_progress)
 
 
 def _different_settings(settings: Iterable[Setting]) -> list[Setting]:

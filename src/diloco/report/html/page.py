@@ -12,18 +12,18 @@ from diloco.files import make_directory, write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
   max-width: 72rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.2; margin: .5rem 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.5rem 0 .5rem; border-top: 1px solid #ccc; padding-top: 1rem;
   overflow-wrap: anywhere; }
 p, dd { max-width: 46rem; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .75rem 1rem;
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 10.5rem), 1fr)); gap: .75rem 1rem;
   margin: 1rem 0; }
 dt { font-size: .8rem; color: #555; }
-dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
+dd { margin: 0; font-size: .95rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.25rem; }
 figure { margin: 0; break-inside: avoid; }
 figure img { width: 100%; height: auto; }
@@ -39,15 +39,26 @@ th:first-child, td:first-child { text-align: left; }
 
 def write_page(title: str, sections: Iterable[str], path: Path) -> None:
     """Write a page of sections, each a piece of HTML."""
-    body = "\n".join(sections)
-    text = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
+    text = document(title, "\n".join(sections))
     make_directory(path.parent)
     write_atomically(path, [text.encode()])
+
+
+def document(title: str, body: str, *, style: str = STYLE, head: str = "") -> str:
+    """A whole document.
+
+    Args:
+        title: text.
+        body: HTML below the title.
+        style: CSS.
+        head: HTML for the head.
+    """
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"{head}<title>{html.escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
 
 
 def heading(text: str) -> str:
@@ -63,7 +74,8 @@ def paragraph(text: str) -> str:
 def facts(values: Mapping[str, str]) -> str:
     """A list of names with their values; `data-fact` lets a program find a value by its name."""
     items = (
-        f'<div><dt>{html.escape(name)}</dt><dd data-fact="{html.escape(name)}">{html.escape(value)}</dd></div>'
+        f'<div><dt>{html.escape(name)}</dt><dd data-fact="{html.escape(name)}">'
+        f"{html.escape(value).replace('_', '_<wbr>')}</dd></div>"
         for name, value in values.items()
     )
     return f"<dl>{''.join(items)}</dl>"

@@ -1,13 +1,13 @@
 """The section of a run: its results, its curves, and what it sent and when, beside Data-Parallel."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from diloco.errors import UserError
-from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, viridis
+from diloco.report.figures.drawing import MARKERS, STYLES, binned_means, new_axes, viridis
 from diloco.report.html.page import facts, figures, heading, paragraph
 from diloco.report.terminal.training import megabytes
 from diloco.schema import read_json
@@ -18,14 +18,24 @@ from diloco.training.runs import read_config
 from diloco.training.summary import SUMMARY_FILE, Summary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _Metrics = list[StepMetrics]
 
 
-def run_section(directory: Path) -> str:
-    """The section of a run, finished or not.
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The files of a run, finished or not."""
+
+    config: TrainConfig
+    summary: Summary | None
+    """None before the end."""
+    metrics: dict[int, _Metrics]
+    """The steps of each replica that has taken one on this machine; at least one has."""
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read a run.
 
     Raises:
         UserError: if the directory holds no run, or one that has taken no step.
@@ -38,6 +48,12 @@ def run_section(directory: Path) -> str:
         raise UserError(f"{directory} has no metrics of any step yet")
     summary_file = directory / SUMMARY_FILE
     summary = read_json(summary_file, Summary, most_bytes=1 << 20) if summary_file.exists() else None
+    return RunRecord(config=config, summary=summary, metrics=metrics)
+
+
+def run_section(run: RunRecord) -> str:
+    """The section of a run."""
+    config, summary, metrics = run.config, run.summary, run.metrics
     parts = [
         heading(f"Run {config.name}"),
         facts(_facts(config, summary, metrics)),
@@ -64,7 +80,7 @@ def _facts(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Met
         "method": config.method,
         "replicas": str(config.num_replicas),
         "steps": f"{_last(metrics):,} of {config.num_steps:,}",
-        "training loss, last 5 %": f"{np.mean([_tail(steps) for steps in metrics.values()]):.4f}",
+        "training loss, last 5 %": f"{np.mean([tail_loss(steps) for steps in metrics.values()]):.4f}",
         "compute utilization": f"{1 - blocked / seconds:.1%}",
         "blocked": f"{blocked:.1f} s of {seconds:.0f} s",
         "sent per replica": megabytes(sent),
@@ -88,7 +104,7 @@ def _facts(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Met
     return facts_of_run
 
 
-def _tail(steps: _Metrics) -> float:
+def tail_loss(steps: _Metrics) -> float:
     """The mean loss of the last 5 % of the steps."""
     return float(np.mean([step.loss for step in steps[-max(1, len(steps) // 20) :]]))
 
@@ -99,9 +115,9 @@ def _figures(config: TrainConfig, summary: Summary | None, metrics: dict[int, _M
         "Compute utilization, and the share of time in which training waited": _utilization(metrics),
         "Bytes sent by a replica, beside what Data-Parallel would have sent": _bytes(config, summary, metrics),
     }
-    held_out = _held_out(metrics)
+    held_out = held_out_losses(metrics)
     if held_out:
-        figure, axes = _axes("step", "held-out loss, nats a token")
+        figure, axes = new_axes("step", "held-out loss, nats a token")
         axes.plot(list(held_out), list(held_out.values()), color=viridis(0.0), marker="o", ms=3)
         drawn["Held-out loss of the outer parameters"] = figure
     outer_steps = [outer_step for steps in metrics.values() for outer_step in _merges(steps)]
@@ -116,7 +132,7 @@ def _figures(config: TrainConfig, summary: Summary | None, metrics: dict[int, _M
     return drawn
 
 
-def _held_out(metrics: dict[int, _Metrics]) -> dict[int, float]:
+def held_out_losses(metrics: dict[int, _Metrics]) -> dict[int, float]:
     """The held-out loss by step: the mean over the replicas, each of which evaluates a share of the text."""
     shares: dict[int, list[float]] = {}
     for steps in metrics.values():
@@ -137,26 +153,12 @@ def _merges(steps: _Metrics) -> list[_Merge]:
     return [_Merge(outer, step.step) for step in steps for outer in step.outer_steps]
 
 
-def _axes(x_label: str, y_label: str) -> "tuple[Figure, Axes]":
-    """A figure so small that its text is legible on a phone."""
-    figure = new_figure(4.4, 3.1)
-    axes = figure.subplots()
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.grid(visible=True, color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _binned(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Cut into `most` equal parts at the most: the last step and the mean of each."""
-    parts = np.array_split(np.arange(len(values)), min(most, len(values)))
-    return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
-
-
 def _loss(metrics: dict[int, _Metrics]) -> "Figure":
-    figure, axes = _axes("step", "training loss, nats a token")
+    figure, axes = new_axes("step", "training loss, nats a token")
     shortest = min(map(len, metrics.values()))
-    curves = {replica: _binned([step.loss for step in steps[:shortest]]) for replica, steps in metrics.items()}
+    curves = {
+        replica: binned_means([step.loss for step in steps[:shortest]]) for replica, steps in metrics.items()
+    }
     for index, (replica, (x, y)) in enumerate(curves.items()):
         shade = viridis(0.6 * (index + 1) / (len(curves) + 1))
         axes.plot(x, y, color=shade, lw=0.8, ls=STYLES[index % len(STYLES)], label=f"replica {replica}")
@@ -167,13 +169,13 @@ def _loss(metrics: dict[int, _Metrics]) -> "Figure":
 
 
 def _utilization(metrics: dict[int, _Metrics]) -> "Figure":
-    figure, axes = _axes("step", "share of time")
-    x, seconds = _binned(_mean(metrics, "step_seconds"))
-    _, blocked = _binned(_mean(metrics, "blocked_seconds"))
+    figure, axes = new_axes("step", "share of time")
+    x, seconds = binned_means(_mean(metrics, "step_seconds"))
+    _, blocked = binned_means(_mean(metrics, "blocked_seconds"))
     axes.plot(x, 1 - blocked / seconds, color=viridis(0.0), label="compute utilization")
     axes.plot(x, blocked / seconds, color=viridis(0.5), ls="--", label="blocked")
     axes.set_ylim(-0.02, 1.05)
-    axes.legend(fontsize=8, frameon=False, loc="center right")
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 
@@ -184,8 +186,7 @@ def _mean(metrics: dict[int, _Metrics], name: str) -> list[float]:
 
 
 def _bytes(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Metrics]) -> "Figure":
-
-    figure, axes = _axes("step", "bytes sent, in all")
+    figure, axes = new_axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
     x = [step.step for step in steps]
     num_params = summary.num_params if summary else config.model.num_matrix_params
@@ -206,7 +207,7 @@ def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
     first = min(merge.outer.sent_step for merged in merges.values() for merge in merged)
     end = first + 2 * config.diloco.sync_every
     fragments = sorted({merge.outer.fragment for merged in merges.values() for merge in merged})
-    figure, axes = _axes("step", "fragment")
+    figure, axes = new_axes("step", "fragment")
     height = 0.8 / len(merges)
     for index, (replica, merged) in enumerate(merges.items()):
         shade = viridis(0.6 * index / max(1, len(merges) - 1))
@@ -227,7 +228,7 @@ def _timeline(config: TrainConfig, metrics: dict[int, _Metrics]) -> "Figure":
 
 
 def _by_fragment(merges: list[_Merge], name: str, label: str) -> "Figure":
-    figure, axes = _axes("step", label)
+    figure, axes = new_axes("step", label)
     fragments = sorted({merge.outer.fragment for merge in merges})
     for index, fragment in enumerate(fragments):
         points = [

@@ -64,6 +64,7 @@ class TrainingProgress:
         self._num_steps, self._seconds, self._blocked_seconds, self._bytes_sent = 0, 0.0, 0.0, 0
         self._tokens_before = 0
         self._loss = 0.0
+        self._eval_loss: float | None = None
         self._last_line = time.monotonic()
 
     def resumed(self, step: int) -> None:
@@ -83,6 +84,11 @@ class TrainingProgress:
         self._seconds += metrics.step_seconds
         self._blocked_seconds += metrics.blocked_seconds
         self._bytes_sent += metrics.bytes_sent
+        if metrics.eval_loss is not None:
+            self._eval_loss = metrics.eval_loss
+            whose = " of replica 0's share of the text" if self._config.num_local_replicas > 1 else ""
+            line = f"step {metrics.step}  held-out loss {metrics.eval_loss:.4f}{whose}"
+            self._console.print(line, highlight=False, soft_wrap=True)
         if self._console.is_terminal:
             self._view.start()
             self._line.plain = self._status(metrics)
@@ -100,7 +106,8 @@ class TrainingProgress:
             where = f"step {metrics.step}, {metrics.tokens / self._config.num_tokens:.1%} of the run"
         return (
             f"{where}  loss {self._loss:.3f}  "
-            f"{(metrics.tokens - self._tokens_before) / self._seconds:,.0f} tokens/s  "
+            + ("" if self._eval_loss is None else f"held-out {self._eval_loss:.3f}  ")
+            + f"{(metrics.tokens - self._tokens_before) / self._seconds:,.0f} tokens/s  "
             f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
             f"sent {megabytes(self._bytes_sent)}"
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
@@ -113,7 +120,7 @@ class TrainingProgress:
     def _eta(self, metrics: StepMetrics) -> str:
         num_left = max(0, self._config.num_tokens - metrics.tokens)
         seconds = num_left * self._seconds / (metrics.tokens - self._tokens_before)
-        return f"ETA {int(seconds // 60)}:{int(seconds % 60):02}"
+        return f"ETA {duration(seconds)}"
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
@@ -157,6 +164,17 @@ def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None
 def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
     total = sum(part["tokens"] for part in contributors.values())
     return ", ".join(f"{name} {part['tokens'] / total:.1%}" for name, part in contributors.items())
+
+
+def duration(seconds: float) -> str:
+    """A time in minutes and seconds, from an hour on with the hours.
+
+    >>> duration(9.6), duration(3723)
+    ('0:09', '1:02:03')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def megabytes(num_bytes: float) -> str:

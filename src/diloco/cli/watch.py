@@ -1,0 +1,82 @@
+"""`diloco watch`: runs and stores while they go on, in the terminal or on a page in the browser."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from diloco.cli._command import call
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from diloco.report.live.watched import Watched
+
+HELP = "runs while they go on, in the terminal or on a live page: diloco watch RUN|DIR|STORE … [--serve]"
+ORDER = 3
+
+
+def run(arguments: list[str]) -> None:
+    """Watch what a command line names."""
+    call(_watch, arguments, prog="diloco watch")
+
+
+def _watch(
+    sources: tyro.conf.Positional[tuple[str, ...]],
+    serve: bool = False,
+    port: int = 0,
+    every_seconds: float = 2.0,
+) -> None:
+    """Show runs and stores until they are over, or until Ctrl-C; nothing is written.
+
+    Args:
+        sources: Directories of runs, directories with several runs, which are compared, and directories or URLs of
+            stores in which replicas meet. A run may begin later.
+        serve: Serve a page with curves to this machine's browsers, and print its address.
+        port: Port of the page on 127.0.0.1; 0 takes a free one.
+        every_seconds: Time between two looks in the terminal.
+    """
+    if not sources:
+        raise UserError("name a run's directory, a directory of runs, or a store")
+    if not every_seconds > 0:
+        raise UserError(f"every_seconds={every_seconds} must be above 0", "every_seconds")
+    from diloco.report.live.watched import Watched
+
+    watched = Watched(sources)
+    if serve:
+        _serve(watched, f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}", port)
+    else:
+        _show(watched, every_seconds)
+
+
+def _serve(watched: "Watched", title: str, port: int) -> None:
+    from diloco.report.live.server import LiveServer
+
+    server = LiveServer(watched, title=title, port=port)
+    print(f"{server.url} (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve()
+    finally:
+        server.close()
+
+
+def _show(watched: "Watched", every_seconds: float) -> None:
+    """Show the state in place on a terminal, and elsewhere one below the other."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from diloco.report.terminal.watching import view
+
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            watched.again()
+            if watched.is_behind:
+                continue
+            if console.is_terminal:
+                live.update(view(watched), refresh=True)
+            else:
+                console.print(view(watched))
+            if watched.is_over:
+                return
+            time.sleep(every_seconds)

@@ -1,0 +1,60 @@
+"""Names of runs that are shown beside each other: their own, and the settings in which they differ."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diloco.training.config import TrainConfig
+from diloco.training.traits import fields_with, flat_json
+
+Setting = str | int | float | bool
+_MOST = 4
+
+
+def differing_settings(configs: Sequence[TrainConfig]) -> dict[str, list[Setting]]:
+    """The settings on which results depend and in which configs differ: their values, by dotted name."""
+    hidden = (*fields_with(TrainConfig, "incidental"), *fields_with(TrainConfig, "own_to_a_replica"))
+    flat = [flat_json(config) for config in configs]
+    names = dict.fromkeys(name for one in flat for name in one)
+    return {
+        name: [one.get(name, "") for one in flat]
+        for name in names
+        if len({one.get(name) for one in flat}) > 1
+        and not any(f"{name}.".startswith(f"{other}.") for other in hidden)
+    }
+
+
+@dataclass(frozen=True)
+class Label:
+    """The name of a run among others."""
+
+    name: str
+    settings: str
+    """Those in which the runs differ, where they are few; else empty."""
+
+    def __str__(self) -> str:
+        """All of it."""
+        return ", ".join(part for part in (self.name, self.settings) if part)
+
+
+def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[Label]:
+    """A label for each run; a run without a config has not begun."""
+    settings = differing_settings([config for config in configs if config is not None])
+    if not 0 < len(settings) <= _MOST:
+        return [Label(name, "") for name in names]
+    values = zip(*settings.values(), strict=True)
+    return [
+        Label(name, "" if config is None else _text(settings, next(values)))
+        for name, config in zip(names, configs, strict=True)
+    ]
+
+
+def _text(names: Iterable[str], values: Iterable[Setting]) -> str:
+    return ", ".join(
+        f"{name.rpartition('.')[2]}={value}" for name, value in zip(names, values, strict=True) if value != ""
+    )
+
+
+def short(labels: Sequence[Label]) -> list[str]:
+    """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
+    settings = [label.settings for label in labels]
+    return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]

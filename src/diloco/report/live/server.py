@@ -1,0 +1,114 @@
+"""The server of the live page: three resources, for this machine's own browsers alone."""
+
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from diloco.errors import UserError
+from diloco.report.live.page import POLICY, live_page
+from diloco.report.live.snapshot import snapshot
+from diloco.report.live.watched import Watched
+
+ADDRESS = "127.0.0.1"
+_HOSTS = (ADDRESS, "localhost", "::1")
+_FRESH_SECONDS = 1.0
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class LiveServer:
+    """Serves the page at `/` and the state at `/state.json`, which is made when it is asked for.
+
+    A request whose Host is not this machine's loopback name is refused: another site's page, to whose name a DNS
+    server gives this address, is not answered.
+
+    Args:
+        watched: what is shown.
+        title: of the page.
+        port: on which it listens; 0 is any that is free.
+
+    Raises:
+        UserError: if the port can't be used.
+    """
+
+    def __init__(self, watched: Watched, *, title: str, port: int = 0) -> None:
+        self._watched, self._lock, self._made, self._state = watched, threading.Lock(), float("-inf"), b""
+        page = live_page(title)
+        resources: dict[str, tuple[str, Callable[[], bytes]]] = {
+            "/": ("text/html; charset=utf-8", lambda: page),
+            "/state.json": ("application/json", self._fresh_state),
+        }
+        try:
+            self._server = ThreadingHTTPServer((ADDRESS, port), _handler(resources))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or "no such port"
+            raise UserError(f"port={port} can't be used ({reason}): choose a free one", "port") from error
+        self.url = f"http://{ADDRESS}:{self._server.server_port}/"
+
+    def serve(self) -> None:
+        """Answer until `close`."""
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        """Free the port; `serve` returns."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _fresh_state(self) -> bytes:
+        """The state of a moment ago, for however many browsers."""
+        with self._lock:
+            if time.monotonic() - self._made > _FRESH_SECONDS:
+                self._watched.again()
+                self._state, self._made = snapshot(self._watched), time.monotonic()
+            return self._state
+
+
+def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        """Answers GET and HEAD of the resources."""
+
+        timeout = 10  # seconds for a request to come
+
+        def do_GET(self) -> None:
+            """Send a resource."""
+            if not _is_loopback(self.headers.get_all("Host", [])):
+                return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this host is not served\n")
+            if self.path not in resources:
+                return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+            kind, make = resources[self.path]
+            return self._send(HTTPStatus.OK, kind, make())
+
+        do_HEAD = do_GET
+
+        def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **_HEADERS}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def version_string(self) -> str:
+            """No version for strangers."""
+            return "diloco"
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    return Handler
+
+
+def _is_loopback(hosts: list[str]) -> bool:
+    """Whether the one Host header names the loopback interface, with any port: a tunnel has its own."""
+    try:
+        return len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in _HOSTS
+    except ValueError:
+        return False
