@@ -10,17 +10,17 @@ import torch
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.tokenizers import ByteTokenizer, load_tokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.rendezvous.store import Store
 from diloco.training.budget import Budget, with_budget
 from diloco.training.config import TrainConfig
-from diloco.training.engine_settings import check
+from diloco.training.engine_settings import check, checked_settings
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve, with_method_values
+from diloco.training.resolve import check_vocabulary, resolve, with_method_values
 from diloco.training.running import check_not_running
 from diloco.training.runs import check_data, check_unclaimed, resume_config
 from diloco.training.summary import held_out_windows
@@ -63,6 +63,7 @@ def prepare_run(
     if not under_a_launcher():
         check_not_running(asked.directory)
         check_unclaimed(asked.directory)
+    _check_before_the_text(asked)
     directory = resolve_data(asked.data, progress=progress)
     asked = _with_budget(asked, budget, directory)
     config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
@@ -70,6 +71,15 @@ def prepare_run(
     epoch_tokens(config, directory)
     held_out_windows(open_split(directory, "held_out"), config)
     return config
+
+
+def _check_before_the_text(asked: TrainConfig) -> None:
+    """Refuse what can be refused before a text is tokenized, which may take hours."""
+    if asked.data.prepared is None and asked.data.tokenizer == "bytes":
+        check_vocabulary(asked.model.vocab_size, ByteTokenizer.vocab_size)
+    if asked.method != "data_parallel":
+        sized = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
+        checked_settings(with_method_values(replace(asked, model=sized)))
 
 
 def _with_budget(asked: TrainConfig, budget: Budget | None, prepared: Path) -> TrainConfig:

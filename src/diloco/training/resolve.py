@@ -36,7 +36,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             not end before the run or the decay, if there would be nothing to freeze, or for sizes beyond the
             memory.
     """
-    _check_vocabulary(config.model.vocab_size, vocab_size)
+    check_vocabulary(config.model.vocab_size, vocab_size)
     config = with_method_values(config)
     optimizer, num_steps = with_warmup(config.optimizer, config.num_steps), config.num_steps
     if config.diloco.freeze and config.diloco.fragments == "whole":
@@ -118,7 +118,16 @@ _FILLED_IN = {
 """The fields that `resolve` fills in, and their values where they are left out."""
 
 
-def _check_vocabulary(asked: int, vocab_size: int) -> None:
+def check_vocabulary(asked: int, vocab_size: int) -> None:
+    """Refuse a model's vocabulary that a tokenizer's does not fit.
+
+    Args:
+        asked: the model's; 0 is the tokenizer's.
+        vocab_size: of the tokenizer.
+
+    Raises:
+        UserError: if it is smaller, or more than twice as large.
+    """
     if asked and asked < vocab_size:
         raise UserError(
             f"model.vocab_size={asked} is smaller than the tokenizer's {vocab_size}: leave it 0, or choose "
