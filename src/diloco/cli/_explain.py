@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco.errors import UserError, exit_code_of
+from diloco.errors import FileWriteError, UserError, exit_code_of
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def explained() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            _flush()
     except (Exception, KeyboardInterrupt) as error:
         exit_code = exit_code_of(error)
         if exit_code is None:
@@ -34,6 +34,22 @@ def explained() -> Iterator[None]:
             notes = getattr(error, "__notes__", ())
             print("diloco: " + "; ".join([sentence, *notes]), file=sys.stderr, flush=True)
         raise SystemExit(exit_code) from None
+
+
+def _flush() -> None:
+    """Write the rest of the output.
+
+    Raises:
+        BrokenPipeError: if the pipe was closed.
+        FileWriteError: if it can't be written.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise FileWriteError(f"can't write the output: {reason[:1].lower()}{reason[1:]}") from error
 
 
 def _nobody_reads() -> bool:

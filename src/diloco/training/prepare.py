@@ -63,7 +63,7 @@ def prepare_run(
     if not under_a_launcher():
         check_not_running(asked.directory)
         check_unclaimed(asked.directory)
-    _check_before_the_text(asked)
+    _check_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
     asked = _with_budget(asked, budget, directory)
     config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
@@ -73,8 +73,10 @@ def prepare_run(
     return config
 
 
-def _check_before_the_text(asked: TrainConfig) -> None:
+def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:
     """Refuse what can be refused before a text is tokenized, which may take hours."""
+    if budget is not None and budget.unit == "tokens":
+        with_budget(asked, budget, epoch_tokens=1)
     if asked.data.prepared is None and asked.data.tokenizer == "bytes":
         check_vocabulary(asked.model.vocab_size, ByteTokenizer.vocab_size)
     if asked.method != "data_parallel":
