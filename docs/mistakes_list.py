@@ -89,7 +89,6 @@ _COMMANDS = (
     Mistake("diloco train laptpo"),
     Mistake("diloco train gpt2"),
     Mistake("diloco train tiny --metod diloco"),
-    Mistake("diloco train tiny --seed"),
     Mistake("diloco train tiny --num-replicas two"),
     Mistake("diloco train tiny text.jsonl"),
     Mistake("diloco train tiny --depth 8", "as with nanochat"),
@@ -114,9 +113,6 @@ _TEXT = (
     Mistake("diloco train tiny --data.train text.jsonl --data.held-out-fraction 0.9999"),
     Mistake("diloco train tiny --data.train text.jsonl --data.held-out-fraction 2"),
     Mistake(f"{TRAIN} --data.held-out text.jsonl"),
-    Mistake(
-        f"HF_ENDPOINT=http://127.0.0.1:9 {TRAIN} --data.tokenizer gpt2", "a Hub, or a mirror, that does not answer"
-    ),
     Mistake(f"HF_HUB_OFFLINE=1 {TRAIN} --data.tokenizer gpt2"),
     Mistake(f"{TRAIN} --data.tokenizer notes.json", "JSON, but no tokenizer"),
     Mistake(f"{TRAIN} --data.tokenizer bpe:32k"),
@@ -125,10 +121,8 @@ _TEXT = (
 _SETTINGS = (
     Mistake("diloco train tiny --num-tokens 1GB"),
     Mistake("diloco train tiny --num-tokens 0"),
-    Mistake("diloco train tiny --num-tokens 7"),
     Mistake("diloco train tiny --num-tokens 1M --epochs 2"),
     Mistake("diloco train tiny --num-replicas 3"),
-    Mistake("diloco train tiny --model.num-heads 5"),
     Mistake("diloco train tiny --device gpu"),
     Mistake("CUDA_VISIBLE_DEVICES= diloco train tiny --device cuda", "a machine without a GPU"),
     Mistake("diloco train --config typo.toml", "it has `sync_evry = 10`"),
@@ -143,7 +137,6 @@ _OUTER = (
     Mistake(f"{TRAIN} --diloco.sync-every 100"),
     Mistake("diloco train tiny --diloco.wire int9"),
     Mistake("diloco train tiny --diloco.wire int8:blok=128"),
-    Mistake("diloco train tiny --diloco.wire topk:density=2"),
     Mistake("diloco train tiny --diloco.combine all_reduce"),
     Mistake("diloco train tiny --method data_parallel --diloco.sync-every 20"),
 )
@@ -165,7 +158,6 @@ _RUNS = (
 _STORE = (
     Mistake(f"{TRAIN} --rendezvous ftp://host/run --name b"),
     Mistake(f"{TRAIN} --rendezvous s3:/bucket/run --name b"),
-    Mistake(f"AWS_ACCESS_KEY_ID=me {TRAIN} --rendezvous s3://bucket/run --name b", "half of the credentials"),
     Mistake(f"{TRAIN} --rendezvous az://container/run --name b", "no credentials"),
     Mistake(f"{TRAIN} --rendezvous missing/run --name b"),
     Mistake(f"{TRAIN} --rendezvous store --name a", "the name of a replica that was here"),
@@ -176,10 +168,8 @@ _STORE = (
     Mistake("diloco store verify runs/first", "a run's directory, and no store"),
     Mistake("diloco keys show missing.key"),
     Mistake("diloco keys show notes.json"),
-    Mistake("diloco keys new notes.json"),
     Mistake("diloco keys allow store abc"),
     Mistake(f"diloco keys allow store {_A_KEY}"),
-    Mistake(f"DILOCO_KEY=missing.key {TRAIN} --rendezvous new --name b"),
 )
 _FINISHED = (
     Mistake("diloco generate runs/fist"),
@@ -199,16 +189,13 @@ _FINISHED = (
     Mistake("diloco export runs/first --to hf"),
     Mistake("diloco export runs/first --to hf --output old", "a directory that is not empty"),
     Mistake("HF_HUB_OFFLINE=1 diloco export runs/first --to hf --output new --push-to-hub me/model"),
-    Mistake("diloco report"),
     Mistake("diloco report notes", "a directory without runs"),
     Mistake("diloco report table.csv", "a table that no experiment wrote"),
-    Mistake("diloco watch"),
     Mistake(f"diloco watch runs/first --serve --port {PORT}", "the port is in use", _a_busy_port),
 )
 _PLANS = (
     Mistake("diloco plan --num-params 1e9"),
     Mistake("diloco plan --num-params 1B --num-layers 24 --step-seconds 1 --link-gbit-s 1"),
-    Mistake("diloco plan --num-params 1e9 --num-layers 24 --step-seconds 1 1 1 --link-gbit-s 1 1"),
     Mistake("diloco plan --num-params 1e9 --num-layers 24 --step-seconds 1 --link-gbit-s 1 --num-tokens 1e6"),
     Mistake("diloco plan --measure tiny --diloco.wire int8"),
     Mistake("diloco simulate bandwith"),

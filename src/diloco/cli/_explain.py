@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco.errors import FileWriteError, UserError, exit_code_of
+from diloco.errors import UserError, exit_code_of
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def explained() -> Iterator[None]:
         try:
             yield
         finally:
-            _flush()
+            sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         exit_code = exit_code_of(error)
         if exit_code is None:
@@ -30,26 +30,18 @@ def explained() -> Iterator[None]:
         elif os.environ.get("DILOCO_TRACEBACK"):
             traceback.print_exception(error)
         else:
-            sentence = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
             notes = getattr(error, "__notes__", ())
-            print("diloco: " + "; ".join([sentence, *notes]), file=sys.stderr, flush=True)
+            print("diloco: " + "; ".join([_sentence(error), *notes]), file=sys.stderr, flush=True)
         raise SystemExit(exit_code) from None
 
 
-def _flush() -> None:
-    """Write the rest of the output.
-
-    Raises:
-        BrokenPipeError: if the pipe was closed.
-        FileWriteError: if it can't be written.
-    """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise FileWriteError(f"can't write the output: {reason[:1].lower()}{reason[1:]}") from error
+def _sentence(error: BaseException) -> str:
+    """An error's message; that of the operating system without its number, where it names no file."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if type(error) is OSError and error.strerror and error.filename is None:
+        return error.strerror[:1].lower() + error.strerror[1:]
+    return str(error)
 
 
 def _nobody_reads() -> bool:
