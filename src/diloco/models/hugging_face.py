@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import UserError
-from diloco.files import require, sha256, writing
+from diloco.files import sha256, writing
 from diloco.fragments import block_paths
 from diloco.models.hugging_face_config import (
     HuggingFaceConfig,
@@ -67,8 +68,8 @@ class HuggingFaceModel(LanguageModel):
         """An empty cache; None for a recurrent model."""
         if not self._has_cache:
             return None
-        dynamic = require("transformers.cache_utils", extra="transformers").DynamicCache
-        return HuggingFaceCache(dynamic(config=_whole(self.model).config))
+        cache_utils = import_module("transformers.cache_utils")
+        return HuggingFaceCache(cache_utils.DynamicCache(config=_whole(self.model).config))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take up a state; what it does not hold stays as it is."""
@@ -127,7 +128,11 @@ def _model(config: HuggingFaceConfig, *, is_read: bool, seed: int) -> HuggingFac
 
 def _drawn(config: HuggingFaceConfig) -> nn.Module:
     values = deepcopy(transformers_config(config.architecture))
-    return model_class(config.architecture)._from_config(values, dtype=torch.float32)
+    try:
+        return model_class(config.architecture)._from_config(values, dtype=torch.float32)
+    except Exception as error:  # each class checks its config itself, by errors of any class
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"model.hf={config.hf}: transformers can't build it ({reason})", "model.hf") from error
 
 
 def _read(config: HuggingFaceConfig) -> nn.Module:

@@ -1,7 +1,7 @@
 """A causal language model of `transformers`: its config, its place, and the look-up of both. No torch.
 
-The architecture is the content of the model's `config.json`, and travels in the run's config: a run is evaluated and
-exported without the directory that it began from, unless it has trained adapters alone.
+The architecture is the content of the model's `config.json`, and travels in the run's config: a run is evaluated
+and exported without the directory that it began from, unless it has trained adapters alone.
 """
 
 import json
@@ -51,8 +51,9 @@ class HuggingFaceConfig(ModelConfig):
     weights: _FIXED[tyro.conf.Suppress[str]] = ""
     """SHA-256 of the weights that training starts from; empty where the seed draws them."""
     lora: str | None = None
-    """Train low-rank adapters alone, through peft: rank=8, or with more options rank=8,alpha=16,targets=q_proj+v_proj.
-    Left out, alpha is twice the rank, and targets are all linear modules but the head. None trains all weights."""
+    """Train low-rank adapters alone, through peft: rank=8, or with all options
+    rank=8,alpha=16,targets=q_proj+v_proj. Left out, alpha is twice the rank, and targets are all linear modules
+    but the head. None trains all weights."""
 
     def __post_init__(self) -> None:
         """Refuse an architecture that is none, and adapters on no weights."""
@@ -71,7 +72,7 @@ class HuggingFaceConfig(ModelConfig):
             parse_lora(self.lora)
             if not self.weights:
                 raise UserError(
-                    f"model.lora={self.lora} adapts trained weights, and model.hf={self.hf} has none: leave it out",
+                    f"model.lora={self.lora} adapts weights, and model.hf={self.hf} has none: leave it out",
                     *("model.lora", "model.hf"),
                 )
 
@@ -239,7 +240,8 @@ def transformers_config(architecture: str) -> Any:
     Raises:
         UserError: if `transformers` is not installed, does not know the model's type, or refuses a value.
     """
-    kinds = require("transformers.models.auto.configuration_auto", extra="transformers").CONFIG_MAPPING
+    require("transformers", extra="transformers")
+    kinds = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     values = json.loads(architecture)
     if (kind := values.get("model_type")) not in kinds:
         raise UserError(f"transformers knows no model_type={kind!r:.80} here: its config.json must name one")
@@ -247,7 +249,8 @@ def transformers_config(architecture: str) -> Any:
         with quiet():
             return kinds[kind].from_dict(values)
     except Exception as error:  # each config checks itself, by errors of any class
-        raise UserError(f"transformers refuses its config.json: {str(error)[:300]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"transformers refuses its config.json: {reason}") from error
 
 
 def _text(config: Any) -> Any:
@@ -263,7 +266,7 @@ def model_class(architecture: str) -> Any:
         UserError: if there is none.
     """
     config = transformers_config(architecture)
-    auto = require("transformers.models.auto.modeling_auto", extra="transformers")
+    auto = import_module("transformers.models.auto.modeling_auto")
     # The types that fill in masked tokens read those that follow, too, but where they are told not to.
     reads_ahead = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     is_known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -275,7 +278,7 @@ def model_class(architecture: str) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Have `transformers` and peft say nothing but errors."""
-    logging = require("transformers.utils.logging", extra="transformers")
+    logging = import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

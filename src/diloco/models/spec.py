@@ -75,8 +75,9 @@ class ModelConfig(ABC):
             )
         if self.vocab_size > 2 * vocab_size:
             raise UserError(
-                f"model.vocab_size={self.vocab_size} is more than twice the tokenizer's {vocab_size}, so that most "
-                "of it would never be read: choose another data.tokenizer, and text in data.train, or leave it 0",
+                f"model.vocab_size={self.vocab_size} is more than twice the tokenizer's {vocab_size}, so that "
+                "most of it would never be read: choose another data.tokenizer, and text in data.train, or leave "
+                "it 0",
                 *("model.vocab_size", "data.tokenizer", "data.train"),
             )
         return replace(self, vocab_size=self.vocab_size or vocab_size)

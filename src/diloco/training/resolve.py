@@ -136,7 +136,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def shared_facts(config: TrainConfig) -> dict[str, Any]:
-    """The settings that all replicas of a run must share, by dotted name, as JSON; text is compared by its digest."""
+    """The settings that all replicas of a run must share, by dotted name, as JSON; text is known by its digest."""
     own = fields_with(TrainConfig, "own_to_a_replica")
     return dict(_flat(to_json(config), without=own))
 
