@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 from tests.cli.commands import refusal
 from tests.models.gpt2 import write_config, write_model
-from tests.training.runs import lines, run, summary
+from tests.processes import run_mains
+from tests.training.runs import DILOCO, TIMEOUT_SECONDS, command, lines, summary
 
 from diloco.cli.main import main
 from diloco.cli.train import _parsed
@@ -35,10 +36,13 @@ PROMPT = "the cat "
 SHORT = ["--num-tokens", "10240", "--diloco.sync-every", "5", "--checkpoint.every-steps", "10"]
 
 
-def trained(folder: Path, name: str, *flags: str) -> Path:
-    done = run(folder, "--name", name, *flags)
-    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    return folder / "runs" / name
+IMPORTS = ("transformers.models.gpt2.modeling_gpt2", "peft", "torch.utils.tensorboard", "diloco.training.loop")
+
+
+def train_all(folder: Path, *runs: list[str]) -> None:
+    calls = [(main, command(*flags)[len(DILOCO) :]) for flags in runs]
+    for done in run_mains(calls, folder=folder, timeout_seconds=TIMEOUT_SECONDS, imports=IMPORTS):
+        assert not done.stderr, done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +52,8 @@ def runs(once, small_corpus) -> Path:
     def make(folder: Path) -> None:
         shutil.copy(small_corpus, folder / "text.jsonl")
         write_model(folder / "gpt2")
-        for name, flags in (("whole", []), ("adapters", ["--model.lora", "rank=2"])):
-            trained(folder, name, "--model.hf", "gpt2", *flags, "--data.cache", str(folder / "data"), *SHORT)
+        flags = ["--model.hf", "gpt2", "--data.cache", str(folder / "data"), *SHORT]
+        train_all(folder, ["--name", "whole", *flags], ["--name", "adapters", "--model.lora", "rank=2", *flags])
 
     return once("hugging_face_runs", make)
 
@@ -73,21 +77,20 @@ def test_a_run_learns_and_its_replicas_agree(runs, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whole", "adapters"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not(runs, name, tmp_path):
-    for part in ("gpt2", "text.jsonl"):
-        (tmp_path / part).symlink_to(runs / part)
-    shutil.copytree(runs / "runs" / name, tmp_path / "runs" / name)
-    resumed = tmp_path / "runs" / name
-    for path in resumed.glob("checkpoints/*/step-00000020*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (resumed / "summary.json").unlink()
-    done = run(tmp_path, "--resume", f"runs/{name}")
-    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    assert summary(resumed)["outer_hash"] == summary(runs / "runs" / name)["outer_hash"]
-    for replica in (0, 1):
-        one, other = checkpoint(runs / "runs" / name, replica), checkpoint(resumed, replica)
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not(runs, tmp_path):
+    names = ("whole", "adapters")
+    for name in names:
+        shutil.copytree(runs / "runs" / name, tmp_path / "runs" / name)
+        for path in (tmp_path / "runs" / name).glob("checkpoints/*/step-00000020*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (tmp_path / "runs" / name / "summary.json").unlink()
+    train_all(tmp_path, *(["--resume", f"runs/{name}"] for name in names))
+    for name in names:
+        before, resumed = runs / "runs" / name, tmp_path / "runs" / name
+        assert summary(resumed)["outer_hash"] == summary(before)["outer_hash"]
+        for replica in (0, 1):
+            one, other = checkpoint(before, replica), checkpoint(resumed, replica)
+            assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.slow
@@ -200,7 +203,7 @@ def test_a_model_whose_blocks_are_not_found_is_trained_whole_alone(tmp_path):
         ),
         (["--model.hf", "fits", "--model.lora", "rank=2"], "--model.lora=rank=2 adapts weights, and --model.hf="),
         (["--model.hf", "fits", "--model.width", "8"], "unknown flag --model.width"),
-        (["--model.lora", "rank=2"], "unknown flag --model.lora"),
+        (["--model.lora", "rank=2"], "--model.lora=rank=2 adapts a model of transformers: name one by --model.hf"),
         (["--model.hf"], "--model.hf needs a value"),
     ],
 )

@@ -50,7 +50,7 @@ class HuggingFaceConfig(ModelConfig):
     """Its directory, its `config.json`, or its name on the Hugging Face Hub."""
     weights: _FIXED[tyro.conf.Suppress[str]] = ""
     """SHA-256 of the weights that training starts from; empty where the seed draws them."""
-    lora: str | None = None
+    lora: _FIXED[tyro.conf.Suppress[str | None]] = None
     """Train low-rank adapters alone, through peft: rank=8, or with all options
     rank=8,alpha=16,targets=q_proj+v_proj. Left out, alpha is twice the rank, and targets are all linear modules
     but the head. None trains all weights."""
