@@ -9,6 +9,7 @@ import pytest
 from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import FileError, UserError
+from diloco.models import hugging_face_config
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model, transformers_config
 from diloco.models.spec import load_family
 
@@ -43,6 +44,21 @@ def test_what_is_no_model_is_one_sentence(tmp_path, monkeypatch):
     since = time.monotonic()
     assert "the Hugging Face Hub does not answer at http://127.0.0.1:9" in refused("nowhere/gpt2")
     assert time.monotonic() - since < 3, "and no library tries again for a minute"
+
+
+def test_a_name_on_the_hub_is_kept_and_its_files_are_looked_up(tmp_path, monkeypatch):
+    here = hugging_face_model(str(write_model(tmp_path / "gpt2")))
+    asked = []
+
+    def hub_file(name, files):
+        asked.append((name, *files))
+        return next(path for path in (tmp_path / "gpt2" / file for file in files) if path.exists())
+
+    monkeypatch.setattr(hugging_face_config, "hub_file", hub_file)
+    config = hugging_face_model("some/gpt2")
+    assert config == replace(here, hf="some/gpt2")
+    assert {name for name, *_ in asked} == {"some/gpt2"} and ("some/gpt2", "config.json") in asked
+    assert [*config.initial(seed=0).state_dict()], "the weights are found again"
 
 
 @pytest.mark.parametrize(

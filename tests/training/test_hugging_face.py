@@ -26,8 +26,9 @@ from diloco.training.finished import evaluate_run, run_parameters
 from diloco.training.forecast import forecast
 from diloco.training.hugging_face import with_hugging_face
 from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve, shared_facts
+from diloco.training.resolve import facts_with_rendezvous, resolve, shared_facts
 from diloco.training.runs import read_config
+from diloco.training.store_runs import config_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers and peft
@@ -53,7 +54,10 @@ def runs(once, small_corpus) -> Path:
         shutil.copy(small_corpus, folder / "text.jsonl")
         write_model(folder / "gpt2")
         flags = ["--model.hf", "gpt2", "--data.cache", str(folder / "data"), *SHORT]
-        train_all(folder, ["--name", "whole", *flags], ["--name", "adapters", "--model.lora", "rank=2", *flags])
+        lora = ["--model.lora", "rank=2", *flags]
+        few = ["--num-tokens", "1024", "--method", "data_parallel"]
+        with_baseline = ["--name", "baseline", *lora[: -len(SHORT)], *few]
+        train_all(folder, ["--name", "whole", *flags], ["--name", "adapters", *lora], with_baseline)
 
     return once("hugging_face_runs", make)
 
@@ -106,6 +110,8 @@ def test_adapters_alone_are_trained_stored_and_sent(runs):
     # Half a byte an adapter, a scale for 256 of them, and headers; three or four syncs of each fragment.
     assert forecast(config).bytes_sent < 4 * (num_adapters / 2 * 1.01 + 2 * 64)
     assert counted["data_parallel_bytes_per_replica"] == 20 * 4 * num_adapters
+    baseline = summary(runs / "runs" / "baseline")
+    assert baseline["bytes_sent_per_replica"] == 2 * 4 * num_adapters
 
 
 def exported(directory: Path, output: Path, **options) -> torch.nn.Module:
@@ -175,6 +181,9 @@ def test_replicas_may_have_the_model_at_different_places(tmp_path):
     config = with_hugging_face(recipe("tiny"), str(write_config(tmp_path / "here")))
     elsewhere = with_hugging_face(recipe("tiny"), str(write_config(tmp_path / "there")))
     assert shared_facts(config) == shared_facts(elsewhere)
+    facts = facts_with_rendezvous(config)
+    assert facts != facts_with_rendezvous(elsewhere), "whoever replays a log must find the weights"
+    assert config_of(facts).model == config.model
     other = with_hugging_face(recipe("tiny"), str(write_config(tmp_path / "there", n_inner=64)))
     assert shared_facts(config) != shared_facts(other)
 

@@ -45,7 +45,10 @@ class HuggingFaceConfig(ModelConfig):
     architecture: _FIXED[tyro.conf.Suppress[str]]
     """The content of its `config.json`."""
     hf: _FIXED[tyro.conf.Suppress[str]] = field(
-        default="", metadata={"incidental": True, "own_to_a_replica": True, "may_change_on_resume": True}
+        default="",
+        metadata=dict.fromkeys(
+            ("incidental", "own_to_a_replica", "needed_by_replays", "may_change_on_resume"), True
+        ),
     )
     """Its directory, its `config.json`, or its name on the Hugging Face Hub."""
     weights: _FIXED[tyro.conf.Suppress[str]] = ""
@@ -207,8 +210,6 @@ def weight_files(config: HuggingFaceConfig) -> list[Path]:
     folder = expanded(config.hf)
     hub = None if folder.exists() else config.hf
     try:
-        if not config.hf:
-            raise UserError("the run's log does not say where they are: name the directory of a replica")
         first = _file(folder, hub, *_WEIGHTS)
         names = [first.name]
         if first.name == _WEIGHTS[0]:
