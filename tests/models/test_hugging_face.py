@@ -1,6 +1,7 @@
 """Causal language models of `transformers` behind our contract: logits, caches, states, weights."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,17 @@ from diloco.models.hugging_face_config import hugging_face_model
 from diloco.models.writer import Writer, generate
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # of transformers
+pytestmark = pytest.mark.slow
 
 TOKENS = torch.arange(40).view(2, 20) * 5 % 257
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Let transformers and peft warn of what they like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture(scope="module")

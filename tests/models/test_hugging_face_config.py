@@ -13,7 +13,12 @@ from diloco.models import hugging_face_config
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model, transformers_config
 from diloco.models.spec import load_family
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")  # of transformers
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    pytest.importorskip("transformers")
 
 
 def refused(name: object, **values: object) -> str:

@@ -1,6 +1,7 @@
 """Adapters: their settings, and that nothing else is trained, stored or exported."""
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,17 @@ from diloco.models.hugging_face_config import hugging_face_model
 from diloco.models.lora import parse_lora
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("default")  # of transformers and peft
+pytestmark = pytest.mark.slow
 
 TOKENS = torch.arange(20).view(1, 20)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Let transformers and peft warn of what they like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,13 @@ from diloco.training.resolve import facts_with_rendezvous, resolve, shared_facts
 from diloco.training.runs import read_config
 from diloco.training.store_runs import config_of
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers and peft
+
+
+@pytest.fixture(autouse=True)
+def transformers():
+    return pytest.importorskip("transformers")
+
 
 PROMPT = "the cat "
 SHORT = ["--num-tokens", "10240", "--diloco.sync-every", "5", "--checkpoint.every-steps", "10"]
@@ -115,12 +120,14 @@ def test_adapters_alone_are_trained_stored_and_sent(runs):
 
 
 def exported(directory: Path, output: Path, **options) -> torch.nn.Module:
+    import transformers
+
     export_run(directory, "hf", output, **options)
     return transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
 @pytest.mark.slow
-def test_the_export_computes_the_runs_logits_and_writes_its_text(runs, tmp_path, capsys):
+def test_the_export_computes_the_runs_logits_and_writes_its_text(runs, tmp_path, capsys, transformers):
     directory = runs / "runs" / "whole"
     theirs, ours = exported(directory, tmp_path / "out"), run_parameters(directory, "outer")[0]
     assert type(theirs).__name__ == "GPT2LMHeadModel" and theirs.config.eos_token_id == 256
@@ -137,7 +144,7 @@ def test_the_export_computes_the_runs_logits_and_writes_its_text(runs, tmp_path,
 
 
 @pytest.mark.slow
-def test_adapters_are_exported_as_pefts_and_merged(runs, tmp_path):
+def test_adapters_are_exported_as_pefts_and_merged(runs, tmp_path, transformers):
     directory = runs / "runs" / "adapters"
     adapted, ours = exported(directory, tmp_path / "adapters"), run_parameters(directory, "outer")[0]
     files = {path.name for path in (tmp_path / "adapters").glob("*") if "tokenizer" not in path.name}
