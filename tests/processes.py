@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.ports import free_port
 
 from diloco.training.ancestor import end_with_parent
 
@@ -186,13 +186,6 @@ def init_group(folder: str, rank: int, size: int) -> None:
     """Join a gloo process group that meets at a file."""
     store = Path(folder, "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-
-
-def free_port() -> int:
-    """A port of this computer that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _fork_replicas(

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.ports import free_port
 
 # Nothing of diloco or torch is imported with this file: conftest.py has yet to change how that is done.
 
@@ -183,13 +183,6 @@ def write_certificates(folder: Path) -> None:
     (folder / "cert.pem").write_bytes(certificate(name, own, is_authority=False))
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     (folder / "key.pem").write_bytes(own.private_bytes(serialization.Encoding.PEM, *form))
-
-
-def free_port() -> int:
-    """A port of this computer that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _program(name: str, hint: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 from diloco.rendezvous.look import Look
 

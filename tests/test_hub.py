@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
-from tests.processes import free_port
+from tests.ports import free_port
 
 from diloco.data.corpora import documents
 from diloco.data.tokenizers import load_tokenizer, train_bpe

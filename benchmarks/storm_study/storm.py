@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -15,9 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diloco.rendezvous.entries import name_of
+from diloco.rendezvous.history import entries_after, first_entry
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.training.config import TrainConfig
+from diloco.training.finished import evaluate_run
 from diloco.training.store_runs import initial_parameters
 from storm_study.faults import VICTIMS, schedule
 from storm_study.process import Replica
@@ -28,6 +32,8 @@ from tests.fault_proxy import FaultProxy
 from tests.servers import Server, running_seaweedfs
 
 NETWORK = {"latency_seconds": 0.04, "lose_requests": 0.01, "lose_answers": 0.01}
+EQUAL_SHARE = 0.9
+"""The share of the token budget at which Θ of all runs is compared: every run has counted as many."""
 Row = dict[str, Any]
 
 
@@ -174,7 +180,28 @@ class Storm:
             "mismatches": sum(replay.checksum(p, round_) != outer for p, round_, outer in outers),
             "tokens": replay.state.tokens // len(replay.state.fragments),
             "loss": last["loss"],
+            "loss_at_equal_tokens": _loss_at(mirror, self._config, EQUAL_SHARE * self._config.num_tokens),
         }
+
+
+def _loss_at(mirror: Path, config: TrainConfig, num_tokens: float) -> float:
+    """Held-out loss of Θ when the log had counted so many tokens; the entries after that are deleted."""
+    number = asyncio.run(_num_entries(Store.open(str(mirror)), num_tokens))
+    while (path := mirror / name_of(number)).exists():
+        path.unlink()
+        number += 1
+    shutil.rmtree(mirror / "index", ignore_errors=True)
+    return evaluate_run(str(mirror), prepared=config.data.prepared)["eval_loss"]
+
+
+async def _num_entries(store: Store, num_tokens: float) -> int:
+    """The number of entries before the one that counts more tokens than so many."""
+    _, state = await first_entry(store)
+    async for number, _, after in entries_after(store, state):
+        state = after
+        if state.tokens > num_tokens * len(state.fragments):
+            return number
+    return state.number
 
 
 def _rate(lines: Sequence[dict[str, Any]], count: str, of: str) -> float:

@@ -5,10 +5,12 @@ import signal
 
 def main() -> None:
     """Run the command line; Ctrl-C before it is understood ends the process without a word."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler == signal.default_int_handler:  # a shell has its scripts' background jobs ignore the signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from diloco.cli.main import main as run
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, handler)
     run()
 
 

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from importlib import invalidate_caches
@@ -7,7 +8,7 @@ import pytest
 from tests.cli.commands import loaded, refusal
 
 import diloco
-from diloco import cli
+from diloco import __main__, cli
 from diloco.cli.main import main, verbs
 
 
@@ -32,6 +33,18 @@ def test_a_module_of_the_package_is_a_verb(tmp_path, monkeypatch, capsys):
     assert printed.startswith("hello you\n") and "greet somebody" in printed
     shown = [word for line in printed.splitlines() for word in line.split()[:1] if word in verbs()]
     assert shown[:4] == ["hello", "train", "plan", "simulate"] and shown[-1] == "hello", "without ORDER it is last"
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_an_interrupt_that_a_shell_has_ignored_stays_ignored(monkeypatch, handler):
+    handlers = []
+    monkeypatch.setattr("diloco.cli.main.main", lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        __main__.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [handler]
 
 
 def test_a_command_that_does_not_exist_is_refused(capsys):

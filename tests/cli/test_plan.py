@@ -44,19 +44,24 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
     arguments = ["plan", "--num-params", "1e9", "--num-layers", "4", "--step-seconds", "1", "--link-gbit-s", "2"]
     arguments += ["--num-replicas", "3"]
     plans = json.loads(printed(capsys, *arguments, "--json"))["plans"]
-    assert all((plan["store_a_day"] is None) == (plan["combine"] != "gather") for plan in plans)
-    plan = next(plan for plan in plans if plan["combine"] == "gather")
-    bill, rounds = plan["store_a_day"], 86400 * plan["compute_utilization"] / plan["sync_every"]
-    outer_steps = rounds * (-(-4 // plan["layers_per_fragment"]) + 1)
-    bits = {"e3m0": 4 + 8 / 256, "int8": 8 + 32 / 256, "bf16": 16, "fp32": 32}[plan["wire"]]
-    assert bill["terabytes_down"] == pytest.approx(3 * 2 * 1e9 * bits / 8 * rounds / 1e12)
-    creates, gets = outer_steps * (3 + 1), outer_steps * (3 + 3 * 2) + 9 * 86400 / 0.5
-    assert bill["requests"] == pytest.approx(creates + gets)
-    assert bill["dollars"]["S3"] == pytest.approx(
-        (creates * 5 + gets * 0.4) / 1e6 + bill["terabytes_down"] * 90, abs=1e-6
-    )
-    sentence = printed(capsys, *arguments, "--store")
-    assert f"move {bill['terabytes_down']:.3g} TB a day out of it, in {bill['requests']:,.0f} requests" in sentence
+    # Of an outer step of three: payloads, or shares and their averages, that are downloaded; creates; reads.
+    numbers = {"gather": (6, 3 + 1, 3 + 6), "reduce_scatter": (4, 3 + 1 + 3 * 4, 3 + 6 + 3 * 4)}
+    assert {plan["combine"] for plan in plans} == set(numbers)
+    for plan in plans:
+        num_down, num_creates, num_gets = numbers[plan["combine"]]
+        bill, rounds = plan["store_a_day"], 86400 * plan["compute_utilization"] / plan["sync_every"]
+        outer_steps = rounds * (-(-4 // plan["layers_per_fragment"]) + 1)
+        bits = {"e3m0": 4 + 8 / 256, "int8": 8 + 32 / 256, "bf16": 16, "fp32": 32}[plan["wire"]]
+        assert bill["terabytes_down"] == pytest.approx(num_down * 1e9 * bits / 8 * rounds / 1e12, rel=1e-4)
+        creates, gets = outer_steps * num_creates, outer_steps * num_gets + 9 * 86400 / 0.5
+        assert bill["requests"] == pytest.approx(creates + gets)
+        assert bill["dollars"]["S3"] == pytest.approx(
+            (creates * 5 + gets * 0.4) / 1e6 + bill["terabytes_down"] * 90, abs=1e-6
+        )
+    first, sentence = plans[0], printed(capsys, *arguments, "--store")
+    bill = f"{first['store_a_day']['terabytes_down']:.3g} TB a day out of it, in "
+    bill += f"{first['store_a_day']['requests']:,.0f} requests"
+    assert f"H = {first['sync_every']}, {first['wire']} and {first['combine']} move {bill}" in sentence
     assert "out of it" not in printed(capsys, *arguments)
 
 

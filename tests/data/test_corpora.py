@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -208,6 +209,14 @@ def test_a_missing_library_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install '.\[hub\]' in diloco's clone"):
         list(documents("hf:allenai/c4:en"))
+
+
+def test_a_dataset_of_the_hub_without_text_is_refused_with_the_field_that_names_it(tmp_path, monkeypatch):
+    library = SimpleNamespace(load_dataset=lambda *_, **options: [{"content": "a"}])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(UserError, match=r"row 1 has no field `text` .* but `content`: name one in") as error:
+        list(documents(f"hf:{tmp_path}"))
+    assert error.value.fields == ("data.text_field",)
 
 
 @pytest.mark.slow

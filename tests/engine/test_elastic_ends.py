@@ -16,6 +16,7 @@ from diloco.errors import DilocoError, ExchangeError
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.keys import write_key
 from diloco.rendezvous.replay import replayed
+from diloco.rendezvous.store import Store, StoreError
 
 
 def ending(name: str, condition: Callable[[], bool], *replicas: Replica, seconds: float = 20.0) -> str:
@@ -102,6 +103,20 @@ def test_a_replica_whose_slot_was_given_away_says_so(tmp_path) -> None:
     assert "b was in no outer step for long, and its slot of the text was given to c: start this" in sentence
     for replica in (a, c):
         replica.finish()
+
+
+def test_a_snapshot_that_the_store_refuses_ends_its_replica_and_says_so(tmp_path, monkeypatch) -> None:
+    create = Store.create
+
+    async def refuse(self, name: str, data, **limits):
+        if name.startswith("snapshots/"):
+            raise StoreError(f"can't create {name}: permission denied")
+        return await create(self, name, data, **limits)
+
+    monkeypatch.setattr(Store, "create", refuse)
+    ours = Replica(str(tmp_path), name="ours", snapshot_rounds=2)
+    with pytest.raises(DilocoError, match=r"can't create snapshots/\d+/2-.*: permission denied"):
+        until(lambda: False, ours)
 
 
 def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

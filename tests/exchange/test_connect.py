@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, run_cases, train
-from tests.processes import free_port, init_group, run_replicas
+from tests.ports import free_port
+from tests.processes import init_group, run_replicas
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco

@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from tests.exchange.test_connect import CASE, SHARES, connect_again, train_connected, train_with_ddp
 from tests.exchange.test_notices import fail
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 import diloco
 from diloco.exchange.transport import Channel, Tag

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 from torch import nn
 
 import diloco

@@ -13,7 +13,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 from tests.hostile.conftest import SECRET
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import ExchangeError

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.processes import free_port, init_group, run_replicas
+from tests.ports import free_port
+from tests.processes import init_group, run_replicas
 from torch import nn
 
 import diloco

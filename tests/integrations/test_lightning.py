@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 from torch import nn
 
 import diloco

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 import diloco
 from diloco.outer.digest import parameters_hash

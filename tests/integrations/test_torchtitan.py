@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from tests.integrations.on_cpu import import_torchtitan
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 import diloco
 from diloco.outer.digest import parameters_hash

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 from tests.training.runs import command
 
 import diloco

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from tests.hostile.mutations import Hostile, hostile_pickle
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import CheckpointError, FileWriteError

@@ -36,6 +36,15 @@ def test_native_code_knows_its_functions():
     assert functions.has("outer_step") and functions.has("e3m0_pack") and not functions.has("e3m1_pack")
 
 
+@pytest.mark.skipif(not HAS_COMPILER, reason="native.c needs a C compiler")
+def test_the_types_of_arguments_that_another_thread_may_read_are_never_replaced():
+    functions, types = native.native(), []
+    for _ in range(2):
+        codec("e3m0").encode(torch.ones(8))
+        types.append(functions._library.e3m0_pack.argtypes)
+    assert types[0] is not None and types[0] is types[1]
+
+
 @pytest.mark.parametrize("spec", BLOCK_SPECS)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), length=st.sampled_from([1, 2, 3, 31, 257, 640, 1283]))

@@ -59,7 +59,7 @@ class Replica:
         self.outer = OuterParameters.initial(self.num_fragments)
         self.theta = [value.copy() for value in self.outer.theta]
         zeros = [np.zeros(NUM_ELEMENTS) for _ in self.theta]
-        self.progress, self.counted = zeros, [value.copy() for value in zeros]
+        self.progress, self.decoded = zeros, [value.copy() for value in zeros]
         self.step = self.position = 0
         self.sent: list[Sent | None] = [None] * self.num_fragments
         self.num_sent = 0
@@ -216,7 +216,7 @@ class Replica:
             assert counted_seq == sent.payload.contribution.seq
             delta = sent.payload.decoded()
             self.theta[p] = self.theta[p] + delta
-            self.counted[p] += delta
+            self.decoded[p] += delta
             self.counted[p] = (sent.payload.contribution.position, sent.step)
             self.sent[p] = None
 
@@ -259,5 +259,5 @@ class Replica:
         assert self.state == self.store.referee.states[number]
         if self.number >= 0:
             for p in range(self.num_fragments):
-                total = self.counted[p] + (self.outer.theta[p] - self.theta[p]) + self.progress[p]
+                total = self.decoded[p] + (self.outer.theta[p] - self.theta[p]) + self.progress[p]
                 assert np.abs(total).max() < 1e-3, "an inner step was lost, or counted twice"

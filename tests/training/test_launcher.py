@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from tests.sockets import family_of, listening
 
+from diloco.training.ancestor import SIGNALS, on_signal
 from diloco.training.launcher import STORE, _explain
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe
@@ -33,6 +34,18 @@ def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence, tmp_pa
 def test_a_process_that_ends_without_a_word_is_named(tmp_path):
     error = _explain(5, 1, tmp_path / "none", num_ranks=2)
     assert str(error) == "replica 2, process 1, ended with exit code 1"
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored():
+    before, caught = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
+    try:
+        with on_signal(lambda number, _: caught.append(number)):
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert sorted(caught) == sorted({*SIGNALS} - {signal.SIGHUP})
 
 
 _LAUNCH = """

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.run as launcher
+from tests.ports import free_port
 from tests.processes import run_main
 from tests.sockets import family_of, listening
 from tests.training.runs import (
@@ -264,12 +264,6 @@ def on_two_machines(machines: list[Path], *flags: str) -> list[subprocess.Comple
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(torchrun, (0, 1)))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.slow

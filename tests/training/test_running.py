@@ -1,12 +1,14 @@
 """The lock on a run's directory."""
 
+import errno
 import os
+import shutil
 import socket
 
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.running import check_not_running, running
+from diloco.training.running import check_not_running, fcntl, running
 
 
 def test_a_second_command_hears_who_trains_there(tmp_path):
@@ -31,3 +33,21 @@ def test_a_directory_to_which_nothing_was_written_goes_away(tmp_path):
     with pytest.raises(ZeroDivisionError), running(tmp_path / "one"):
         _ = 1 / 0
     assert not (tmp_path / "one").exists()
+
+
+def test_an_error_is_not_hidden_by_a_directory_that_was_deleted(tmp_path):
+    with pytest.raises(ZeroDivisionError), running(tmp_path / "one"):
+        shutil.rmtree(tmp_path / "one")
+        _ = 1 / 0
+
+
+def test_without_locks_a_run_goes_on_after_one_sentence(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with running(tmp_path / "one"):
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{tmp_path}/one/running can't be locked (Function not implemented): nobody will notice if a second "
+            "command trains in this directory"
+        ]

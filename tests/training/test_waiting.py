@@ -6,7 +6,8 @@ import socket
 import time
 
 import pytest
-from tests.processes import free_port, run_replicas
+from tests.ports import free_port
+from tests.processes import run_replicas
 
 from diloco.errors import UserError
 from diloco.training import waiting

@@ -109,7 +109,8 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
             yield reading.document(row, default_id=f"{source}:{number}", place=f"row {number}")
     except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
-        raise UserError(f"source {source!r} can't be read: {error}") from error
+        fields = error.fields if isinstance(error, UserError) else ()
+        raise UserError(f"source {source!r} can't be read: {error}", *fields) from error
 
 
 def _parse_hub(source: str) -> tuple[str, str | None, str]:

@@ -73,6 +73,7 @@ class LeadingMembership(ElasticMembership):
     def _report(self, outer_steps: tuple[OuterStep, ...]) -> tuple[OuterStep, ...]:
         """Tell the other processes that nothing follows in this step, and what has happened."""
         rounds = self.rounds
+        sees_deltas = rounds.form.second is None  # with averages nobody has all payloads
         report = Report(
             run=self._joined.run,
             replica=rounds.replica,
@@ -81,7 +82,9 @@ class LeadingMembership(ElasticMembership):
             bytes_sent=rounds.bytes_sent,
             bytes_received=rounds.bytes_received,
             blocked_seconds=rounds.blocked_seconds,
-            outer_steps=[_Taken(*o.sync, len(o.cohort.members) if o.cohort else 0) for o in outer_steps],
+            outer_steps=[
+                _Taken(*o.sync, len(o.cohort.members) if o.cohort and sees_deltas else 0) for o in outer_steps
+            ],
         )
         self._inside.lead(Call.DONE, text=msgspec.json.encode(report).decode())
         return outer_steps
@@ -171,7 +174,7 @@ class FollowingMembership:
         nothing = partial(torch.empty, 0)
 
         def deltas() -> Iterator[Tensor]:
-            return (nothing() for _ in range(taken.num_members))
+            return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
         spans, group = self._parameters.spans[taken.fragment], self._parameters.shard_group
@@ -211,8 +214,8 @@ class _Taken(msgspec.Struct):
     fragment: int
     round: int
     step: int
-    num_members: int
-    """Replicas whose outer gradients were averaged; 0 for a snapshot."""
+    num_deltas: int
+    """Outer gradients that it has whole; 0 for a snapshot, and with reduce_scatter."""
 
 
 class Report(msgspec.Struct):

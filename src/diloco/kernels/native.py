@@ -78,7 +78,8 @@ class Native:
 
     def _function(self, name: str, *types: type) -> Callable[..., int]:
         function = getattr(self._library, name)
-        function.argtypes = types
+        if function.argtypes is None:  # set once: ctypes frees the old ones, which another thread's call may read
+            function.argtypes = types
         return function
 
     def _addresses(

@@ -204,7 +204,7 @@ class Rendezvous(Protocol):
         """The decisions since the last call, in the log's order.
 
         Args:
-            wait_for: a fragment: wait until there is a decision of it, bounded in time.
+            wait_for: a fragment, or −1 for any: wait until there is a decision of it, bounded in time.
 
         Raises:
             ExchangeError: if it did not come in time.

@@ -6,11 +6,13 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from diloco.errors import DilocoError
-from diloco.rendezvous.archive import write_index
+from diloco.rendezvous.archive import keep_snapshot, write_index
 from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.decide import may_decide, turns
@@ -91,6 +93,7 @@ class Follower:
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
+        self._to_keep: asyncio.Queue[tuple[int, int, Mapping[str, Tensor]]] = asyncio.Queue()
         self._watched: set[int] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -108,6 +111,7 @@ class Follower:
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
+                self._tasks.create_task(self._keep_all())
                 await self.outbox.run(self._tasks)
         except BaseExceptionGroup as group:
             self._fail(group.exceptions[0])
@@ -116,6 +120,14 @@ class Follower:
         """Write an entry when it is its turn; called in the loop."""
         self._to_append.append(body)
         self._changed.set()
+
+    def keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Upload a snapshot, and write the entry that says so; called in the loop."""
+        self._to_keep.put_nowait((fragment, last_round, vectors))
+
+    async def _keep_all(self) -> None:
+        while True:
+            self.append(await keep_snapshot(self._store, *await self._to_keep.get()))
 
     async def leave(self, *, finished: bool) -> None:
         """Wait until own payloads are in the store, and write the entry that says so."""

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from diloco.errors import ExchangeError, UserError
-from diloco.rendezvous.archive import keep_snapshot
 from diloco.rendezvous.background import Background
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer
 from diloco.rendezvous.entries import MOST_SHARES, Rules
@@ -196,9 +195,10 @@ class StoreRendezvous(StoreView):
 
         with follower.news:
             if not follower.news.wait_for(lambda: is_here() or self.failure is not None, self._timeout_seconds):
+                about = "" if wait_for == -1 else f" about fragment {wait_for}"
                 raise ExchangeError(
-                    f"no decision about fragment {wait_for} came within {self._timeout_seconds:g} s: see with "
-                    f"diloco store status {self._url} which replica is missing"
+                    f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
+                    f"{self._url} which replica is missing"
                 )
             if not is_here():
                 raise ExchangeError(str(self.failure))
@@ -210,7 +210,7 @@ class StoreRendezvous(StoreView):
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
-        self._background.run(self._keep(fragment, round, vectors))
+        self._background.call(self._following.keep, fragment, round, vectors)
 
     def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; what was uploaded may still be counted.
@@ -235,9 +235,6 @@ class StoreRendezvous(StoreView):
         """Stop at once, after an error; the other replicas go on."""
         self._aborted = self._aborted or reason
         self._background.stop()
-
-    async def _keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
-        self._following.append(await keep_snapshot(self._store, fragment, last_round, vectors))
 
     def _wait(self, work: "Coroutine[Any, Any, _T]", seconds: float | None = None) -> _T:
         """The result of work in the loop, bounded in time."""

@@ -116,18 +116,20 @@ class Plan:
         return self.task.num_steps * mean / self.compute_utilization / 3600
 
     @property
-    def store_traffic_a_day(self) -> Traffic | None:
-        """The traffic of all replicas in a bucket, snapshots left out; None if they do not gather."""
-        if self.combine != "gather":
-            return None
+    def store_traffic_a_day(self) -> Traffic:
+        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share a replica."""
         num_replicas, num_fragments = len(self.task.replicas), len(self.model.fragment_params)
         steps = _DAY_SECONDS / (3600 * self.hours / self.task.num_steps)
         num_outer_steps = num_fragments * steps / self.model.settings.sync_every
+        payload_bytes = self.task.size.num_params * parse(self.wire).bits_per_value / 8 / num_fragments
+        is_gather = self.combine == "gather"
         return exchange(
             num_replicas=num_replicas,
             num_payloads=num_replicas * num_outer_steps,
             num_steps=num_outer_steps,
-            payload_bytes=self.task.size.num_params * parse(self.wire).bits_per_value / 8 / num_fragments,
+            payload_bytes=payload_bytes,
+            average_bytes=0 if is_gather else payload_bytes,
+            num_shares=1 if is_gather else num_replicas,
         ) + polling(num_replicas, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
 
     @property

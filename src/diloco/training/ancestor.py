@@ -86,11 +86,15 @@ def end_with_parent() -> None:
 
 @contextmanager
 def on_signal(handler: Any) -> Iterator[None]:
-    """Handle the signals that end a run otherwise; only the main thread may."""
+    """Handle the signals that end a run otherwise; only the main thread may.
+
+    An ignored one stays ignored: nohup lets a run survive its terminal.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
@@ -144,7 +148,8 @@ def _run(
     environment: dict[str, str], report: Path, entrypoint: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Run the entrypoint in the replica; write its error where the launcher looks for it."""
-    signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         end_with_parent()

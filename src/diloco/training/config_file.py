@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco.data.index import INDEX_FILE, read_index
 from diloco.errors import FileError, UserError, nearest
+from diloco.schema import read_bytes
 from diloco.training.budget import Budget, epochs, parse_tokens
 from diloco.training.config import TrainConfig
 from diloco.training.hugging_face import with_hugging_face
@@ -37,7 +38,7 @@ def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget 
     """
     values = _read(path)
     own = values.pop("recipe", "") or None
-    if own is not None and own not in RECIPES:
+    if own is not None and (not isinstance(own, str) or own not in RECIPES):
         raise UserError(f"{path}: there is no recipe {str(own)!r:.80}{nearest(str(own), RECIPES)}")
     if name and own and name != own:
         raise UserError(f"{path} changes the recipe {own}, not {name}: name that recipe, or none")
@@ -56,11 +57,10 @@ def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget 
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
         raise UserError(f"config={path}: name a .toml file, or a .json such as a run's config.json", "config")
+    content = read_bytes(path, most_bytes=_MOST_BYTES)
     try:
-        content = path.read_bytes()[:_MOST_BYTES].decode()
-        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
-    except OSError as error:
-        raise FileError(f"{path} can't be read: {error.strerror}") from error
+        text = content.decode()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} can't be read: {error}") from error
     if not isinstance(values, dict):
@@ -74,7 +74,7 @@ def _budget(path: Path, values: dict[str, Any]) -> Budget | None:
     if num_epochs is not None and num_tokens is not None:
         raise UserError(f"{path} has num_tokens and epochs: leave one of them out")
     if num_epochs is not None:
-        if not isinstance(num_epochs, int | float):
+        if not isinstance(num_epochs, int | float) or isinstance(num_epochs, bool):
             raise UserError(f"{path}: epochs={num_epochs!r:.80} is no number")
         return epochs(num_epochs)
     if isinstance(num_tokens, str | float):

@@ -1,6 +1,7 @@
 """The lock on a run's directory: one command trains in it at a time, and a second one hears which."""
 
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import IO
 from diloco.errors import UserError
 from diloco.files import make_directory, writing
 
+_LOG = logging.getLogger("diloco")
 LOCK_FILE = "running"
 """The file that is locked, and names the process that has locked it."""
 
@@ -37,9 +39,9 @@ def running(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.truncate(0)
-            if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
-                with suppress(OSError):
+            with suppress(OSError):  # somebody may have deleted the directory
+                file.truncate(0)
+                if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
                     (directory / LOCK_FILE).unlink()
                     directory.rmdir()
 
@@ -63,3 +65,8 @@ def _lock(directory: Path, file: IO[str], kind: int) -> None:
         raise UserError(
             f"{directory} is in use: {who} trains there; wait for it, or choose another name", "name"
         ) from None
+    except OSError as error:
+        _LOG.warning(
+            "%s can't be locked (%s): nobody will notice if a second command trains in this directory",
+            *(directory / LOCK_FILE, error.strerror),
+        )

@@ -46,8 +46,7 @@ def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
         "compute_utilization": plan.compute_utilization,
         "hours": plan.hours,
         "terabytes": plan.terabytes,
-        "store_a_day": traffic
-        and {
+        "store_a_day": {
             "terabytes_down": traffic.bytes_down / 1e12,
             "requests": traffic.creates + traffic.gets,
             "dollars": {prices.name: traffic.dollars(prices) for prices in PROVIDERS},
@@ -98,18 +97,16 @@ def print_plans(
 
 def print_store(plans: Sequence[Plan], console: Console) -> None:
     """Print what a day of the least risky setting costs in a bucket."""
-    for plan in plans:
-        if (traffic := plan.store_traffic_a_day) is not None:
-            dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
-            console.print(
-                f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every} and {plan.wire} move "
-                f"{traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
-                f"requests: by list prices {dollars} a day. Egress within a provider's region is free.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            return
-    console.print("Replicas that meet in a bucket can't reduce_scatter, which all of these do.", highlight=False)
+    plan = plans[0]
+    traffic = plan.store_traffic_a_day
+    dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
+    console.print(
+        f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every}, {plan.wire} and {plan.combine} "
+        f"move {traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
+        f"requests: by list prices {dollars} a day. Egress within a provider's region is free.",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
