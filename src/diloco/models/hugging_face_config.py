@@ -38,17 +38,15 @@ class HuggingFaceConfig(ModelConfig):
     """A model of `transformers`, as `hugging_face_model` finds it; what is not to be chosen is no flag."""
 
     size_fields: ClassVar[tuple[str, ...]] = ("hf",)
+    replayed_fields: ClassVar[tuple[str, ...]] = ("hf",)
 
     num_layers: _FIXED[tyro.conf.Suppress[int]]
     width: _FIXED[tyro.conf.Suppress[int]] = field(metadata={"column": "params"})
-    vocab_size: _FIXED[tyro.conf.Suppress[int]]
+    vocab_size: _FIXED[tyro.conf.Suppress[int]] = 0
     architecture: _FIXED[tyro.conf.Suppress[str]]
     """The content of its `config.json`."""
     hf: _FIXED[tyro.conf.Suppress[str]] = field(
-        default="",
-        metadata=dict.fromkeys(
-            ("incidental", "own_to_a_replica", "needed_by_replays", "may_change_on_resume"), True
-        ),
+        default="", metadata={"incidental": True, "own_to_a_replica": True, "may_change_on_resume": True}
     )
     """Its directory, its `config.json`, or its name on the Hugging Face Hub."""
     weights: _FIXED[tyro.conf.Suppress[str]] = ""

@@ -36,6 +36,9 @@ class ModelConfig(ABC):
     size_fields: ClassVar[tuple[str, ...]] = ("width", "num_layers", "vocab_size")
     """The fields that decide how large the model is, for refusals of too large ones."""
 
+    replayed_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields in which replicas may differ, but not those that come and go: a replay of their log needs them."""
+
     num_layers: int
     """Transformer blocks."""
     width: int = field(metadata={"column": "params"})

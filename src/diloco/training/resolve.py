@@ -148,7 +148,8 @@ def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
         for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
         for name in fields_with(TrainConfig, kind)
     }
-    return dict(_flat(to_json(config), without=own - fields_with(TrainConfig, "needed_by_replays").keys()))
+    own -= {f"model.{name}" for name in config.model.replayed_fields}
+    return dict(_flat(to_json(config), without=own))
 
 
 def _flat(values: Mapping[str, Any], *, without: Collection[str], where: str = "") -> Iterator[tuple[str, Any]]:

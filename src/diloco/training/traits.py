@@ -19,7 +19,6 @@ def trait(
     own_to_a_replica: bool = False,
     own_with_rendezvous: bool = False,
     may_change_on_resume: bool = False,
-    needed_by_replays: bool = False,
     begins_a_phase: bool = False,
     planned: bool = False,
     column: str | None = None,
@@ -31,7 +30,6 @@ def trait(
         own_to_a_replica: replicas of one run may differ in it.
         own_with_rendezvous: those that come and go may.
         may_change_on_resume: a resumed run is the same run with another value.
-        needed_by_replays: those that come and go share it in any case, since a replay of their log needs it.
         begins_a_phase: a resumed run may have another value, and begins a new phase of its learning-rate schedule.
         planned: `diloco plan` chooses it.
         column: the column of a sweep's table from which it follows.
