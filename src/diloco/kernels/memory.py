@@ -1,4 +1,4 @@
-"""New vectors in huge pages or in used memory, copies to a device, and how much of a vector is worked on at once."""
+"""New vectors, in huge pages or in used memory, copies to a device, and pieces of long vectors."""
 
 import weakref
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _RETURNED_BYTES = 32 << 20
-"""From this size on, glibc returns freed memory to the system at once, which writes zeros before it gives it again."""
+"""From this size on, glibc returns freed memory to the system, which writes zeros before it gives it again."""
 _spare: list[np.ndarray] = []
 
 
