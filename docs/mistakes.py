@@ -200,7 +200,10 @@ def page_of(answers: Mapping[Mistake, Answer]) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`" if not set("`|") & set(text) else f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    """Text in a cell of a table, as it was written."""
+    if not set("`|") & set(text):
+        return f"`{text}`"
+    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;').replace('`', '&#96;')}</code>"
 
 
 _HEAD = """# Mistakes

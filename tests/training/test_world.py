@@ -41,7 +41,7 @@ def join_a_rogue(trap: Path) -> None:
         (
             {"shards_per_replica": 2},
             6,
-            "6 processes, and num_replicas=2 with shards_per_replica=2 needs 4: have it start 4, or set num_replicas=3",
+            "num_replicas=2 with shards_per_replica=2 needs 4: have it start 4, or set num_replicas=3",
         ),
         ({"shards_per_replica": 2}, 3, "with shards_per_replica=2 needs 4: have it start 4"),
     ],

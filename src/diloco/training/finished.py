@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.data.hub import check_reachable
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError, setting
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
+from diloco.hub import check_reachable
 from diloco.models.language_model import LanguageModel
 from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files

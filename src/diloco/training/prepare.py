@@ -20,7 +20,7 @@ from diloco.training.config import TrainConfig
 from diloco.training.engine_settings import check, checked_settings
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
-from diloco.training.resolve import check_vocabulary, resolve, with_method_values
+from diloco.training.resolve import resolve, with_method_values
 from diloco.training.running import check_not_running
 from diloco.training.runs import check_data, check_unclaimed, resume_config
 from diloco.training.summary import held_out_windows
@@ -78,10 +78,12 @@ def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:
     if budget is not None and budget.unit == "tokens":
         with_budget(asked, budget, epoch_tokens=1)
     if asked.data.prepared is None and asked.data.tokenizer == "bytes":
-        check_vocabulary(asked.model.vocab_size, ByteTokenizer.vocab_size)
+        length = asked.sequence_length
+        model = asked.model.fitted(vocab_size=ByteTokenizer.vocab_size, sequence_length=length)
+    else:  # the fragments are the same, whatever the vocabulary
+        model = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
     if asked.method != "data_parallel":
-        sized = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
-        checked_settings(with_method_values(replace(asked, model=sized)))
+        checked_settings(with_method_values(replace(asked, model=model)))
 
 
 def _with_budget(asked: TrainConfig, budget: Budget | None, prepared: Path) -> TrainConfig:
