@@ -35,7 +35,7 @@ from diloco.cli.main import verbs
 PAGE = Path(__file__).parent / "reference" / "mistakes.md"
 HOME = "/home/me"
 """The folder of every mistake, on the page."""
-MOST_SECONDS = 30.0
+MOST_SECONDS = 60.0
 MOST_LINES = 5
 _ALSO_IMPORTED = (
     *("diloco.training.finished", "diloco.training.forecast", "diloco.training.loop", "diloco.training.prepare"),

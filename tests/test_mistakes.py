@@ -18,7 +18,7 @@ def make_mistakes(page: str) -> None:
 
 @pytest.mark.slow
 def test_each_mistake_is_answered_as_the_page_says(tmp_path):
-    process = run_main(make_mistakes, str(tmp_path / "page.md"), folder=tmp_path, timeout_seconds=150)
+    process = run_main(make_mistakes, str(tmp_path / "page.md"), folder=tmp_path, timeout_seconds=220)
     assert process.returncode == 0, process.stderr
     answers, expected = (path.read_text() for path in (tmp_path / "page.md", DOCS / "reference" / "mistakes.md"))
     changed = set(answers.splitlines()) ^ set(expected.splitlines())
