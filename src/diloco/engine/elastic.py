@@ -37,7 +37,8 @@ class ElasticMembership:
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
         self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
-        self._translation: dict[int, Tensor] = {}
+        self._translation: dict[int, Tensor | None] = {}
+        """For each fragment the Θ that a checkpoint knew; None to take the run's."""
 
     @property
     def failure(self) -> str | None:
@@ -155,7 +156,7 @@ class ElasticMembership:
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
             is_newer = slot != self._joined.slot or self._rendezvous.last_round(slot, p) > last_round
-            self._translation[p] = then_N.new_empty(0) if is_newer else then_N
+            self._translation[p] = None if is_newer else then_N
             if errors and not is_newer:
                 rounds.keep_error(p, errors[p])
 
@@ -163,7 +164,7 @@ class ElasticMembership:
         """Move θ from the Θ that a checkpoint knew to the run's."""
         rounds = self.rounds
         for p, then_N in self._translation.items():
-            if not then_N.numel():
+            if then_N is None:
                 rounds.take_outer_parameters(p)
                 rounds.counted[p] = rounds.tokens, rounds.num_steps
                 continue
