@@ -8,9 +8,10 @@ from torch import Tensor
 
 from diloco.engine.elastic_rounds import ElasticRounds
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica_rounds import outer_state
+from diloco.engine.replica_rounds import ReplicaRounds, outer_state
 from diloco.engine.settings import Settings
 from diloco.engine.state import ERROR, OUTER
+from diloco.engine.state_form import check_like, elastic_values_checked, refuse_names, tensors_checked
 from diloco.errors import UserError
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Form, Rendezvous
@@ -138,7 +139,7 @@ class ElasticMembership:
         Raises:
             UserError: if it is another's.
         """
-        return accepted_of(self.rounds.settings, self._joined.run, state), ()
+        return accepted_of(self.rounds, self._joined.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
@@ -175,16 +176,22 @@ class ElasticMembership:
         self._translation.clear()
 
 
-def accepted_of(settings: Settings, run: str, state: object) -> dict[str, Any]:
+def accepted_of(rounds: ReplicaRounds, run: str, state: object) -> dict[str, Any]:
     """A state of this run's model.
 
     Raises:
-        UserError: if it is another's.
+        UserError: if it is another's, or lacks what `state_dict` gives.
     """
-    names = {name for fragment in settings.fragments for name in fragment.parameters}
-    if not isinstance(state, Mapping) or state.get("run") != run or set(state[OUTER]) != names:
+    if not isinstance(state, Mapping) or state.get("run") != run:
         raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
-    return dict(state)
+    settings, own = rounds.settings, rounds.parameters.by_name
+    accepted = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
+    for kind, names in ((OUTER, own), (ERROR, own if settings.error_feedback is not None else ())):
+        accepted[kind] = tensors_checked(state, kind)
+        refuse_names("has", (name for name in accepted[kind] if name not in names), kind)
+        refuse_names("lacks", (name for name in names if name not in accepted[kind]), kind)
+        check_like(kind, accepted[kind], own)
+    return accepted
 
 
 def vectors_of(accepted: Mapping[str, Any], parameters: FragmentParameters) -> tuple[list[Tensor], list[Tensor]]:
