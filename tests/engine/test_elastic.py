@@ -15,7 +15,7 @@ from tests.rendezvous.replicas import P, Replica, theta0
 
 import diloco
 from diloco.engine.elastic_rounds import ElasticRounds
-from diloco.errors import ExchangeError, UserError
+from diloco.errors import ExchangeError, NonFiniteError, UserError
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Decision
 from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
@@ -291,6 +291,15 @@ def test_a_state_of_this_run_that_is_damaged_is_refused_and_names_what_is_wrong(
             ours.engine.load_state_dict({name: value for name, value in state.items() if name != key})
     ours.engine.load_state_dict(state)
     ours.vanish()
+
+
+def test_an_outer_gradient_that_no_run_can_add_up_is_not_sent(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    monkeypatch.setattr("diloco.engine.elastic_rounds.MOST_NORM", 1e-9)
+    with pytest.raises(
+        NonFiniteError, match=r"^step \d+: the outer gradient of fragment 0 has the norm .*, and the run"
+    ):
+        until(lambda: False, ours)
 
 
 def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:
