@@ -46,6 +46,13 @@ def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, m
     assert [run.directory.name for run in everything.runs] == ["one", "later"] and not everything.is_over
 
 
+def test_a_source_that_cannot_be_looked_up_is_trouble_beside_the_others(finished_run):
+    everything = Watched([str(finished_run), "x" * 300])
+    everything.again()
+    one, other = everything.runs
+    assert one.standing == "finished" and other.standing.endswith("can't be read: File name too long")
+
+
 def test_of_many_runs_those_that_began_last_are_shown(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(watched, "MOST_RUNS", 2)
     for name in "cba":
