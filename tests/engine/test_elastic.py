@@ -295,7 +295,7 @@ def test_a_state_of_this_run_that_is_damaged_is_refused_and_names_what_is_wrong(
 
 def test_an_outer_gradient_that_no_run_can_add_up_is_not_sent(tmp_path, monkeypatch) -> None:
     ours = Replica(str(tmp_path), name="ours")
-    monkeypatch.setattr("diloco.engine.elastic_rounds.MOST_NORM", 1e-9)
+    monkeypatch.setattr("diloco.rendezvous.verify.MOST_NORM", 1e-9)
     with pytest.raises(
         NonFiniteError, match=r"^step \d+: the outer gradient of fragment 0 has the norm .*, and the run"
     ):

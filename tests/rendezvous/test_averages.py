@@ -46,7 +46,7 @@ def test_an_average_is_its_definition_over_the_members_that_are_sound(members, s
 
 @pytest.mark.parametrize("second", ["e3m0", "bf16"])
 def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second) -> None:
-    """Of several members each, with all of its norm in the same element; an average that everybody takes."""
+    """Several members have all of their norm in the same element, and everybody takes the average."""
     assert torch.finfo(torch.float32).max > 1.001 * MOST_NORM * MOST_REPLICAS
     step = CutStep("fp32", second)
     parts = tuple(

@@ -23,7 +23,7 @@ def resolved(**optimizer):
 
 
 def asked(saved, **changes):
-    """What a resume asks for that leaves the warm-up out."""
+    """The config of a resume that leaves the warm-up out."""
     return replace(with_value(saved, "optimizer.warmup_steps", None), **changes)
 
 

@@ -9,7 +9,6 @@
 Shapes: N elements of one fragment.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,19 +21,17 @@ from torch import Tensor
 from diloco.engine import observe
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
-from diloco.errors import DisagreementError, ExchangeError, NonFiniteError
+from diloco.errors import DisagreementError, ExchangeError
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep
 from diloco.outer.take import merge_in_place
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
-from diloco.reduction.shares import cut
 from diloco.rendezvous import snapshots
 from diloco.rendezvous.averages import joined
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
-from diloco.rendezvous.entries import MOST_NORM
-from diloco.rendezvous.verify import norm_of
+from diloco.rendezvous.verify import norms_of
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
 
@@ -157,12 +154,7 @@ class ElasticRounds(ReplicaRounds):
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
-        norms = tuple(norm_of(share_S.cpu()) for share_S in cut(decoded_N, self.form.num_shares))
-        if (norm := math.hypot(*norms)) > MOST_NORM:
-            raise NonFiniteError(
-                f"step {self.num_steps}: the outer gradient of fragment {p} has the norm {norm:.3g}, and the run "
-                f"takes none above {MOST_NORM:g}: this replica's training has diverged; it was not sent"
-            )
+        norms = norms_of(decoded_N, self.form, what=f"step {self.num_steps}: the outer gradient of fragment {p}")
         then_tokens, then_steps = self.counted[p]
         tokens, steps = self.tokens - then_tokens, self.num_steps - then_steps
         offer = Offer(
