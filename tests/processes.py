@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -109,6 +110,44 @@ def run_main(
             os.killpg(process.pid, signal.SIGKILL)
             raise ReplicaError(f"{main.__name__}{args} has not finished in time: {output.read_text()}")
         return subprocess.CompletedProcess(args, process.exitcode, output.read_text(), errors.read_text())
+
+
+def run_mains(
+    calls: Sequence[tuple[Any, ...]], *, folder: Path, timeout_seconds: float, imports: Sequence[str]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Programs one after another, as `run_main` runs them, each a function and its arguments.
+
+    All of them are forked from one process that has imported modules, which take seconds.
+    """
+    arguments = (list(calls), folder, tuple(imports))
+    done = run_main(_be_programs, *arguments, folder=folder, timeout_seconds=timeout_seconds)
+    assert done.returncode == 0, done.stderr
+    results = [
+        subprocess.CompletedProcess(call[1:], *result)
+        for call, result in zip(calls, json.loads(done.stdout), strict=False)
+    ]
+    failed = next((result for result in results if result.returncode), None)
+    assert failed is None, f"{failed.args}: {failed.stdout}{failed.stderr}"
+    return results
+
+
+def _be_programs(calls: Sequence[tuple[Any, ...]], folder: Path, imports: Sequence[str]) -> None:
+    for module in imports:
+        importlib.import_module(module)
+    results = []
+    with tempfile.TemporaryDirectory() as streams:
+        output, errors = Path(streams, "output"), Path(streams, "errors")
+        for main, *args in calls:
+            arguments = (main, args, folder, output, errors, os.environ.copy())
+            process = get_context("fork").Process(target=_be_program, args=arguments)
+            process.start()
+            process.join()
+            results.append((process.exitcode, output.read_text(), errors.read_text()))
+            output.unlink()
+            errors.unlink()
+            if process.exitcode:
+                break
+    sys.stdout.write(json.dumps(results))
 
 
 def _be_program(

@@ -18,6 +18,7 @@ ROOMS = [
         "version",
         "errors",
         "files",
+        "hub",
         "schema",
         "presets",
         "schedule",

@@ -7,14 +7,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from diloco.errors import FileWriteError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -84,6 +87,21 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, whole or not at all; errors as for `write_atomically`."""
     write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
+
+
+def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as a file of safetensors.
+
+    Raises:
+        FileWriteError: if it can't be written, with its size.
+    """
+    from safetensors.torch import save_file
+
+    with writing(path, sum(tensor.nbytes for tensor in tensors.values())):
+        path.touch()
+        mode = path.stat().st_mode  # the library makes a file that nobody else may read
+        save_file(dict(tensors), path, dict(metadata) if metadata else None)
+        path.chmod(mode)
 
 
 def copy(source: Path, directory: Path) -> None:

@@ -47,7 +47,7 @@ def strided(
     >>> [fragment.blocks for fragment in strided(model, layers_per_fragment=2)]
     [('layers.0', 'layers.3'), ('layers.1', 'layers.4'), ('layers.2',)]
     """
-    paths = _block_paths(model, blocks)
+    paths = block_paths(model, blocks)
     num_fragments = _num_block_fragments(paths, layers_per_fragment)
     return _partition(model, [paths[b::num_fragments] for b in range(num_fragments)])
 
@@ -63,7 +63,7 @@ def sequential(
     >>> [fragment.blocks for fragment in sequential(model, layers_per_fragment=2)]
     [('layers.0', 'layers.1'), ('layers.2', 'layers.3'), ('layers.4',)]
     """
-    paths = _block_paths(model, blocks)
+    paths = block_paths(model, blocks)
     num_fragments, size = _num_block_fragments(paths, layers_per_fragment), layers_per_fragment
     return _partition(model, [paths[b * size : (b + 1) * size] for b in range(num_fragments)])
 
@@ -151,7 +151,7 @@ def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
     return -(-len(paths) // layers_per_fragment)
 
 
-def _block_paths(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
+def block_paths(model: nn.Module, blocks: str | Sequence[str] | None = None) -> list[str]:
     """Module paths of the blocks, first to last."""
     blocks = _found_blocks(model) if blocks is None else blocks
     paths = []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from diloco.cli._command import call
 from diloco.cli._source import Run, source
-from diloco.data.hub import check_reachable, push
+from diloco.hub import check_reachable, push
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
@@ -21,6 +21,7 @@ def _export(
     to: Format,
     output: Path,
     prepared: Path | None = None,
+    merged: bool = False,
     push_to_hub: str | None = None,
 ) -> None:
     """Write a run's outer parameters, with config and tokenizer, for other programs.
@@ -30,11 +31,12 @@ def _export(
         to: safetensors, with this project's names; or hf, for transformers' AutoModelForCausalLM.from_pretrained.
         output: A new directory to write to.
         prepared: Directory of the run's data, if it was moved, or the run is in a store.
+        merged: With --to hf, the whole model where adapters of one were trained (--model.lora).
         push_to_hub: A repository of the Hugging Face Hub to upload it to, such as me/model; a new one is private.
     """
     if push_to_hub is not None:
         check_reachable(f"{push_to_hub} of the Hub")
-    export_run(source(run), to, output, prepared=prepared)
+    export_run(source(run), to, output, prepared=prepared, merged=merged)
     print(output)
     if push_to_hub is not None:
         print(push(output, push_to_hub))

@@ -19,6 +19,7 @@ from diloco.errors import UserError
 from diloco.training.budget import Budget, epochs, parse_tokens
 from diloco.training.config import TrainConfig
 from diloco.training.config_file import read_config_file
+from diloco.training.hugging_face import at_another_place, with_hugging_face
 from diloco.training.recipes import RECIPES, recipe
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--config FILE] [--resume RUN] [--dry-run]"
@@ -32,6 +33,14 @@ class Command:
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     config_file: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """A .toml file with changes to the recipe, or another run's config.json; flags change it further."""
+    model_hf: Annotated[str | None, tyro.conf.arg(name="model.hf")] = None
+    """A causal language model of transformers in the place of the recipe's: a directory with config.json and
+    model.safetensors, a config.json alone, whose weights --seed draws, or a name on the Hugging Face Hub. The
+    tokenizer beside it is the default of --data.tokenizer."""
+    model_lora: Annotated[str | None, tyro.conf.arg(name="model.lora")] = None
+    """With --model.hf, train and exchange low-rank adapters of its weights alone, through peft: rank=8, or with
+    all options rank=8,alpha=16,targets=q_proj+v_proj. Left out, alpha is twice the rank, and targets are all
+    linear modules but the head."""
     epochs: float | None = None
     """Passes over the training text, in the place of --num-tokens; rounded to whole steps."""
     resume: Path | None = None
@@ -62,10 +71,14 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         base, budget_of_file = read_config_file(words.config, named)
         configs, budget = {base.recipe: base}, budget or budget_of_file
         others = others if named else [base.recipe, *others]
+    changes_model = words.hf is not None or words.lora is not None
+    if changes_model and words.resume is None and others and (name := others[0]) in RECIPES:
+        configs[name] = with_hugging_face(configs.get(name) or recipe(name), words.hf, lora=words.lora)
     if words.resume is not None:
         from diloco.training.runs import resumable
 
         saved = resumable(words.resume)
+        saved = at_another_place(saved, words.hf, lora=words.lora) if changes_model else saved
         configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
         if saved.recipe in RECIPES and (not others or others[0] not in RECIPES):
             others = [saved.recipe, *others]
@@ -80,6 +93,8 @@ def _words(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num-tokens", "--num_tokens")
     parser.add_argument("--epochs", type=float)
+    parser.add_argument("--model.hf", dest="hf")
+    parser.add_argument("--model.lora", dest="lora")
     defaults = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, kind in (("--resume", Path), ("--config", Path), ("--rendezvous", str)):
         defaults.add_argument(name, type=kind)
@@ -87,9 +102,8 @@ def _words(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         words, others = parser.parse_known_args(arguments)
         defaults.parse_known_args(others, words)
     except argparse.ArgumentError:  # tyro explains what is wrong with it
-        return argparse.Namespace(num_tokens=None, epochs=None, resume=None, config=None, rendezvous=None), [
-            *arguments
-        ]
+        names = ("num_tokens", "epochs", "hf", "lora", "resume", "config", "rendezvous")
+        return argparse.Namespace(**dict.fromkeys(names)), [*arguments]
     return words, others
 
 

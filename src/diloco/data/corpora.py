@@ -8,10 +8,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from diloco.data.hub import check_reachable
 from diloco.data.readers import SUFFIXES, Document, Reading, read_files, suffixes_of
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256
+from diloco.hub import check_reachable
 
 
 def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]:  # noqa: B008

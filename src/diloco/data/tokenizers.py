@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.data.hub import hub_file
 from diloco.data.index import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
 from diloco.files import expanded, require, write_atomically
+from diloco.hub import hub_file
 
 FILES = ("tokenizer.json", "tokenizer.model")
 """Names of a tokenizer's file in a directory: Hugging Face's, SentencePiece's."""

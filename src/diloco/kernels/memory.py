@@ -1,8 +1,14 @@
-"""New vectors in huge pages, copies to a device, and how much of a vector is worked on at once."""
+"""New vectors, in huge pages or in used memory, copies to a device, and pieces of long vectors."""
+
+import weakref
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_RETURNED_BYTES = 32 << 20
+"""From this size on, glibc returns freed memory to the system, which writes zeros before it gives it again."""
+_spare: list[np.ndarray] = []
 
 
 def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -14,6 +20,28 @@ def empty(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
     if device.type != "cpu" or not num_elements:  # NumPy gives an empty vector a stride that torch can't view
         return torch.empty(num_elements, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(num_elements, str(dtype).removeprefix("torch.")))
+
+
+def recycled_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """A new uint8 vector; if it is long, in the memory of the last one of its length that nobody uses any more.
+
+    One vector's memory is kept, for what is made again and again.
+    """
+    if device.type != "cpu" or num_bytes < _RETURNED_BYTES:
+        return empty(num_bytes, torch.uint8, device)
+    try:
+        memory = _spare.pop()  # by one thread alone
+    except IndexError:
+        memory = np.empty(0, np.uint8)
+    if memory.size != num_bytes:
+        memory = np.empty(num_bytes, np.uint8)
+    vector = np.frombuffer(memory, np.uint8)
+    weakref.finalize(vector, _keep, memory).atexit = False
+    return torch.from_numpy(vector)
+
+
+def _keep(memory: np.ndarray) -> None:
+    _spare[:] = [memory]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,6 +7,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+// Decoding gains an eighth from vectors of 512 bits, and encoding loses a fifth (Zen 4).
+#if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target("prefer-vector-width=512")))
+#else
+#define WIDE
+#endif
+
 INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least ? least : x > most ? most : x; }
@@ -238,7 +245,7 @@ INLINE uint32_t largest(const float *x, int64_t n) {
             bad |= NAME##_unpack_block(scales, packed + i * BITS / 8, block, x + i, add); \
         return i < n ? bad | NAME##_unpack_block(scales, packed + i * BITS / 8, n - i, x + i, add) : bad; \
     } \
-    int NAME##_unpack( \
+    WIDE int NAME##_unpack( \
         const uint8_t *scales, const uint8_t *packed, int64_t n, int64_t block, float *x, int add) { \
         return block == 256 && add ? NAME##_unpack_all(scales, packed, n, 256, x, 1) \
                : block == 32 && add ? NAME##_unpack_all(scales, packed, n, 32, x, 1) \

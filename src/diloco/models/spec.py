@@ -6,11 +6,13 @@ A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the m
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from diloco.errors import UserError
+from diloco.files import write_json, write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_FAMILY = "diloco.models.decoder_config.DecoderConfig"
 """The family of a stored config that names none."""
+_OWN_MODULES = ("diloco.models.decoder_config", "diloco.models.hugging_face_config")
+"""The modules of our own families, which a stored config may have imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,12 @@ class ModelConfig(ABC):
     Raises:
         UserError: if a size is out of its range.
     """
+
+    size_fields: ClassVar[tuple[str, ...]] = ("width", "num_layers", "vocab_size")
+    """The fields that decide how large the model is, for refusals of too large ones."""
+
+    replayed_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields in which replicas may differ, but not those that come and go: a replay of their log needs them."""
 
     num_layers: int
     """Transformer blocks."""
@@ -49,10 +59,46 @@ class ModelConfig(ABC):
     def build(self, *, seed: int) -> "LanguageModel":
         """The model, its parameters drawn by `seed`, on the current default device; `vocab_size` is above 0."""
 
+    def initial(self, *, seed: int) -> "LanguageModel":
+        """The model with which a run begins; another one than `build` gives where training starts from weights."""
+        return self.build(seed=seed)
+
+    def fitted(self, *, vocab_size: int, sequence_length: int) -> Self:
+        """This config for a tokenizer's vocabulary and sequences of a length.
+
+        Raises:
+            UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, or if it can't
+                read so long a sequence.
+        """
+        if self.vocab_size and self.vocab_size < vocab_size:
+            raise UserError(
+                f"model.vocab_size={self.vocab_size} is smaller than the tokenizer's {vocab_size}: leave it 0, or "
+                "choose another data.tokenizer",
+                *("model.vocab_size", "data.tokenizer"),
+            )
+        if self.vocab_size > 2 * vocab_size:
+            raise UserError(
+                f"model.vocab_size={self.vocab_size} is more than twice the tokenizer's {vocab_size}, so that "
+                "most of it would never be read: choose another data.tokenizer, and text in data.train, or leave "
+                "it 0",
+                *("model.vocab_size", "data.tokenizer", "data.train"),
+            )
+        return replace(self, vocab_size=self.vocab_size or vocab_size)
+
     @property
     @abstractmethod
     def num_matrix_params(self) -> int:
         """The parameters that scaling laws count: all but gains and biases."""
+
+    @property
+    def num_trained_params(self) -> int:
+        """Those of them that are trained, and so exchanged."""
+        return self.num_matrix_params
+
+    @property
+    def slow_imports(self) -> tuple[str, ...]:
+        """Modules that each process needs to build the model, and that take a second to import."""
+        return ()
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Operations of a forward and backward pass for a token: 6 N + 12 L D T (arXiv 2204.02311, appendix B).
@@ -83,6 +129,31 @@ class ModelConfig(ABC):
             f"transformers has no class that computes {type(self).__name__}'s model: take to=safetensors", "to"
         )
 
+    def export(
+        self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
+    ) -> str:
+        """Write a model, but not its tokenizer, as `transformers` loads it.
+
+        Args:
+            model: of this family.
+            directory: to write to.
+            context: as in `to_hugging_face`.
+            bos_id: as in `to_hugging_face`.
+            merged: write a whole model where adapters of one were trained.
+
+        Returns:
+            A sentence about it.
+
+        Raises:
+            UserError: as `to_hugging_face`, and for a model without adapters that is to be merged.
+        """
+        if merged:
+            raise UserError("merged means nothing to a model that has no adapters: leave it out", "merged")
+        values, state = self.to_hugging_face(model.state_dict(), context=context, bos_id=bos_id)
+        write_tensors(directory / "model.safetensors", state, {"format": "pt"})
+        write_json(directory / "config.json", values)
+        return f"`{values['architectures'][0]}` computes the same function as diloco's model."
+
 
 def load_family(path: str) -> type[ModelConfig]:
     """The config class of a family.
@@ -98,7 +169,7 @@ def load_family(path: str) -> type[ModelConfig]:
     """
     module, _, name = path.rpartition(".")
     # A config may come from a stranger: it names a module, and never has one imported that is not known here.
-    loaded = import_module(module) if module == DEFAULT_FAMILY.rpartition(".")[0] else sys.modules.get(module)
+    loaded = import_module(module) if module in _OWN_MODULES else sys.modules.get(module)
     family = getattr(loaded, name, None)
     if family is None:
         raise UserError(f"model.family={path!r} is not known here: import it first", "model.family")

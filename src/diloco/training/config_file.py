@@ -12,6 +12,7 @@ from diloco.errors import FileError, UserError, nearest
 from diloco.schema import read_bytes
 from diloco.training.budget import Budget, epochs, parse_tokens
 from diloco.training.config import TrainConfig
+from diloco.training.hugging_face import with_hugging_face
 from diloco.training.recipes import RECIPES, recipe
 from diloco.training.resolve import asked_again
 from diloco.training.traits import from_json, to_json
@@ -45,6 +46,10 @@ def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget 
         raise UserError(f"{path} names no recipe: name one of {', '.join(RECIPES)}, there or before the flags")
     budget = _budget(path, values)
     base = recipe(chosen)
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("hf"), str) and "family" not in model:
+        base = with_hugging_face(base, model["hf"])
+        values = values | {"model": {name: value for name, value in model.items() if name != "hf"}}
     config = from_json(TrainConfig, _merged(to_json(base), values, path), source=str(path))
     return (_anew(config) if path.suffix == ".json" else config), budget
 

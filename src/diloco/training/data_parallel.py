@@ -59,7 +59,9 @@ class DataParallel(ABC):
 
     def __init__(self, model: nn.Module, forward: nn.Module, num_replicas: int) -> None:
         self._model, self.forward, self._num_replicas = model, forward, num_replicas
-        self._step_bytes = ring_all_reduce_bytes(sum(p.numel() for p in model.parameters()), num_replicas)
+        self._step_bytes = ring_all_reduce_bytes(
+            sum(p.numel() for p in model.parameters() if p.requires_grad), num_replicas
+        )
         self.num_steps = self.bytes_sent = self.bytes_received = 0
         self.blocked_seconds = 0.0
 
@@ -98,7 +100,7 @@ class DataParallel(ABC):
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """The parameters, which all replicas share."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
     def outer_in_place(self) -> nullcontext[None]:
         """Do nothing: the model has them already."""
@@ -171,7 +173,7 @@ class ShardedDataParallel(DataParallel):
         self._others, self._is_last = others, False
         self._in_flight: list[tuple[Tensor, dist.Work]] = []
         if self._num_replicas > 1:
-            for parameter in model.parameters():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 parameter.register_post_accumulate_grad_hook(self._start)
 
     def _start(self, parameter: Tensor) -> None:

@@ -53,7 +53,15 @@ def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
     if config.diloco.fragments == "whole":
         return whole(model)
     cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
-    return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+    try:
+        return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+    except UserError as error:
+        if error.fields:
+            raise
+        raise UserError(
+            f"diloco.fragments={config.diloco.fragments} can't be made of this model ({error}): set it to whole",
+            "diloco.fragments",
+        ) from error
 
 
 def frozen_parameters(settings: Settings, model: nn.Module) -> Callable[[int], Iterable[nn.Parameter]]:

@@ -19,6 +19,8 @@ class Forecast:
 
     num_params: int
     """Parameters of the model."""
+    num_trained_params: int
+    """Those of them that are trained, and so exchanged."""
     state_bytes: int
     """A process's share of parameters, gradients, Adam's two moments, Θ and its momentum, all FP32."""
     logits_bytes: int
@@ -41,9 +43,10 @@ def forecast(config: TrainConfig) -> Forecast:
     """
     with torch.device("meta"):
         model = config.model.build(seed=config.seed)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    num_params, num_steps, num_replicas = sum(sizes.values()), config.num_steps, config.num_replicas
-    a_step = ring_all_reduce_bytes(num_params, num_replicas)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    num_trained, num_steps, num_replicas = sum(sizes.values()), config.num_steps, config.num_replicas
+    a_step = ring_all_reduce_bytes(num_trained, num_replicas)
     schedule, sync_bytes, num_syncs = None, (a_step,), (num_steps,)
     if config.method != "data_parallel":
         settings = engine_settings(config, model)
@@ -56,7 +59,8 @@ def forecast(config: TrainConfig) -> Forecast:
     num_logits = config.micro_batch * config.sequence_length * config.model.vocab_size
     return Forecast(
         num_params=num_params,
-        state_bytes=num_copies * _FP32_BYTES * num_params // config.num_shards,
+        num_trained_params=num_trained,
+        state_bytes=_FP32_BYTES * (num_params + (num_copies - 1) * num_trained) // config.num_shards,
         logits_bytes=2 * _FP32_BYTES * num_logits,
         schedule=schedule,
         sync_bytes=sync_bytes,

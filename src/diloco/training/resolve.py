@@ -36,7 +36,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
             not end before the run or the decay, if there would be nothing to freeze, or for sizes beyond the
             memory.
     """
-    _check_vocabulary(config.model.vocab_size, vocab_size)
+    model = config.model.fitted(vocab_size=vocab_size, sequence_length=config.sequence_length)
     config = with_method_values(config)
     optimizer, num_steps = with_warmup(config.optimizer, config.num_steps), config.num_steps
     if config.diloco.freeze and config.diloco.fragments == "whole":
@@ -46,7 +46,7 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
         )
     resolved = replace(
         config,
-        model=replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
+        model=model,
         data=replace(config.data, prepared=prepared),
         checkpoint=replace(
             config.checkpoint,
@@ -118,21 +118,6 @@ _FILLED_IN = {
 """The fields that `resolve` fills in, and their values where they are left out."""
 
 
-def _check_vocabulary(asked: int, vocab_size: int) -> None:
-    if asked and asked < vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked} is smaller than the tokenizer's {vocab_size}: leave it 0, or choose "
-            "another data.tokenizer",
-            *("model.vocab_size", "data.tokenizer"),
-        )
-    if asked > 2 * vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked} is more than twice the tokenizer's {vocab_size}, so that most of it would "
-            "never be read: choose another data.tokenizer, and text in data.train, or leave it 0",
-            *("model.vocab_size", "data.tokenizer", "data.train"),
-        )
-
-
 def identity(config: TrainConfig) -> dict[str, Any]:
     """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
 
@@ -151,9 +136,9 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def shared_facts(config: TrainConfig) -> dict[str, Any]:
-    """The settings that all replicas of a run must share, by field, as JSON; text is compared by its digest."""
+    """The settings that all replicas of a run must share, by dotted name, as JSON; text is known by its digest."""
     own = fields_with(TrainConfig, "own_to_a_replica")
-    return {name: value for name, value in to_json(config).items() if name not in own}
+    return dict(_flat(to_json(config), without=own))
 
 
 def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
@@ -163,6 +148,7 @@ def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
         for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
         for name in fields_with(TrainConfig, kind)
     }
+    own -= {f"model.{name}" for name in config.model.replayed_fields}
     return dict(_flat(to_json(config), without=own))
 
 

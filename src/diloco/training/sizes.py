@@ -50,11 +50,11 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
 
 def check_model(model: ModelConfig, *, here: bool) -> None:
     """Compare a model's parameters alone; arguments and errors as those of `check_sizes`."""
-    values = {f"model.{name}": getattr(model, name) for name in ("width", "num_layers", "vocab_size")}
+    values = {f"model.{name}": getattr(model, name) for name in model.size_fields}
     _check(values, 4 * model.num_matrix_params, "parameters", here=here)
 
 
-def _check(values: Mapping[str, int], num_bytes: int, what: str, *, here: bool) -> None:
+def _check(values: Mapping[str, int | str], num_bytes: int, what: str, *, here: bool) -> None:
     memory = memory_bytes() if here else _LARGEST_MEMORY_BYTES
     whose = "this machine has" if here else "no machine has more than"
     if num_bytes > memory:
@@ -62,7 +62,7 @@ def _check(values: Mapping[str, int], num_bytes: int, what: str, *, here: bool) 
         raise UserError(
             f"{asked}: the {what} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of memory: choose "
             "smaller sizes",
-            *sorted(values, key=lambda name: -values[name]),
+            *sorted(values, key=lambda name: (isinstance(size := values[name], int) and size) or 0, reverse=True),
         )
 
 

@@ -96,6 +96,7 @@ class TrainState:
         optimizer = {
             name: self.optimizer.state[parameter] or _no_moments(parameter)
             for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
         }
         return {"model": self.model.state_dict(), "optimizer": optimizer, "sync": sync}
 
@@ -130,9 +131,10 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         DisagreementError: if the replicas were started with different settings.
     """
     check_sizes(config, here=True)
-    model = config.model.build(seed=config.seed)
+    model = config.model.initial(seed=config.seed)
     if config.precision == "bf16-params":
-        model.to(torch.bfloat16)
+        for parameter in model.parameters():  # not the buffers, such as the frequencies of RoPE
+            parameter.data = parameter.data.to(torch.bfloat16)
     if world.mesh is None:
         model.to(world.device)
     else:
@@ -170,9 +172,11 @@ def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forw
 
 def slow_imports(config: TrainConfig) -> tuple[str, ...]:
     """Modules that every process of a run needs, and that take a second to import."""
+    modules = config.model.slow_imports
     if config.num_shards > 1:
-        return ("torch.distributed.fsdp",)
-    return ("torch._dynamo",) if config.method == "data_parallel" or config.num_ddp > 1 or config.compile else ()
+        return (*modules, "torch.distributed.fsdp")
+    needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile
+    return (*modules, "torch._dynamo") if needs_dynamo else modules
 
 
 def _batch_shape(config: TrainConfig) -> tuple[int, int]:
@@ -195,7 +199,7 @@ def _shard(model: LanguageModel, world: World) -> None:
 def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
     assert config.weight_decay is not None, "the config is resolved"
     return AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

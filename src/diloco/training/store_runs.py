@@ -117,6 +117,6 @@ def initial_parameters(facts: Mapping[str, Any]) -> dict[str, Tensor] | None:
     if config is None:
         return None
     check_model(config.model, here=True)
-    model = config.model.build(seed=config.seed)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    model = config.model.initial(seed=config.seed)
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return parameters if parameters_hash(parameters) == facts.get(INITIAL) else None

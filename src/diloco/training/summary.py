@@ -59,6 +59,8 @@ class Summary:
     """Bytes that Data-Parallel would have sent, as a ring all-reduce in FP32."""
     outer_hash: str
     """Hash of the final outer parameters."""
+    num_trained_params: Count | None = None
+    """The parameters that were trained, and so exchanged; None, as in an earlier version's summary, means all."""
     method: str = ""
     """The run's method."""
     num_replicas: Count = 1
@@ -169,6 +171,7 @@ def _summary(
     state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, num_tokens: int
 ) -> dict[str, Any]:
     num_params = sum(parameter.numel() for parameter in state.model.parameters())
+    num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
     counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
     replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
@@ -178,6 +181,7 @@ def _summary(
         "shards_per_replica": config.num_shards,
         "ddp_per_replica": config.num_ddp,
         "num_params": num_params,
+        "num_trained_params": num_trained,
         "num_tokens": num_tokens,
         "num_steps": state.step,
         "eval_loss": loss.loss,
@@ -190,7 +194,7 @@ def _summary(
         "peak_memory_bytes": peak_memory_bytes(world.device),
         "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,
-        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_params, num_replicas) * state.step,
+        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
         "device": world.device.type,
         "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
     } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})

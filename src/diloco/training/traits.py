@@ -50,10 +50,13 @@ def fields_with(kind: type, name: str) -> dict[str, Any]:
 def _fields_with(kind: type, name: str, where: str) -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(kind)
     for f in fields(kind):
+        hint = hints[f.name]
         if name in f.metadata:
             yield where + f.name, f.metadata[name]
-        elif is_dataclass(hints[f.name]):
-            yield from _fields_with(hints[f.name], name, f"{where}{f.name}.")
+        elif is_dataclass(hint):
+            assert isinstance(hint, type), "a config's field has one type"
+            for family in (hint, *hint.__subclasses__()):  # a model's own fields stand in the class of its family
+                yield from _fields_with(family, name, f"{where}{f.name}.")
 
 
 def get(config: Any, dotted: str) -> Any:

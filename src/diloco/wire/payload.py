@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import NonFiniteError, PayloadError, UserError
-from diloco.kernels.memory import empty
+from diloco.kernels.memory import empty, recycled_bytes
 from diloco.wire.checksum import checksum
 from diloco.wire.formats import FORMATS, HEADER_BYTES, VERSION, Format, parse
 
@@ -76,7 +76,7 @@ class Codec(Format):
             UserError: if it is not a flat FP32 vector.
         """
         _check_vector(delta_N)
-        payload = empty(self.payload_bytes(delta_N.numel()), torch.uint8, delta_N.device)
+        payload = recycled_bytes(self.payload_bytes(delta_N.numel()), delta_N.device)
         return payload, self.pack(plain(delta_N.detach(), delta_N.device), payload[HEADER_BYTES:], key)
 
     def seal(self, payload: Tensor, num_elements: int, *, base: int) -> Tensor:

@@ -189,7 +189,7 @@ def _bytes(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Met
     figure, axes = new_axes("step", "bytes sent, in all")
     steps = next(iter(metrics.values()))
     x = [step.step for step in steps]
-    num_params = summary.num_params if summary else config.model.num_matrix_params
+    num_params = (summary.num_trained_params or summary.num_params) if summary else config.model.num_trained_params
     each = ring_all_reduce_bytes(num_params, config.num_replicas)
     sent = np.cumsum([float(step.bytes_sent) for step in steps])
     axes.plot(x, sent, color=viridis(0.0), label=config.method)

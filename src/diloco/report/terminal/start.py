@@ -54,7 +54,10 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     """Lines about a run that was not started."""
     state, logits = megabytes(forecast.state_bytes), megabytes(forecast.logits_bytes)
     least = megabytes(forecast.state_bytes + forecast.logits_bytes)
-    yield f"model  {forecast.num_params:,} parameters, {config.num_replicas} replicas"
+    trained = ""
+    if forecast.num_trained_params < forecast.num_params:
+        trained = f", of which {forecast.num_trained_params:,} are trained"
+    yield f"model  {forecast.num_params:,} parameters{trained}, {config.num_replicas} replicas"
     yield (
         f"memory at least {least} a process: {state} of parameters, gradients, Adam and outer state, {logits} of "
         f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"

@@ -140,7 +140,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
         "held-out loss": f"{summary['eval_loss']:.4f}{error} nats a token (of the outer parameters)",
         "bits per byte": f"{summary['eval_bits_per_byte']:.4f}",
         "trained on": f"{summary['num_tokens']:,} tokens in {summary['wall_seconds']:.0f} s: "
-        f"{summary['num_params']:,} parameters, {summary['num_replicas']} replicas",
+        f"{summary['num_trained_params']:,} parameters, {summary['num_replicas']} replicas",
         "speed": ", ".join([f"{summary['tokens_per_second']:,.0f} tokens/s", *gpu]),
         **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
         "compute utilization": f"{summary['compute_utilization']:.1%}",

@@ -10,9 +10,9 @@ import pytest
 from tests.ports import free_port
 
 from diloco.data.corpora import documents
-from diloco.data.hub import hub_file, push
 from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
+from diloco.hub import hub_file, push
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""Causal language models of `transformers` behind our contract: logits, caches, states, weights."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.models.gpt2 import write_config, write_model
+
+from diloco.errors import UserError
+from diloco.evaluation.likelihoods import likelihoods
+from diloco.fragments import strided
+from diloco.models.hugging_face_config import hugging_face_model
+from diloco.models.writer import Writer, generate
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+TOKENS = torch.arange(40).view(2, 20) * 5 % 257
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Let transformers and peft warn of what they like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "gpt2")
+
+
+def test_the_logits_are_those_of_transformers_with_dropout_off(folder):
+    model = hugging_face_model(str(folder)).initial(seed=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), theirs(TOKENS).logits)
+        assert torch.equal(model(TOKENS), model(TOKENS)), "the config asks for dropout of 0.1"
+
+
+def test_the_seed_draws_weights_where_there_are_none(tmp_path):
+    config = hugging_face_model(str(write_config(tmp_path)))
+    one, same, other = (config.initial(seed=seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.transformer.wte.weight"], other["model.transformer.wte.weight"])
+    before = torch.get_rng_state()
+    config.build(seed=5)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's generator is left alone"
+
+
+def test_a_state_holds_each_trained_parameter_once(folder):
+    model = hugging_face_model(str(folder)).build(seed=0)
+    state = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    assert list(state) == [name for name, _ in model.named_parameters()], "the head is tied to the embedding"
+    model.load_state_dict(state)
+    assert model.model.lm_head.weight.eq(0.5).all()
+    with pytest.raises(RuntimeError, match="the state of another model: "):
+        model.load_state_dict(dict(list(state.items())[1:]))
+
+
+def test_blocks_and_fragments_are_found(folder):
+    model = hugging_face_model(str(folder)).build(seed=0)
+    assert [type(block).__name__ for block in model.blocks] == ["GPT2Block"] * 4
+    blocks = [fragment.blocks for fragment in strided(model, layers_per_fragment=2)]
+    assert blocks == [
+        ("model.transformer.h.0", "model.transformer.h.2"),
+        ("model.transformer.h.1", "model.transformer.h.3"),
+        (),
+    ]
+
+
+def test_the_counts_are_those_of_the_matrices(folder):
+    config = hugging_face_model(str(folder))
+    assert config.num_matrix_params == 12 * 4 * 32**2 + (257 + 64) * 32
+    assert config.num_trained_params == config.num_matrix_params
+    assert (config.num_layers, config.width, config.vocab_size) == (4, 32, 257)
+
+
+def test_greedy_text_is_that_of_transformers(folder):
+    model = hugging_face_model(str(folder)).initial(seed=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    writer = Writer(model, context=64, temperature=0)
+    writer.read(TOKENS[0].tolist())
+    expected = theirs.generate(TOKENS[:1], max_new_tokens=30, do_sample=False, pad_token_id=0)[0, 20:].tolist()
+    assert [*generate(writer, len(expected))] == expected
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+NARROW = SMALL | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 8}
+OTHERS = {
+    "llama": NARROW,
+    "gemma2": NARROW | {"sliding_window": 4},
+    "mixtral": NARROW | {"num_local_experts": 4},
+    "mamba": {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_cache_changes_no_logits(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
+    model = hugging_face_model(str(tmp_path)).build(seed=0)
+    tokens = TOKENS % 64
+    with torch.no_grad():
+        expected, cache = model(tokens), model.new_cache()
+        if cache is None:
+            assert kind == "mamba", "a recurrent model reads all again"
+            return
+        parts = [model(tokens[:, a:b], cache) for a, b in ((0, 7), (7, 8), (8, 20))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-5, rtol=1e-4)
+    scores = likelihoods(model, [([1, 2, 3], [4]), ([1, 2, 3], [5, 6])], max_length=16, device=torch.device("cpu"))
+    log_p = model(torch.tensor([[1, 2, 3, 5]])).log_softmax(-1)[0]
+    assert scores[1].log_likelihood == pytest.approx((log_p[2, 5] + log_p[3, 6]).item(), rel=1e-4)
+
+
+def test_weights_that_changed_or_are_gone_are_refused(tmp_path):
+    config = hugging_face_model(str(write_model(tmp_path / "gpt2")))
+    write_model(tmp_path / "gpt2", initializer_range=0.5)
+    with pytest.raises(UserError, match=r"has other weights than those that the run began with .*: bring them"):
+        config.initial(seed=0)
+    config.build(seed=0)  # evaluates a run, whose own parameters take the place of these
+    with pytest.raises(UserError, match="its weights can't be read: the directory is gone"):
+        replace(config, hf=str(tmp_path / "nowhere")).initial(seed=0)
+
+
+def test_sizes_that_make_no_model_are_refused(tmp_path):
+    config = hugging_face_model(str(write_config(tmp_path, n_head=5)))
+    with pytest.raises(UserError, match=r"transformers can't build it .ValueError: `embed_dim` must be"):
+        config.build(seed=0)
+
+
+def test_weights_that_lack_parameters_are_refused(tmp_path):
+    folder = write_model(tmp_path / "gpt2")
+    write_config(folder, n_layer=5)
+    with pytest.raises(UserError, match=r"its weights lack 12 parameters, such as transformer\.h\.4"):
+        hugging_face_model(str(folder)).initial(seed=0)
+    write_config(folder, n_embd=16)
+    with pytest.raises(UserError, match="its weights can't be read: "):
+        hugging_face_model(str(folder)).initial(seed=0)
