@@ -73,7 +73,7 @@ def test_blank_lines_and_the_header_take_nothing_of_a_rows_length(tmp_path):
         (b"text,n\na,1\nb\n", "row 2 has 1 fields, and the header 2"),
         (b'text\n"a\n', "row 1 is not CSV: unexpected end of data"),
         (b'text\n"a" b\n', "row 1 is not CSV: "),
-        (b"text\n\xff\n", "'utf-8' codec"),
+        (b"text\n\xff\n", "it is no text in UTF-8"),
         (b"text\na\n" + b'"' + b"b\n" * 60 + b'"\n', "row 2 is longer than data.max_document_bytes=100"),
     ],
 )

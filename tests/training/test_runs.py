@@ -135,6 +135,22 @@ def test_a_directory_is_claimed_once(run):
         claim(run)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("runs/one", r"; did you mean \S*/runs/ones\?$"),
+        ("ones", r"; did you mean \S*/runs/ones\?$"),
+        ("runs", r"; name one of the runs in it: \S*/runs/ones$"),
+        ("runs/other", r"config\.json is missing$"),
+    ],
+)
+def test_a_directory_without_a_run_is_refused_with_those_near_it(tmp_path, name, hint):
+    (tmp_path / "runs" / "ones").mkdir(parents=True)
+    (tmp_path / "runs" / "ones" / "config.json").touch()
+    with pytest.raises(UserError, match=f"holds no run: .*{hint}"):
+        read_config(tmp_path / name)
+
+
 def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         resumable(tmp_path)

@@ -89,6 +89,10 @@ def _read(path: Path, name: str, reading: Reading) -> Iterator[Document]:
     try:
         with _open(path) as file:
             yield from _READERS[suffixes.partition(".gz")[0].partition(".zst")[0]](file, name, reading)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} can't be read: it is no text in UTF-8; convert it, or name other files"
+        ) from error
     except (ValueError, OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 

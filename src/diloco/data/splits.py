@@ -145,13 +145,20 @@ def is_held_out(document_id: str, fraction: float) -> bool:
 
 def empty_split(config: DataConfig, split: Split) -> UserError:
     """The error for a split that no document belongs to."""
-    if split == "held_out" and not config.held_out:
-        return UserError(
-            f"data.held_out_fraction={config.held_out_fraction} holds out none of the text of "
-            f"data.train={config.train}: raise it, or name data.held_out",
-            "data.held_out_fraction",
-            "data.train",
-            "data.held_out",
+    if not config.held_out and any(document.text for document in _training_documents(config)):
+        effect, remedy = (
+            ("holds out none", "raise it") if split == "held_out" else ("leaves nothing to train on", "lower it")
         )
-    name = f"data.{split}"
-    return UserError(f"{name}={getattr(config, split)} holds no document for its split: name other sources", name)
+        return UserError(
+            f"data.held_out_fraction={config.held_out_fraction} {effect} of the text of "
+            f"data.train={_listed(config.train)}: {remedy}, add text, or name data.held_out",
+            *("data.held_out_fraction", "data.train", "data.held_out"),
+        )
+    is_named = split == "held_out" and config.held_out
+    name, sources = ("data.held_out", config.held_out) if is_named else ("data.train", config.train)
+    return UserError(f"{name}={_listed(sources)} holds no text: name other sources", name)
+
+
+def _listed(sources: tuple[str, ...]) -> str:
+    """Sources as they stand on a command line."""
+    return " ".join(sources)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,22 @@ def read_config(directory: Path) -> TrainConfig:
     """
     path = directory / CONFIG_FILE
     if not path.exists():
-        raise UserError(f"{directory} holds no run: {path} is missing")
+        raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
     config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
     return replace(config, name=directory.name, runs=directory.parent)
+
+
+def _runs_near(directory: Path) -> str:
+    """The runs that a directory without one may have been meant for, in words."""
+    below = sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG_FILE}"))
+    if below:
+        return f"; name one of the runs in it: {', '.join(below[:8])}{', …' * (len(below) > 8)}"
+    beside = [file.parent for file in directory.parent.glob(f"*/{CONFIG_FILE}")]
+    in_runs = directory.parent / TrainConfig.runs / directory.name
+    near = [in_runs] if (in_runs / CONFIG_FILE).exists() else beside
+    names = {path.name: str(path) for path in near}
+    matches = get_close_matches(directory.name, names, n=1)
+    return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
 def check_data(config: TrainConfig, *, field: str) -> None:

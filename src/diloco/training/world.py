@@ -128,6 +128,20 @@ def _check_shards(config: TrainConfig) -> None:
         )
 
 
+def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
+    """The refusal of a launcher's number of processes, with the replicas that they would make."""
+    inside = {"shards_per_replica": config.num_shards, "ddp_per_replica": config.num_ddp}
+    others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
+    num_replicas, rest = divmod(world_size, config.processes_per_replica)
+    remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
+    return UserError(
+        f"the launcher started {world_size} process{'es' * (world_size != 1)}, and "
+        f"num_replicas={config.num_replicas}{others} needs {config.num_processes}: have it start "
+        f"{config.num_processes}{remedy}",
+        *("num_replicas", *inside),
+    )
+
+
 @contextmanager
 def _joined(config: TrainConfig) -> Iterator[World]:
     """The world of several processes, or of one that a launcher started; it is left at the end."""
@@ -138,12 +152,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
     except ValueError as error:
         raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK must be numbers: {error}") from None
     if world_size != config.num_processes:
-        raise UserError(
-            f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
-            f"shards_per_replica={config.num_shards} and ddp_per_replica={config.num_ddp} needs "
-            f"{config.num_processes}: set num_replicas and one of the others to a product of {world_size}",
-            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
-        )
+        raise _wrong_number(config, world_size)
     device = chosen_device(config, local_rank)
     if rank == 0 and launcher.STORE not in os.environ:
         _warn_of_open_ports()

@@ -171,6 +171,8 @@ def test_a_port_that_is_taken_is_refused(runs, serve):
     port = int(serve(runs).url.split(":")[2].strip("/"))
     with pytest.raises(UserError, match=f"port={port} can't be used"):
         LiveServer(Watched([]), title="", port=port)
+    with pytest.raises(UserError, match=r"port=99999 can't be used \(it must be below 65536\)"):
+        LiveServer(Watched([]), title="", port=99999)
 
 
 @needs_chromium

@@ -50,7 +50,7 @@ class LiveServer:
         try:
             self._server = _Server((ADDRESS, port), _handler(resources))
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or "no such port"
+            reason = getattr(error, "strerror", None) or "it must be below 65536"
             raise UserError(f"port={port} can't be used ({reason}): choose a free one", "port") from error
         self.url = f"http://{ADDRESS}:{self._server.server_port}/"
 
