@@ -79,7 +79,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "experiments/runner/progress.py": "experiments/runner/test_grid.py",
     "experiments/runner/result.py": "experiments/runner/test_grid.py",
     "kernels/memory.py": "engine/test_streaming.py",
-    "outer/digest.py": "engine/test_streaming.py",
     "outer/step.py": "engine/test_observe.py",
     "outer/take.py": "outer/test_nesterov.py",
     "reduction/gather.py": "reduction/test_reduction.py",

@@ -3,14 +3,14 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.kernels.memory import empty
-from diloco.wire.checksum import checksum
+from diloco.outer.digest import outer_digest
 
 OUTER, ERROR = "outer", "error"
 """The kinds of vectors that are not slots of the outer rule: Θ, and the error e of error feedback."""
@@ -89,19 +89,11 @@ class OuterState:
         self._visiting.clear()
         return self._home[kind]
 
-    def checksum(self, fragment: int) -> int:
-        """The checksum of Θ_p, which proves it equal on all replicas."""
+    def digest(self, fragment: int) -> int:
+        """The digest of Θ_p where it lives, by which replicas compare it."""
         if self._stream is not None:
             self._stream.synchronize()  # what `keep` took home is there
-        return checksum(self._home[OUTER][fragment])
-
-    def on_host(self, fragment: int, to_host: Callable[[Tensor], Tensor]) -> Tensor:
-        """Θ_p where the host can read it when the work that is queued now is done."""
-        home_N = self._home[OUTER][fragment]
-        if self._stream is None:
-            return to_host(home_N)
-        self._module.current_stream(self._device).wait_stream(self._stream)  # what `keep` takes home
-        return home_N
+        return outer_digest(self._home[OUTER][fragment])
 
     def num_elements(self, fragment: int) -> int:
         """N."""
