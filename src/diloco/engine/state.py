@@ -54,10 +54,10 @@ class OuterState:
         self._send_home_all_but(fragment)
         if (kind, fragment) not in self._visiting:
             self._fetch(kind, fragment)
-        vector_N, arrived = self._visiting[kind, fragment]
-        if arrived is not None:
+        vector_N, ready = self._visiting[kind, fragment]
+        if ready is not None:
             stream = self._module.current_stream(self._device)
-            stream.wait_event(arrived)
+            stream.wait_event(ready)
             vector_N.record_stream(stream)
         return vector_N
 
@@ -72,6 +72,7 @@ class OuterState:
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             self._home[kind][fragment].copy_(vector_N, non_blocking=True)
+            self._visiting[kind, fragment] = vector_N, self._event()  # nobody changes it before it was copied
 
     def expect(self, kinds: Sequence[str], fragment: int) -> None:
         """Start to fetch the fragment that is used next."""
@@ -121,9 +122,13 @@ class OuterState:
             return
         with self._module.stream(self._stream):
             vector_N = home_N.to(self._device, non_blocking=True)
-            arrived = self._module.Event()
-            arrived.record(self._stream)
-        self._visiting[kind, fragment] = vector_N, arrived
+            self._visiting[kind, fragment] = vector_N, self._event()
+
+    def _event(self) -> Any:
+        """What was queued on the stream so far."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
 
     def _send_home_all_but(self, fragment: int) -> None:
         """Forget the other visitors; their memory is free for others when the stream is done with it."""
