@@ -9,7 +9,7 @@ PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reord
 # Where this is set, each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env train check test test-all hostile coverage format clean
+.PHONY: env train check test test-all pytest-test pytest-test-all hostile coverage format clean
 
 env: .venv/installed
 
@@ -28,10 +28,14 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --warnings
 
-test: check
+# Tests wait for processes and networks; meanwhile the types are checked, which takes a minute of one core.
+test test-all: env
+	$(MAKE) --no-print-directory --jobs 2 check pytest-$@
+
+pytest-test:
 	$(PYTEST) -m "not slow"
 
-test-all: check
+pytest-test-all:
 	$(PYTEST)
 
 EXAMPLES ?= 10000

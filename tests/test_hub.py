@@ -12,7 +12,8 @@ from tests.ports import free_port
 from diloco.data.corpora import documents
 from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
-from diloco.hub import hub_file, push
+from diloco.hub import check_online, hub_file, push
+from diloco.training.finished import evaluate_run
 
 
 @pytest.fixture
@@ -95,6 +96,31 @@ def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
     ):
         next(documents("hf:some/text"))
     assert time.monotonic() - begin < 6, "the libraries' own attempts take a minute"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("HF_HUB_OFFLINE", "1", "push_to_hub=me/model, but HF_HUB_OFFLINE forbids to ask the Hub: unset it"),
+        ("HF_ENDPOINT", "http://127.0.0.1:{}", "push_to_hub=me/model needs the Hugging Face Hub, which does not"),
+    ],
+)
+def test_nothing_is_exported_for_a_hub_that_will_not_take_it(cache, monkeypatch, variable, value, sentence):
+    monkeypatch.setenv(variable, value.format(free_port()))
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_online("push_to_hub", "me/model")
+
+
+def test_what_was_never_downloaded_is_named_where_nothing_may_be_downloaded(cache, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"tiny/bpe was not downloaded to this machine before, and HF_HUB_OFFLINE"):
+        hub_file("tiny/bpe", ("tokenizer.json",))
+
+
+def test_a_task_of_a_hub_that_does_not_answer_is_refused_before_the_harness_is_loaded(cache, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(UserError, match=r"^tasks=hellaswag: the questions can't be read: .* does not answer"):
+        evaluate_run(cache, tasks={"hellaswag": None})
 
 
 def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):

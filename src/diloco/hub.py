@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 from diloco.errors import UserError
 
 _MOST_SECONDS = 5.0
+_OFFLINE = "HF_HUB_OFFLINE"
 
 
 def endpoint() -> str:
@@ -18,7 +19,7 @@ def endpoint() -> str:
 
 def is_offline() -> bool:
     """True where the Hub's libraries were told to use no network."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return os.environ.get(_OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def check_reachable(wanted: str) -> None:
@@ -32,16 +33,45 @@ def check_reachable(wanted: str) -> None:
     """
     if is_offline():  # then the libraries take what they have kept, or say at once that they have not
         return
+    if reason := _silence():
+        raise UserError(
+            f"{wanted} can't be read: the Hugging Face Hub does not answer at {endpoint()} ({reason}): name files "
+            f"of this machine, or set {_OFFLINE}=1 to read what was downloaded before"
+        )
+
+
+def check_online(field: str, value: str) -> None:
+    """Refuse a setting that needs the Hub to answer, where it does not, or where nobody may ask it.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    if is_offline():
+        raise UserError(f"{field}={value}, but {_OFFLINE} forbids to ask the Hub: unset it", field)
+    if reason := _silence():
+        raise UserError(
+            f"{field}={value} needs the Hugging Face Hub, which does not answer at {endpoint()} ({reason})", field
+        )
+
+
+def _silence() -> str:
+    """Why the Hub does not answer; empty if it does."""
     try:
         urlopen(Request(endpoint(), method="HEAD"), timeout=_MOST_SECONDS).close()
     except HTTPError:
-        return  # an answer
+        return ""  # an answer
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise UserError(
-            f"{wanted} can't be read: the Hugging Face Hub does not answer at {endpoint()} ({reason}): name files "
-            "of this machine"
-        ) from error
+        return getattr(reason, "strerror", None) or str(reason)
+    return ""
+
+
+def not_here(name: str) -> UserError:
+    """The refusal of what the Hub's libraries have not kept, and may not download."""
+    return UserError(
+        f"{name} was not downloaded to this machine before, and {_OFFLINE} forbids it now: unset that, or name "
+        "files of this machine"
+    )
 
 
 def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
@@ -67,10 +97,12 @@ def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
             return Path(hf_hub_download(name, file, local_files_only=True))
         except LocalEntryNotFoundError:
             continue
+    if is_offline():
+        raise not_here(name)
     check_reachable(f"{name} of the Hub")
     for file in files:
         try:
-            return Path(hf_hub_download(name, file, endpoint=endpoint(), local_files_only=is_offline()))
+            return Path(hf_hub_download(name, file, endpoint=endpoint()))
         except RemoteEntryNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -93,7 +125,7 @@ def push(folder: Path, name: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    check_reachable(f"{name} of the Hub")
+    check_online("push_to_hub", name)
     hub = HfApi(endpoint=endpoint())
     try:
         address = hub.create_repo(name, private=True, exist_ok=True)

@@ -15,7 +15,7 @@ def end(error: BaseException, **hint) -> int:
     [
         (UserError("a mistake"), 2, "a mistake"),
         (DilocoError("a failure"), 1, "a failure; call it again"),
-        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device; call it again"),
+        (OSError(28, "No space left on device"), 1, "no space left on device; call it again"),
         (KeyboardInterrupt(), 130, "interrupted; call it again"),
     ],
 )

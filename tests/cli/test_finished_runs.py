@@ -24,7 +24,7 @@ def test_a_damaged_summary_is_named(finished_run, tmp_path, capsys):
         (["report", "nowhere"], "nowhere holds no run"),
         (["report", "results.csv"], "results.csv is neither a run's directory nor an experiment's CSV"),
         (["report"], "name a run's directory, or an experiment's CSV"),
-        (["eval", "RUN", "--data", "nowhere.jsonl"], "nowhere.jsonl can't be read as questions"),
+        (["eval", "RUN", "--data", "nowhere.jsonl"], "nowhere.jsonl can't be read as questions: No such file"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, sentence, finished_run, capsys):

@@ -11,6 +11,7 @@ from tests.servers import Server
 
 from diloco.errors import FileWriteError, UserError
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
+from diloco.rendezvous.store_errors import lasting
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
@@ -112,6 +113,7 @@ def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.Mo
         ("ftp://host/run", {}, "give a directory, or s3://bucket/prefix"),
         ("file://host/run", {}, "three slashes"),
         ("s3://", KEYS, "the bucket's name is missing"),
+        ("s3:/bucket/run", KEYS, "^s3:/bucket/run: a bucket's URL has two slashes: s3://bucket/prefix"),
         ("s3://bad bucket/run", KEYS, "invalid domain character"),
         ("s3://key:secret@bucket/run", KEYS, "^s3://…: give no credentials or options in the URL"),
         ("s3://bucket/run?region=x", KEYS, "give no credentials or options in the URL"),
@@ -139,6 +141,14 @@ def test_a_wrong_url_is_refused(
     with pytest.raises(UserError, match=sentence) as error:
         Store.open(url)
     assert "\n" not in str(error.value)
+
+
+def test_credentials_that_are_missing_are_a_users_mistake_until_the_store_has_answered():
+    error = OSError("error sending request for url (http://169.254.169.254/latest/api/token)")
+    of_store = {"url": "s3://bucket/run", "action": "read x"}
+    refusal = lasting(error, **of_store, answered=False)
+    assert refusal is not None and refusal.exit_code == 2 and "set AWS_ACCESS_KEY_ID" in str(refusal)
+    assert lasting(error, **of_store, answered=True) is None
 
 
 def test_a_directory_that_can_not_be_made_or_written():

@@ -2,7 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.data.config import DataConfig
 from diloco.errors import UserError
+from diloco.training.budget import Budget
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
@@ -63,6 +65,21 @@ def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming
     with pytest.raises(UserError, match=sentence):
         prepare_run(replace(tiny, **changes), resume=None)
     assert sorted(folder.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget", "sentence"),
+    [
+        (diloco(wire="e9m9"), None, "'e9m9' is not a codec"),
+        (diloco(overlap_steps=10), None, "overlap_steps=10 must be"),
+        ({"model": replace(recipe("tiny").model, vocab_size=2048)}, None, "more than twice the tokenizer's 257"),
+        ({}, Budget(7, "tokens"), "7 tokens are less than half a step"),
+    ],
+)
+def test_what_needs_no_text_is_refused_before_it_is_read(changes, budget, sentence):
+    asked = replace(recipe("tiny"), data=DataConfig(train=("nowhere.txt",)), **changes)
+    with pytest.raises(UserError, match=sentence):
+        prepare_run(asked, resume=None, budget=budget)
 
 
 @pytest.mark.parametrize(

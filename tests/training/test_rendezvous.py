@@ -200,7 +200,10 @@ def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):
 
 
 def test_a_joiner_of_a_run_that_is_over_is_told_so(eventful):
-    with pytest.raises(UserError, match=r"^the run refuses this replica: .* a run that has ended$"):
+    with pytest.raises(
+        UserError,
+        match=r"^the run refuses this replica: .* a run that has ended: create another in another place$",
+    ):
         train(of(eventful, "late"))
     assert len(bodies(eventful.rendezvous, Join)) == 4
 

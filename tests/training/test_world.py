@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.errors import DisagreementError
+from diloco.errors import DisagreementError, UserError
 from diloco.training.recipes import recipe
-from diloco.training.world import _agree_on_groups
+from diloco.training.world import _agree_on_groups, join
 
 
 class Trap:
@@ -32,6 +32,25 @@ def join_a_rogue(trap: Path) -> None:
         dist.all_gather_object([None, None], Trap(trap))  # gloo ends this process: the others expect less
     with pytest.raises((RuntimeError, DisagreementError), match=r"gloo|disagree"):  # the pickle's length, at most
         _agree_on_groups(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "sentence"),
+    [
+        ({}, 1, "started 1 process, and num_replicas=2 needs 2: have it start 2, or set num_replicas=1"),
+        (
+            {"shards_per_replica": 2},
+            6,
+            "num_replicas=2 with shards_per_replica=2 needs 4: have it start 4, or set num_replicas=3",
+        ),
+        ({"shards_per_replica": 2}, 3, "with shards_per_replica=2 needs 4: have it start 4"),
+    ],
+)
+def test_a_launcher_of_another_number_of_processes_is_refused(changes, world_size, sentence, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match=f"{sentence}$"), join(replace(recipe("tiny"), **changes)):
+        pass
 
 
 def test_what_another_process_sends_is_never_run(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from diloco.cli._flags import fields_of, flag, spelled
+from diloco.cli._flags import fields_of, flag, our_name, spelled
 from diloco.errors import UserError, nearest
 
 
@@ -87,6 +87,8 @@ def _unknown_word(word: str, kind: Callable[..., Any], prog: str) -> UserError:
     name = word.partition("=")[0]
     field = name.lstrip("-").replace("-", "_")
     whole = flag(field, fields)  # such as learning_rate, whose flag has a section's name before it
+    if whole == field and (ours := our_name(field)) in fields:
+        whole = flag(ours, fields)
     near = nearest(name, (flag(one, fields) for one in fields)) if whole == field else f": did you mean {whole}?"
     return UserError(f"unknown flag {name}{near} ({prog} --help lists all)")
 

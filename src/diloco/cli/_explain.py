@@ -30,10 +30,18 @@ def explained() -> Iterator[None]:
         elif os.environ.get("DILOCO_TRACEBACK"):
             traceback.print_exception(error)
         else:
-            sentence = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
             notes = getattr(error, "__notes__", ())
-            print("diloco: " + "; ".join([sentence, *notes]), file=sys.stderr, flush=True)
+            print("diloco: " + "; ".join([_sentence(error), *notes]), file=sys.stderr, flush=True)
         raise SystemExit(exit_code) from None
+
+
+def _sentence(error: BaseException) -> str:
+    """An error's message; that of the operating system without its number, where it names no file."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if type(error) is OSError and error.strerror and error.filename is None:
+        return error.strerror[:1].lower() + error.strerror[1:]
+    return str(error)
 
 
 def _nobody_reads() -> bool:

@@ -57,6 +57,46 @@ def flag(field: str, fields: Collection[str]) -> str:
     return field if name is None else "--" + name.replace("_", "-")
 
 
+def our_name(field: str) -> str:
+    """The setting that nanochat, torchtitan or transformers calls so, whatever its section; or the same name.
+
+    >>> our_name("training.seq_len")
+    'sequence_length'
+    """
+    last = field.rpartition(".")[2]
+    return next((ours for ours, theirs in _THEIR_NAMES.items() if last in theirs), field)
+
+
+_THEIR_NAMES = {
+    "checkpoint.every_steps": ("interval", "save_every", "save_steps"),
+    "compile": ("torch_compile",),
+    "config": ("config_file",),
+    "data.held_out": ("validation_file",),
+    "data.tokenizer": ("hf_assets_path", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_path"),
+    "data.train": ("dataset", "dataset_name", "dataset_path", "train_file"),
+    "device": ("device_type",),
+    "epochs": ("num_epochs", "num_train_epochs"),
+    "evaluation.every_steps": ("eval_every", "eval_steps"),
+    "global_batch": ("batch_size", "global_batch_size", "total_batch_size"),
+    "max_tokens": ("max_new_tokens",),
+    "micro_batch": ("device_batch_size", "local_batch_size", "per_device_train_batch_size"),
+    "model.num_heads": ("n_head", "n_heads", "num_attention_heads"),
+    "model.num_layers": ("depth", "n_layer", "n_layers", "num_hidden_layers"),
+    "model.width": ("dim", "hidden_size", "n_embd"),
+    "name": ("experiment_name", "run", "run_name"),
+    "num_replicas": ("nproc_per_node", "world_size"),
+    "num_tokens": ("max_steps", "num_iterations", "steps", "target_param_data_ratio"),
+    "optimizer.clip_norm": ("max_grad_norm", "max_norm"),
+    "optimizer.learning_rate": ("lr", "matrix_lr", "max_lr"),
+    "precision": ("bf16", "dtype", "fp16", "mixed_precision"),
+    "resume": ("resume_from_checkpoint",),
+    "runs": ("dump_folder", "out_dir", "output_dir"),
+    "sequence_length": ("block_size", "max_seq_len", "max_seq_length", "seq_len"),
+    "trackers": ("report_to",),
+}
+"""Names of other programs for a setting."""
+
+
 def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """The words of a command line that give settings their values, by dotted name.
 

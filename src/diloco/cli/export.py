@@ -4,7 +4,7 @@ from pathlib import Path
 
 from diloco.cli._command import call
 from diloco.cli._source import Run, source
-from diloco.hub import check_reachable, push
+from diloco.hub import check_online, push
 from diloco.training.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
@@ -35,7 +35,7 @@ def _export(
         push_to_hub: A repository of the Hugging Face Hub to upload it to, such as me/model; a new one is private.
     """
     if push_to_hub is not None:
-        check_reachable(f"{push_to_hub} of the Hub")
+        check_online("push_to_hub", push_to_hub)
     export_run(source(run), to, output, prepared=prepared, merged=merged)
     print(output)
     if push_to_hub is not None:

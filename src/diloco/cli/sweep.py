@@ -76,12 +76,13 @@ def _sweep_of(command: Command) -> Sweep:
         raise UserError("axis names nothing to vary: give one such as learning_rate=0.004,0.008", "axis")
     if command.cores is not None and command.cores < 1:
         raise UserError(f"cores={command.cores} must be at least 1; left out, all are used", "cores")
+    axes, then = _axes("axis", command.axis), _axes("then", command.then)
     with preparation_progress(Console(stderr=True)) as progress:
         prepared = resolve_data(config.data, progress=progress)
     return Sweep(
         base=config,
-        axes=_axes("axis", command.axis),
-        then=_axes("then", command.then),
+        axes=axes,
+        then=then,
         tokens_per_param=command.tokens_per_param,
         vocab_size=load_tokenizer(prepared).vocab_size,
     )

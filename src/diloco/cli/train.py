@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from diloco.cli._command import asks_for_help
+from diloco.cli._command import asks_for_help, unknown_choice
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
 from diloco.cli._recipe import parsed_recipe
@@ -66,6 +66,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     budget = _budget(words)
     if words.rendezvous is not None:  # each command starts one replica
         configs = {name: replace(recipe(name), num_replicas=1) for name in RECIPES}
+    if arguments and not others and words.config is None and words.resume is None:
+        raise unknown_choice(arguments, RECIPES, prog="diloco train")
     if words.config is not None and not asks_for_help(others):
         named = others[0] if others and others[0] in RECIPES else None
         base, budget_of_file = read_config_file(words.config, named)

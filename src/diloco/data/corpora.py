@@ -11,7 +11,7 @@ from typing import Any
 from diloco.data.readers import SUFFIXES, Document, Reading, read_files, suffixes_of
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256
-from diloco.hub import check_reachable
+from diloco.hub import check_reachable, is_offline, not_here
 
 
 def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]:  # noqa: B008
@@ -109,6 +109,8 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
             yield reading.document(row, default_id=f"{source}:{number}", place=f"row {number}")
     except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
+        if is_offline() and "OfflineMode" in str(error):
+            raise not_here(source) from error
         fields = error.fields if isinstance(error, UserError) else ()
         raise UserError(f"source {source!r} can't be read: {error}", *fields) from error
 

@@ -36,6 +36,8 @@ class TokenShards:
     """The token before each document."""
     digest: str
     """`Index.digest` of the directory."""
+    name: str = "text"
+    """The split, as refusals name it."""
     checks: "ShardChecks | None" = None
     """The check of each shard, which ends before a token of it is used; None where they are not files."""
 
@@ -59,8 +61,8 @@ class TokenShards:
         assert length >= 1, length
         if self.num_tokens < length + 1:
             raise UserError(
-                f"the split holds {self.num_tokens} tokens, and a window of sequence_length={length} takes "
-                f"{length + 1}: add text, or choose shorter sequences",
+                f"the {self.name} holds {self.num_tokens} tokens, and a sequence of sequence_length={length} "
+                f"takes {length + 1}: add text, or choose shorter sequences",
                 "sequence_length",
             )
         return (self.num_tokens - 1) // length
@@ -141,6 +143,7 @@ def open_split(directory: Path, split: Split) -> TokenShards:
         vocab_size=index.vocab_size,
         bos_id=index.bos_id,
         digest=index.digest,
+        name=_NAMES[split],
         checks=ShardChecks(
             [
                 partial(check_shard, path, shard, dtype=index.dtype, vocab_size=index.vocab_size)
@@ -148,6 +151,9 @@ def open_split(directory: Path, split: Split) -> TokenShards:
             ]
         ),
     )
+
+
+_NAMES: dict[Split, str] = {"train": "training text", "held_out": "held-out text"}
 
 
 def _map_shard(index: Index, path: Path, shard: Shard) -> np.ndarray:

@@ -23,7 +23,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
             questions = [_question(path, number, line) for number, line in _lines(file, path) if line.strip()]
     except OSError as error:
-        raise UserError(f"{path} can't be read as questions: {error}") from None
+        raise UserError(f"{path} can't be read as questions: {error.strerror}") from None
     if not questions:
         raise UserError(f"{path} holds no question")
     return questions

@@ -33,7 +33,8 @@ Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-MOST_NORM = 1e38
+MOST_NORM = 1e33
+"""Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""
 Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 SIGNATURE = re.compile(r"([0-9a-f]{128})?")

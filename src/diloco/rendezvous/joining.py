@@ -134,7 +134,8 @@ async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
     while True:
         body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
         if reason := log.state.refusal_of_joiner(body):
-            raise LogError(f"the run refuses this replica: it {reason}")
+            hint = ": create another in another place" if log.state.finished else ""
+            raise LogError(f"the run refuses this replica: it {reason}{hint}")
         _, is_own = await log.append(body, author=own, patience_seconds=wish.timeout_seconds)
         if is_own:
             return own

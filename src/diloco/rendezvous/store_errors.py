@@ -10,7 +10,7 @@ import re
 
 import obstore.exceptions as obstore_errors
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"}
 _WRONG_CREDENTIALS = {
@@ -40,6 +40,12 @@ CREDENTIALS = {
 
 class StoreError(DilocoError):
     """A store refuses what a run needs of it: no permission, no bucket, no credentials, or an object too large."""
+
+
+class NoCredentialsError(StoreError):
+    """Nobody has said who asks a store."""
+
+    exit_code = UserError.exit_code
 
 
 class TooLargeError(StoreError):
@@ -86,7 +92,9 @@ def lasting(error: Exception, *, url: str, action: str, answered: bool) -> Store
         return StoreError(f"can't {action} in {url}: {reason[:1].lower()}{reason[1:]}")
     if "169.254.169.254" in text or "metadata.google" in text or "MissingAccount" in text:
         # The last place where a client looks for credentials; on a machine that has it, it may fail for a moment.
-        return None if answered else StoreError(f"{url}: there are no credentials: set {CREDENTIALS[scheme]}")
+        return (
+            None if answered else NoCredentialsError(f"{url}: there are no credentials: set {CREDENTIALS[scheme]}")
+        )
     if "invalid peer certificate" in text or "UnknownIssuer" in text:
         return StoreError(
             f"{url}: the endpoint's certificate is not trusted: set SSL_CERT_FILE to the PEM file of its authority"

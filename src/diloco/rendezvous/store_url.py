@@ -1,6 +1,7 @@
 """From a URL and the ordinary environment variables to a client of obstore."""
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +67,8 @@ def opened_url(url: str) -> "tuple[str, ObjectStore]":
 def _directory(path: str) -> "tuple[str, ObjectStore]":
     if not path or "\0" in path:
         raise UserError("give the directory, or the URL, of the store", "url")
+    if scheme := re.match(f"({'|'.join(CREDENTIALS)}):/?(?!/)", path):
+        raise UserError(f"{path}: a bucket's URL has two slashes: {scheme[1]}://bucket/prefix", "url")
     directory = expanded(path).absolute()
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory", "url")

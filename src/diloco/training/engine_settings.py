@@ -84,11 +84,7 @@ def check(config: TrainConfig) -> None:
     """
     if config.method == "data_parallel":
         return
-    with torch.device("meta"):
-        model = config.model.build(seed=config.seed)
-    settings = engine_settings(config, model)
-    settings.check(model, config.num_replicas if config.rendezvous is None else None)
-    schedule = settings.schedule
+    schedule = checked_settings(config).schedule
     last = max(range(schedule.num_fragments), key=schedule.send_step)
     if (step := schedule.send_step(last)) > config.num_steps:
         raise UserError(
@@ -96,3 +92,16 @@ def check(config: TrainConfig) -> None:
             "parameters would stay the initial ones; lower diloco.sync_every, or raise num_tokens",
             *("diloco.sync_every", "num_tokens"),
         )
+
+
+def checked_settings(config: TrainConfig) -> Settings:
+    """The engine's settings for a config with its method's values, whatever the length of the run.
+
+    Raises:
+        UserError: for settings that the engine would refuse.
+    """
+    with torch.device("meta"):
+        model = config.model.build(seed=config.seed)
+    settings = engine_settings(config, model)
+    settings.check(model, config.num_replicas if config.rendezvous is None else None)
+    return settings

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
-from diloco.errors import CheckpointError, UserError
+from diloco.errors import CheckpointError, UserError, setting
 from diloco.evaluation.held_out import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
+from diloco.hub import check_reachable
 from diloco.models.language_model import LanguageModel
 from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files
@@ -199,6 +200,9 @@ def evaluate_run(
     if tasks:
         for path in filter(None, tasks.values()):
             read_questions(path)
+        if asked := [name for name, path in tasks.items() if path is None]:
+            with setting("tasks", ",".join(asked)):
+                check_reachable("the questions")
         require("lm_eval", extra="eval")
         from diloco.evaluation.zero_shot import check_tasks
 

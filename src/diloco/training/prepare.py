@@ -10,14 +10,14 @@ import torch
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import open_split
-from diloco.data.tokenizers import load_tokenizer
+from diloco.data.tokenizers import ByteTokenizer, load_tokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.rendezvous.store import Store
 from diloco.training.budget import Budget, with_budget
 from diloco.training.config import TrainConfig
-from diloco.training.engine_settings import check
+from diloco.training.engine_settings import check, checked_settings
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
@@ -63,6 +63,7 @@ def prepare_run(
     if not under_a_launcher():
         check_not_running(asked.directory)
         check_unclaimed(asked.directory)
+    _check_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
     asked = _with_budget(asked, budget, directory)
     config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
@@ -70,6 +71,19 @@ def prepare_run(
     epoch_tokens(config, directory)
     held_out_windows(open_split(directory, "held_out"), config)
     return config
+
+
+def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:
+    """Refuse what can be refused before a text is tokenized, which may take hours."""
+    if budget is not None and budget.unit == "tokens":
+        with_budget(asked, budget, epoch_tokens=1)
+    if asked.data.prepared is None and asked.data.tokenizer == "bytes":
+        length = asked.sequence_length
+        model = asked.model.fitted(vocab_size=ByteTokenizer.vocab_size, sequence_length=length)
+    else:  # the fragments are the same, whatever the vocabulary
+        model = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
+    if asked.method != "data_parallel":
+        checked_settings(with_method_values(replace(asked, model=model)))
 
 
 def _with_budget(asked: TrainConfig, budget: Budget | None, prepared: Path) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,22 @@ def read_config(directory: Path) -> TrainConfig:
     """
     path = directory / CONFIG_FILE
     if not path.exists():
-        raise UserError(f"{directory} holds no run: {path} is missing")
+        raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
     config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
     return replace(config, name=directory.name, runs=directory.parent)
+
+
+def _runs_near(directory: Path) -> str:
+    """The runs that a directory without one may have been meant for, in words."""
+    below = sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG_FILE}"))
+    if below:
+        return f"; name one of the runs in it: {', '.join(below[:8])}{', …' * (len(below) > 8)}"
+    beside = [file.parent for file in directory.parent.glob(f"*/{CONFIG_FILE}")]
+    in_runs = directory.parent / TrainConfig.runs / directory.name
+    near = [in_runs] if (in_runs / CONFIG_FILE).exists() else beside
+    names = {path.name: str(path) for path in near}
+    matches = get_close_matches(directory.name, names, n=1)
+    return f"; did you mean {names[matches[0]]}?" if matches else ""
 
 
 def check_data(config: TrainConfig, *, field: str) -> None:
@@ -148,11 +162,16 @@ def resumable(directory: Path) -> TrainConfig:
     """
     saved = read_config(directory)
     keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
-    return replace(saved, micro_batch=None, checkpoint=replace(saved.checkpoint, keep=keep))
+    return replace(
+        saved,
+        micro_batch=None,
+        checkpoint=replace(saved.checkpoint, keep=keep),
+        optimizer=replace(saved.optimizer, warmup_steps=None),  # that of a new phase follows from its length
+    )
 
 
 def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
-    """The config to resume with.
+    """The config to resume with; where a new phase of its schedule begins, its warm-up may be left out.
 
     Args:
         directory: of the run.
@@ -166,14 +185,18 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
     of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
     may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
+    begins_a_phase = False
     for name, (_, value) in differences(resumable(directory), asked).items():
+        if value == (old := get(saved, name)):
+            continue
         if name in of_the_schedule and asked.rendezvous is not None:
             raise UserError(
-                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {get(saved, name)} to all "
-                "replicas: leave it out",
+                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
+                "leave it out",
                 *(name, "rendezvous"),
             )
-        if name not in may_change and value != (old := get(saved, name)):
+        begins_a_phase |= name in of_the_schedule
+        if name not in may_change:
             raise UserError(
                 f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
                 "same run; leave it out, or start a new run",
@@ -184,6 +207,9 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
     return replace(
         asked,
+        optimizer=asked.optimizer
+        if begins_a_phase
+        else replace(asked.optimizer, warmup_steps=saved.optimizer.warmup_steps),
         micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
         checkpoint=replace(asked.checkpoint, keep=keep),
     )

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,9 +77,13 @@ class World:
         """The name of a replica in an outer step's cohort."""
         return str(replica) if self.rendezvous is None else self.rendezvous.state.members[replica].name
 
-    def of_first(self, read: Callable[[], int]) -> int:
-        """A whole number, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
-        return int(self.over_ranks(read() if self.rank == 0 else 0, dist.ReduceOp.MAX))
+    def of_first(self, num_numbers: int, read: Callable[[], Sequence[int]]) -> list[int]:
+        """Whole numbers, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
+        numbers = [*read()] if self.rank == 0 else [0] * num_numbers
+        if self.own_device_group is None:
+            return numbers
+        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [int(number) for number in self.reduced(together, dist.ReduceOp.MAX).tolist()]
 
     def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
         """Reduce a number over the processes of the replica; each of them must call it."""
@@ -124,6 +128,20 @@ def _check_shards(config: TrainConfig) -> None:
         )
 
 
+def _wrong_number(config: TrainConfig, world_size: int) -> UserError:
+    """The refusal of a launcher's number of processes, with the replicas that they would make."""
+    inside = {"shards_per_replica": config.num_shards, "ddp_per_replica": config.num_ddp}
+    others = "".join(f" with {name}={number}" for name, number in inside.items() if number > 1)
+    num_replicas, rest = divmod(world_size, config.processes_per_replica)
+    remedy = "" if rest or not num_replicas else f", or set num_replicas={num_replicas}"
+    return UserError(
+        f"the launcher started {world_size} process{'es' * (world_size != 1)}, and "
+        f"num_replicas={config.num_replicas}{others} needs {config.num_processes}: have it start "
+        f"{config.num_processes}{remedy}",
+        *("num_replicas", *inside),
+    )
+
+
 @contextmanager
 def _joined(config: TrainConfig) -> Iterator[World]:
     """The world of several processes, or of one that a launcher started; it is left at the end."""
@@ -134,12 +152,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
     except ValueError as error:
         raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK must be numbers: {error}") from None
     if world_size != config.num_processes:
-        raise UserError(
-            f"the launcher started {world_size} processes, but num_replicas={config.num_replicas} with "
-            f"shards_per_replica={config.num_shards} and ddp_per_replica={config.num_ddp} needs "
-            f"{config.num_processes}: set num_replicas and one of the others to a product of {world_size}",
-            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
-        )
+        raise _wrong_number(config, world_size)
     device = chosen_device(config, local_rank)
     if rank == 0 and launcher.STORE not in os.environ:
         _warn_of_open_ports()

@@ -256,9 +256,7 @@ def parse(spec: str) -> Format:
         key, _, text = option.partition("=")
         if key not in readers or key in chosen:
             expected = ", ".join(f"{known}={wanted}" for known, (wanted, _) in readers.items()) or "none"
-            raise UserError(
-                f"{spec!r}: {option!r} is not an option of {name}, or given twice (it has: {expected})"
-            )
+            raise UserError(f"{option!r} is not an option of {name}, or given twice (it has: {expected})")
         wanted, read = readers[key]
         try:
             chosen[key] = read(text)

@@ -110,5 +110,6 @@ def test_experiments_stand_in_the_order_of_the_docs():
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(UserError, match=r"'scale' is not an experiment: choose from .*scaling"):
-        experiment("scale", TIERS["small"]())
+    for name, hint in (("scale", r"did you mean scaling\?"), ("x", "choose from .*scaling")):
+        with pytest.raises(UserError, match=f"'{name}' is not an experiment: {hint}"):
+            experiment(name, TIERS["small"]())

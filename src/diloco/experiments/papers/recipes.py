@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from diloco.errors import UserError
+from diloco.errors import UserError, nearest
 from diloco.experiments import papers
 from diloco.experiments.papers.experiment import REGISTERED, Experiment, Recipe
 from diloco.experiments.papers.tiers import Tier
@@ -24,5 +24,6 @@ def experiment(name: str, tier: Tier) -> Experiment:
         UserError: if there is none; the message names those that there are.
     """
     if name not in EXPERIMENTS:
-        raise UserError(f"{name!r} is not an experiment: choose from {', '.join(EXPERIMENTS)}")
+        hint = nearest(name, EXPERIMENTS) or f": choose from {', '.join(EXPERIMENTS)}"
+        raise UserError(f"{name!r} is not an experiment{hint}")
     return EXPERIMENTS[name](tier)
