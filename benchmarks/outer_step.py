@@ -2,7 +2,7 @@
 
     python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T] [--dtype bf16]
 
-Each stage of a sync is timed by itself: the outer gradient, the checksum of Θ, encoding, decoding and adding M
+Each stage of a sync is timed by itself: the outer gradient, the digest of Θ, encoding, decoding and adding M
 payloads, the outer step with the merge. Θ is FP32, θ of the given dtype. Bytes are those that a stage must read
 and write for each parameter; the floor is their time at the speed of a copy in the same run (bytes read and
 written, both counted).

@@ -121,7 +121,7 @@ class Outer:
     round: Positive
     """Outer steps of the fragment, this one included."""
     before: Checksum
-    """The checksum of Θ_p before it."""
+    """The digest of Θ_p before it."""
     contributions: tuple[Contribution, ...]
     """By replica, ascending, at most one each."""
 
