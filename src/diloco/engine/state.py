@@ -125,7 +125,7 @@ class OuterState:
             self._visiting[kind, fragment] = vector_N, self._event()
 
     def _event(self) -> Any:
-        """What was queued on the stream so far."""
+        """An event after all that was queued on the stream so far."""
         event = self._module.Event()
         event.record(self._stream)
         return event
