@@ -78,7 +78,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "experiments/runner/cluster.py": "experiments/runner/test_grid.py",
     "experiments/runner/progress.py": "experiments/runner/test_grid.py",
     "experiments/runner/result.py": "experiments/runner/test_grid.py",
-    "outer/digest.py": "engine/test_streaming.py",
     "outer/step.py": "engine/test_observe.py",
     "outer/take.py": "outer/test_nesterov.py",
     "reduction/gather.py": "reduction/test_reduction.py",

@@ -76,8 +76,8 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
-        self.bases = [self.state.checksum(p) for p in range(num_fragments)]
-        """Checksum of each Θ_p."""
+        self.bases = [self.state.digest(p) for p in range(num_fragments)]
+        """Digest of each Θ_p."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
 
     @property
@@ -253,7 +253,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self.bases[p] = self.state.checksum(p)
+        self.bases[p] = self.state.digest(p)
         self.rendezvous.applied(p, round, self.bases[p])
         flight = self.in_flight.get(p)
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:

@@ -16,7 +16,7 @@ import msgspec
 from diloco.errors import FileError
 from diloco.schema import Count, converted, decoded
 
-FORMAT = 1
+FORMAT = 2
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 23
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""XXH3-64 of Θ_p in hexadecimal."""
+"""`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
@@ -121,7 +121,7 @@ class Outer:
     round: Positive
     """Outer steps of the fragment, this one included."""
     before: Checksum
-    """The checksum of Θ_p before it."""
+    """The digest of Θ_p before it."""
     contributions: tuple[Contribution, ...]
     """By replica, ascending, at most one each."""
 
