@@ -2,7 +2,7 @@
 
     python benchmarks/outer_step.py [--parameters N] [--replicas M] [--threads T] [--dtype bf16]
 
-Each stage of a sync is timed by itself: the outer gradient, the checksum of Θ, encoding, decoding and adding M
+Each stage of a sync is timed by itself: the outer gradient, the digest of Θ, encoding, decoding and adding M
 payloads, the outer step with the merge. Θ is FP32, θ of the given dtype. Bytes are those that a stage must read
 and write for each parameter; the floor is their time at the speed of a copy in the same run (bytes read and
 written, both counted).
@@ -27,7 +27,6 @@ from diloco.reduction.gather import Gather
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
-from diloco.wire.checksum import checksum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -62,7 +61,7 @@ def main() -> None:
             4 + theta_bytes + 4,
             lambda: parameters.outer_gradient(0, outer_N, delta_N),
         ),
-        "checksum of Θ": (4, lambda: checksum(outer_N)),
+        "digest of Θ": (4, lambda: outer_digest(outer_N)),
         "encode": (4 + payload_bytes, lambda: wire.encode(delta_N)),
         f"decode and add {M} payloads": (
             payload_bytes + 4 + (M - 1) * (payload_bytes + 4 + 4),

@@ -91,7 +91,8 @@ class Replica:
     def step(self, config: TrainConfig) -> None:
         """An inner step, as the trainer takes it."""
         state = self.state
-        rate = learning_rate(config, state.progress.tokens(state.step + 1) / config.tokens_per_step)
+        tokens = state.progress.after(state.step).next_tokens  # others have taken steps since
+        rate = learning_rate(config, tokens / config.tokens_per_step)
         batch = self.batches.batch(state.step + 1)
         inner_step(state, batch, config, self.world, rate)
         state.sync.step(tokens=len(batch) * config.sequence_length)

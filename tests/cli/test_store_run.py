@@ -66,6 +66,10 @@ def test_a_fault_is_named_with_what_was_checked_before_it(run, capsys) -> None:
         (["store", "status", "nowhere"], "nowhere holds no run: log/0000000000 is missing"),
         (["store", "verify", "nowhere"], "nowhere holds no run: log/0000000000 is missing"),
         (["store", "status", "RUN", "--every-seconds", "0"], "--every-seconds=0.0 must be above 0"),
+        (
+            ["store", "status", "RUN", "--every-seconds", "1e9"],
+            "--every-seconds=1000000000.0 must be above 0 and at",
+        ),
         (["store", "verify", "RUN", "--initial", "nowhere"], "--initial=nowhere can't be read as safetensors"),
         (["eval", "RUN"], "the run is a program's own, and does not describe its model"),
         (["eval", "RUN", "--parameters", "average"], "the run is a program's own"),

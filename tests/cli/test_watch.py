@@ -46,6 +46,13 @@ def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, m
     assert [run.directory.name for run in everything.runs] == ["one", "later"] and not everything.is_over
 
 
+def test_a_source_that_cannot_be_looked_up_is_trouble_beside_the_others(finished_run):
+    everything = Watched([str(finished_run), "x" * 300])
+    everything.again()
+    one, other = everything.runs
+    assert one.standing == "finished" and other.standing.endswith("can't be read: File name too long")
+
+
 def test_of_many_runs_those_that_began_last_are_shown(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(watched, "MOST_RUNS", 2)
     for name in "cba":
@@ -79,6 +86,7 @@ def test_the_address_is_printed_and_answers_until_an_interruption(finished_run, 
     [
         ([], "name a run's directory, a directory of runs, or a store"),
         (["x", "--every-seconds", "0"], "--every-seconds=0.0 must be above 0"),
+        (["x", "--every-seconds", "inf"], "--every-seconds=inf must be above 0 and at most 86400"),
         (["x", "--serve", "--port", "99999"], "--port=99999 can't be used"),
     ],
 )

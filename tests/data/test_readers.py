@@ -57,9 +57,19 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     assert list(documents(str(tmp_path / "empty.csv"))) == []
 
 
+def test_blank_lines_and_the_header_take_nothing_of_a_rows_length(tmp_path):
+    content = (
+        b"\n" * 50 + b"text," + b"n" * 80 + b"\n" + b"\r\n" * 60 + b"a" * 90 + b",1\n" + b"\n" * 99 + b"b,2\n\n"
+    )
+    (tmp_path / "a.csv").write_bytes(content)
+    expected = [Document("a.csv:1", "a" * 90), Document("a.csv:2", "b")]
+    assert list(documents(str(tmp_path / "a.csv"), Reading(longest_bytes=100))) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"\ntext," + b"n" * 100 + b"\na,1\n", "the header is longer than data.max_document_bytes=100"),
         (b"text,n\na,1\nb\n", "row 2 has 1 fields, and the header 2"),
         (b'text\n"a\n', "row 1 is not CSV: unexpected end of data"),
         (b'text\n"a" b\n', "row 1 is not CSV: "),

@@ -7,7 +7,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
 from diloco.data.index import read_index
 from diloco.data.prepare import prepare
-from diloco.data.splits import check_disjoint, is_held_out, split_documents
+from diloco.data.splits import SplitDocuments, check_disjoint, is_held_out
 from diloco.errors import UserError
 
 
@@ -18,7 +18,7 @@ def write_rows(path, texts, prefix="doc"):
 
 
 def texts_of(split, **fields):
-    return [document.text for name, document in split_documents(DataConfig(**fields)) if name == split]
+    return [document.text for name, document in SplitDocuments(DataConfig(**fields)) if name == split]
 
 
 def test_a_document_stays_in_its_split_whatever_is_beside_it(tmp_path):
@@ -73,7 +73,7 @@ def test_reading_ends_where_hardly_any_document_is_to_be_trained_on(tmp_path, mo
 
     monkeypatch.setattr("diloco.data.splits.documents", documents_counted)
     with pytest.raises(UserError, match="max_train_bytes=1000: more than a hundred times") as refusal:
-        list(split_documents(config))
+        list(SplitDocuments(config))
     assert refusal.value.fields == ("data.max_train_bytes", "data.train")
     assert 100 <= len(read) <= 1000
 
@@ -104,6 +104,45 @@ def test_the_end_of_each_document_is_held_out_where_hashing_would_leave_a_split_
         assert lengths == ({"train": 30, "held_out": 30} if is_whole else {"train": 48, "held_out": 12})
         directory = prepare(DataConfig(train=(rows,), held_out_fraction=0.2), tmp_path / prefix)
         assert read_index(directory).held_out_by_position is not is_whole
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokenizer", "most_ahead_bytes", "num_readings"),
+    [
+        (["one text " * 100], "bytes", 2**24, 1),
+        (["one text " * 100], "bpe:260", 2**24, 2),  # the tokenizer is trained on it
+        (["one text " * 100], "bytes", 10, 1),
+        (["one"] * 3, "bytes", 10, 2),
+        (["one"] * 300, "bytes", 2**24, 1),
+    ],
+)
+def test_a_preparation_reads_each_document_once(
+    tmp_path, monkeypatch, texts, tokenizer, most_ahead_bytes, num_readings
+):
+    source = write_rows(tmp_path / "rows.jsonl", texts)
+    read = []
+
+    def documents_counted(*arguments):
+        for document in documents(*arguments):
+            read.append(document.id)
+            yield document
+
+    monkeypatch.setattr("diloco.data.splits.documents", documents_counted)
+    monkeypatch.setattr("diloco.data.splits._MOST_AHEAD_BYTES", most_ahead_bytes)
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer=tokenizer)
+    index = read_index(prepare(config, tmp_path / "out"))
+    assert sorted(read) == sorted([f"doc{i}" for i in range(len(texts))] * num_readings)
+    num_bytes = sum(shard.num_bytes for shards in index.splits.values() for shard in shards)
+    assert num_bytes == sum(map(len, texts)), "each is in one split, or cut into both"
+
+
+def test_a_limit_counts_bytes_where_it_is_decided_how_documents_are_split(tmp_path):
+    """The limit ends before the first document that hashing would hold out, though not in characters."""
+    out = next(i for i in range(100) if is_held_out(f"doc{i}", 0.2))
+    assert out > 3
+    source = write_rows(tmp_path / "rows.jsonl", ["漢" * 100] * (out + 1))
+    config = DataConfig(train=(source,), held_out_fraction=0.2, max_train_bytes=300 * out - 1)
+    assert read_index(prepare(config, tmp_path / "out")).held_out_by_position
 
 
 @pytest.mark.parametrize(

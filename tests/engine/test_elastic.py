@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 import diloco
 from diloco.engine.elastic_rounds import ElasticRounds
-from diloco.errors import ExchangeError, UserError
+from diloco.errors import ExchangeError, NonFiniteError, UserError
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Decision
 from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
@@ -263,6 +264,42 @@ def test_a_state_of_another_run_is_refused(tmp_path) -> None:
         ours.engine.load_state_dict(other.engine.state_dict())
     ours.vanish()
     other.vanish()
+
+
+WRONG = {
+    "no tensors by parameter name as outer": lambda state: {"outer": None},
+    r"outer of .* is \(3,\) in torch.float32, and here": lambda state: {
+        "outer": dict.fromkeys(state["outer"], torch.zeros(3))
+    },
+    "the state lacks .* in outer": lambda state: {"outer": dict([*state["outer"].items()][1:])},
+    "the state has .* in error, which": lambda state: {"error": state["outer"]},
+    "num_steps: expected int, got str": lambda state: {"num_steps": "7"},
+    "tokens: expected int >= 0": lambda state: {"tokens": -1},
+    "the state has 1 values as counted, and there are": lambda state: {"counted": [[0, 0]]},
+    "counted.*: expected array, got int": lambda state: {"counted": [0] * P},
+}
+
+
+def test_a_state_of_this_run_that_is_damaged_is_refused_and_names_what_is_wrong(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    state = ours.engine.state_dict()
+    for sentence, change in WRONG.items():
+        with pytest.raises(UserError, match=sentence):
+            ours.engine.load_state_dict(state | change(state))
+    for key in state.keys() - {"run"}:
+        with pytest.raises(UserError, match=f"^the state .*{key}"):
+            ours.engine.load_state_dict({name: value for name, value in state.items() if name != key})
+    ours.engine.load_state_dict(state)
+    ours.vanish()
+
+
+def test_an_outer_gradient_that_no_run_can_add_up_is_not_sent(tmp_path, monkeypatch) -> None:
+    ours = Replica(str(tmp_path), name="ours")
+    monkeypatch.setattr("diloco.rendezvous.verify.MOST_NORM", 1e-9)
+    with pytest.raises(
+        NonFiniteError, match=r"^step \d+: the outer gradient of fragment 0 has the norm .*, and the run"
+    ):
+        until(lambda: False, ours)
 
 
 def test_the_later_process_of_a_name_ends_the_earlier_one(tmp_path) -> None:

@@ -66,7 +66,7 @@ def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, cap
     b.exchange._following._decision = lambda: None
     rounds = b.engine._rounds
     rounds.state.use("outer", 0).add_(1.0)
-    rounds.bases[0] = rounds.state.checksum(0)
+    rounds.bases[0] = rounds.state.digest(0)
     seq = counted(b)[0]
     with caplog.at_level(logging.WARNING, "diloco"):
         goal = a.rounds[0] + 2

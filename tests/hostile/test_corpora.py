@@ -165,7 +165,7 @@ READING = """
 import resource, sys
 from pathlib import Path
 from diloco.data.config import DataConfig
-from diloco.data.splits import split_documents
+from diloco.data.splits import SplitDocuments
 import pyarrow
 
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -173,7 +173,7 @@ resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**26, resource.getrlimit(resou
 for source in sys.argv[1:]:
     config = DataConfig(train=(source,), held_out=("stdlib",), max_train_bytes=1000, **LIMIT)
     try:
-        documents = (document for split, document in split_documents(config) if split == "train")
+        documents = (document for split, document in SplitDocuments(config) if split == "train")
         print(len(next(documents).text))
     except BaseException as error:
         print(type(error).__name__, str(error)[:300].replace("\\n", " "))

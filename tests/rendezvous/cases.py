@@ -8,7 +8,7 @@ class Log:
     """A log and its state; entries are not sealed, and digests are made up."""
 
     def __init__(self, *, creator: str = "", allowed: tuple[str, ...] = (), **rules) -> None:
-        body = Create(format=1, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
+        body = Create(format=2, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
         self.state = RunState.begin(self.entry(body, -1, ""), digest(b"0"))
 
     @staticmethod

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.outer.digest import parameters_hash
+from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.rendezvous import entries, index, payloads, snapshots
 from diloco.rendezvous.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
 from diloco.rendezvous.keys import NoKeys, Signer
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.state import OuterRef
 from diloco.wire import codec
-from diloco.wire.checksum import checksum
 from diloco.wire.payload import Key
 
 f32 = np.float32
@@ -130,7 +129,7 @@ class Handwritten:
         nth = self.count[p, replica] = self.count.get((p, replica), -1) + 1
         delta_N = torch.from_numpy(self.random.normal(size=len(self.outer[p])).astype(f32))
         key = Key(SEED, p, base_round + 1, replica)
-        base = checksum(torch.from_numpy(self.past[p][base_round]))
+        base = outer_digest(torch.from_numpy(self.past[p][base_round]))
         payload = self.codec.encode(delta_N, key, base=base)
         decoded_N = self.codec.decode(payload, len(delta_N), key)
         body = payload.numpy().data
@@ -162,7 +161,7 @@ class Handwritten:
         for weight, (_, decoded_N) in zip(weights, sent, strict=True):
             total_N = total_N + weight * decoded_N.numpy()
         delta_N = total_N / f32(sum(float(c.tokens / most) for c, _ in sent))
-        before = checksum(torch.from_numpy(self.outer[p]))
+        before = outer_digest(torch.from_numpy(self.outer[p]))
         self.velocity[p] = f32(MOMENTUM) * self.velocity[p] + delta_N
         self.outer[p] = self.outer[p] - f32(LR) * (delta_N + f32(MOMENTUM) * self.velocity[p])
         self.past[p].append(self.outer[p].copy())

@@ -40,7 +40,7 @@ class Run:
         self.store = FakeStore(self.referee)
         self.creator = public_key("creator") if self.keyed else ""
         allowed = tuple(map(public_key, self.names)) if self.keyed else ()
-        body = Create(format=1, rules=self.rules, facts={"H": 4}, creator=self.creator, allowed=allowed)
+        body = Create(format=2, rules=self.rules, facts={"H": 4}, creator=self.creator, allowed=allowed)
         self._admit(body)
 
     def _admit(self, body: Create | Keys, *, previous: str = "", keys: int = 0) -> None:

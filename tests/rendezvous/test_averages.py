@@ -12,6 +12,7 @@ from tests.wire import reference as wire_reference
 
 from diloco.errors import PayloadError
 from diloco.rendezvous import averages
+from diloco.rendezvous.entries import MOST_NORM, MOST_REPLICAS
 from diloco.rendezvous.keys import KeyFile, write_key
 from diloco.wire import codec
 from diloco.wire.checksum import checksum
@@ -41,6 +42,25 @@ def test_an_average_is_its_definition_over_the_members_that_are_sound(members, s
         assert header.left_out == tuple(m for m in (0, 1) if m not in members)
         again, body = step.opened(step.sealed(header, payload), share)
         assert again == header and torch.equal(body, payload)
+
+
+@pytest.mark.parametrize("second", ["e3m0", "bf16"])
+def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second) -> None:
+    """Several members have all of their norm in the same element, and everybody takes the average."""
+    assert torch.finfo(torch.float32).max > 1.001 * MOST_NORM * MOST_REPLICAS
+    step = CutStep("fp32", second)
+    parts = tuple(
+        replace(step.body.contributions[0], replica=member, seq=member, norm=MOST_NORM) for member in range(5)
+    )
+    step.body = replace(step.body, contributions=parts)
+    step.ref = replace(step.ref, body=step.body)
+    share_S = torch.zeros(S)
+    share_S[3] = MOST_NORM
+    step.sent = [(step.form.codec.encode(share_S),)] * 5
+    header, payload = step.made(0, members=range(5))
+    header = replace(header, left_out=())
+    assert (header.norm > 1.2 * MOST_NORM) == (second == "e3m0"), "the second codec rounds it up"
+    assert step.opened(step.sealed(header, payload), 0)[0] == header
 
 
 def test_averages_join_to_the_average_of_the_fragment(step) -> None:

@@ -24,7 +24,7 @@ from diloco.rendezvous.entries import (
 A = "a" * 64
 LOG = Log(num_fragments=2).join("a", "b")
 BODIES = [
-    Create(format=1, rules=Rules(num_fragments=3), facts={"H": [1, None, "é"]}, creator=A, allowed=(A,)),
+    Create(format=2, rules=Rules(num_fragments=3), facts={"H": [1, None, "é"]}, creator=A, allowed=(A,)),
     Join(name="gpu-0.home", key=A),
     Outer(fragment=1, round=1, before="0" * 16, contributions=(LOG.contribution(1, 1, norm=1e-7),)),
     Snapshot(fragment=0, round=3, sha256=(A, "b" * 64)),

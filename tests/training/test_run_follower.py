@@ -64,6 +64,34 @@ def test_a_run_is_followed_from_before_its_beginning_to_its_end(growing, finishe
     assert follower.eval_loss == json.loads((run / "summary.json").read_text())["eval_loss"]
 
 
+def test_a_run_that_was_deleted_is_not_over_and_what_cannot_be_read_is_trouble(growing, finished_run, tmp_path):
+    run, grow = growing
+    grow(120)
+    shutil.copy(finished_run / "summary.json", run)
+    follower = RunFollower(run)
+    follower.again()
+    assert follower.standing == "finished"
+    shutil.rmtree(run)
+    follower.again()
+    assert (follower.standing, follower.summary, follower.part) == ("not begun", None, 0)
+    grow(5)
+    (run / "metrics-0.jsonl").unlink()
+    (run / "metrics-0.jsonl").symlink_to("x" * 300)
+    follower.again()
+    assert follower.standing == f"{run} can't be read: File name too long"
+
+
+def test_of_replicas_that_come_and_go_nothing_is_known_to_be_in_flight(growing):
+    run, grow = growing
+    grow(17)
+    config = json.loads((run / "config.json").read_text())
+    config["diloco"]["overlap_steps"] = 2
+    (run / "config.json").write_text(json.dumps({**config, "num_replicas": 1, "rendezvous": "store"}))
+    follower = RunFollower(run)
+    follower.again()
+    assert follower.last is not None and not follower.trouble and not follower.in_flight()
+
+
 @pytest.mark.parametrize("num_steps", [9, 10, 11, 16, 17, 40])
 def test_what_is_in_flight_was_sent_and_not_merged(growing, num_steps):
     run, grow = growing

@@ -35,6 +35,24 @@ def test_a_directory_to_which_nothing_was_written_goes_away(tmp_path):
     assert not (tmp_path / "one").exists()
 
 
+def test_a_lock_on_a_file_that_was_just_removed_is_taken_again(tmp_path, monkeypatch):
+    """The command before ends between this one's look at the file and its lock: a third would lock a new file."""
+    flock, ended = fcntl.flock, []
+
+    def end_before(file, kind):
+        if not ended:
+            ended.append(shutil.rmtree(tmp_path / "one"))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", end_before)
+    with (
+        running(tmp_path / "one"),
+        pytest.raises(UserError, match=rf"is in use: process {os.getpid()}"),
+        running(tmp_path / "one"),
+    ):
+        pass
+
+
 def test_an_error_is_not_hidden_by_a_directory_that_was_deleted(tmp_path):
     with pytest.raises(ZeroDivisionError), running(tmp_path / "one"):
         shutil.rmtree(tmp_path / "one")

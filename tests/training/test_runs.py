@@ -19,6 +19,7 @@ from diloco.training.runs import (
     resumable,
     resume_config,
 )
+from diloco.training.traits import with_value
 from diloco.training.world import alone
 
 INDEX = {"digest": "abc", "splits": {"train": [{"num_tokens": 40}, {"num_tokens": 2}]}}
@@ -49,6 +50,15 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     assert resume_config(run.directory, left_out) == run
     often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
     assert resume_config(run.directory, often).checkpoint.keep == 13
+
+
+def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
+    saved, warmup = resumable(run.directory), "optimizer.warmup_steps"
+    longer = replace(saved, num_tokens=2 * saved.num_tokens)
+    assert resume_config(run.directory, longer).optimizer.warmup_steps is None
+    as_before = run.optimizer.warmup_steps
+    assert resume_config(run.directory, with_value(longer, warmup, as_before)).optimizer.warmup_steps == as_before
+    assert resume_config(run.directory, with_value(saved, warmup, as_before)) == run, "no phase begins"
 
 
 @pytest.mark.parametrize(

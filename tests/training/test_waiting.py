@@ -11,6 +11,7 @@ from tests.processes import run_replicas
 
 from diloco.errors import UserError
 from diloco.training import waiting
+from diloco.training.launcher import STORE
 from diloco.training.waiting import store_with_all
 
 
@@ -52,6 +53,24 @@ def alone(monkeypatch, port: int) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     store_with_all(rank=0, world_size=2, name_of="replica {}".format, timeout_seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"MASTER_PORT": "29500"}, "RANK is set in the environment, but MASTER_ADDR is missing: use torchrun"),
+        ({}, "RANK is set in the environment, but MASTER_ADDR and MASTER_PORT are missing: use torchrun"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "b"}, "MASTER_PORT='b' in the environment is no port: use torchrun"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment is no port: .*"),
+    ],
+)
+def test_an_environment_without_an_address_is_told_what_is_missing(monkeypatch, environment, sentence):
+    for name in ("MASTER_ADDR", "MASTER_PORT", STORE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{sentence}$"):
+        store_with_all(rank=0, world_size=2, name_of="replica {}".format, timeout_seconds=0.3)
 
 
 def test_whoever_does_not_come_in_time_is_named(monkeypatch):

@@ -88,7 +88,7 @@ def _header(name: str, options: dict, N: int) -> bytes:
     """Magic, the format text's CRC-32, N; the base and the checksum follow."""
     text = ",".join(f"{option}={value}" for option, value in options.items() if option != "stochastic")
     text = f"{name}:{text}" if text else name
-    return b"DLC2" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
+    return b"DLC3" + struct.pack("<IQ", zlib.crc32(text.encode("ascii")), N)
 
 
 def _body_bytes(name: str, options: dict, N: int) -> int:

@@ -74,8 +74,8 @@ def _status(
         every_seconds: Time between two looks.
         json: Print JSON.
     """
-    if not every_seconds > 0:
-        raise UserError(f"every_seconds={every_seconds} must be above 0", "every_seconds")
+    if not 0 < every_seconds <= 86_400:
+        raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
     look = Look(url)
     status = look.again()
     if json:

@@ -38,8 +38,8 @@ def _watch(
     """
     if not sources:
         raise UserError("name a run's directory, a directory of runs, or a store")
-    if not every_seconds > 0:
-        raise UserError(f"every_seconds={every_seconds} must be above 0", "every_seconds")
+    if not 0 < every_seconds <= 86_400:
+        raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
     from diloco.report.live.watched import Watched
 
     watched = Watched(sources)

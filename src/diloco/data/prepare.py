@@ -36,10 +36,9 @@ from diloco.data.packing import SplitWriter
 from diloco.data.readers import Document
 from diloco.data.splits import (
     DOCUMENT_BYTES,
+    SplitDocuments,
     check_disjoint,
     empty_split,
-    holds_out_by_position,
-    split_documents,
 )
 from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
@@ -127,8 +126,9 @@ def prepare(
     with _lock(output, report):
         _claim(output, settings)
         if not (output / INDEX_FILE).exists():
-            tokenizer = _install_tokenizer(config, output, report)
-            write_record(output / INDEX_FILE, _pack(config, settings, output, tokenizer, report))
+            documents = SplitDocuments(config)
+            tokenizer = _install_tokenizer(config, documents, output, report)
+            write_record(output / INDEX_FILE, _pack(config, documents, settings, output, tokenizer, report))
     return output
 
 
@@ -185,7 +185,9 @@ _LABELS = {
 }
 
 
-def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallback) -> Tokenizer:
+def _install_tokenizer(
+    config: DataConfig, documents: SplitDocuments, output: Path, report: ProgressCallback
+) -> Tokenizer:
     """Put the tokenizer's file into `output`, which is then complete in itself."""
     if config.tokenizer == "bytes":
         return load_tokenizer("bytes")
@@ -193,7 +195,7 @@ def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallbac
         path = output / "tokenizer.json"
         if not path.exists():
             report(PrepareProgress(stage="training the tokenizer"))
-            train_bpe(_training_texts(config), int(config.tokenizer.removeprefix("bpe:")), path)
+            train_bpe(_training_texts(documents), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
         with ContainedTokenizer(original):  # an error then names the user's file, not the copy
@@ -202,9 +204,9 @@ def _install_tokenizer(config: DataConfig, output: Path, report: ProgressCallbac
     return load_tokenizer(path)
 
 
-def _training_texts(config: DataConfig) -> Iterator[str]:
+def _training_texts(documents: SplitDocuments) -> Iterator[str]:
     bytes_left = BPE_TRAINING_BYTES
-    for split, document in split_documents(config):
+    for split, document in documents:
         if split == "train":
             head = _utf8(document)[:bytes_left]
             yield head.decode(errors="ignore")  # The cut may fall inside a character.
@@ -214,7 +216,12 @@ def _training_texts(config: DataConfig) -> Iterator[str]:
 
 
 def _pack(
-    config: DataConfig, settings: PreparationSettings, output: Path, tokenizer: Tokenizer, report: ProgressCallback
+    config: DataConfig,
+    documents: SplitDocuments,
+    settings: PreparationSettings,
+    output: Path,
+    tokenizer: Tokenizer,
+    report: ProgressCallback,
 ) -> Index:
     dtype = token_dtype(tokenizer.vocab_size)
     writers: dict[Split, SplitWriter] = {
@@ -226,7 +233,7 @@ def _pack(
         if config.tokenizer != "bytes":
             path = tokenizer_file(config.tokenizer if is_file(config.tokenizer) else output)
             encode = stack.enter_context(ContainedTokenizer(path)).encode
-        for batch in _batches(_unfinished(split_documents(config), writers)):
+        for batch in _batches(_unfinished(documents, writers)):
             encoded = encode([document.text for _, document in batch])
             for (split, document), ids in zip(batch, encoded, strict=True):
                 writers[split].add(ids, num_bytes=len(_utf8(document)))
@@ -244,7 +251,7 @@ def _pack(
         bos_id=tokenizer.bos_id,
         dtype=dtype,
         splits=splits,
-        held_out_by_position=holds_out_by_position(config),
+        held_out_by_position=documents.by_position,
         digest=sha256(
             *(shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split])))
         ),

@@ -156,18 +156,19 @@ def _parsed(line: bytes, place: str, text_field: str, decoder: msgspec.json.Deco
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
     lines = _Lines(file, reading)
     csv.field_size_limit(reading.longest_bytes)
-    rows = csv.reader(lines, strict=True)
+    header: list[str] | None = None
     try:
-        header = next(rows, [])
-        for row in filter(None, rows):
-            place = f"row {lines.row}"
-            if len(row) != len(header):
-                raise UserError(f"{place} has {len(row)} fields, and the header {len(header)}")
-            values = dict(zip(header, row, strict=True))
-            yield reading.document(values, default_id=f"{name}:{lines.row}", place=place)
-            lines.begin_row()
+        for row in csv.reader(lines, strict=True):
+            if header is None:
+                header = row or None
+            elif row:
+                if len(row) != len(header):
+                    raise UserError(f"{lines.place} has {len(row)} fields, and the header {len(header)}")
+                values = dict(zip(header, row, strict=True))
+                yield reading.document(values, default_id=f"{name}:{lines.row}", place=lines.place)
+            lines.end_row(is_blank=not row)
     except csv.Error as error:
-        raise UserError(f"row {lines.row} is not CSV: {error}") from error
+        raise UserError(f"{lines.place} is not CSV: {error}") from error
 
 
 class _Lines:
@@ -177,17 +178,23 @@ class _Lines:
         self._file, self._reading = file, reading
         self._encoding = "utf-8-sig"  # a spreadsheet's file may begin with a byte order mark
         self._num_bytes = 0
-        self.row = 1
-        """The row after the header that is being read."""
+        self.row = 0
+        """The row that is being read, blank lines left out; 0 is the header."""
 
-    def begin_row(self) -> None:
-        self.row, self._num_bytes = self.row + 1, 0
+    @property
+    def place(self) -> str:
+        """The row that is being read, in words."""
+        return f"row {self.row}" if self.row else "the header"
+
+    def end_row(self, *, is_blank: bool) -> None:
+        """Begin the next row."""
+        self.row, self._num_bytes = self.row + (not is_blank), 0
 
     def __iter__(self) -> Iterator[str]:
         while line := self._file.readline(self._reading.longest_bytes + 1):
             self._num_bytes += len(line)
             if self._num_bytes > self._reading.longest_bytes:
-                raise self._reading.too_long(f"row {self.row}")
+                raise self._reading.too_long(self.place)
             yield line.decode(self._encoding)
             self._encoding = "utf-8"
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from itertools import chain
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents, parts
@@ -10,45 +11,71 @@ from diloco.data.readers import Document, Reading
 from diloco.errors import UserError
 
 
-def split_documents(config: DataConfig) -> Iterator[tuple[Split, Document]]:
-    """Stream all documents of `config`, each with its split, always in the same order.
+class SplitDocuments:
+    """All documents of a config, each with its split, always in the same order; each iteration reads them anew.
 
-    Raises:
-        UserError: as `documents` does, or if hardly any of the text belongs to the training split, and
-            `config.max_train_bytes` is far less than what has to be read for it.
+    Args:
+        config: names the sources.
     """
-    split = _cut if holds_out_by_position(config) else _whole
-    num_bytes = 0
-    for document in _training_documents(config):
-        for name, part in split(document, config):
-            yield name, part
-            if name == "train":
-                num_bytes += len(part.text.encode(errors="surrogatepass"))
-        if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
-            break
-    for document in _documents(config, config.held_out):
-        yield "held_out", document
+
+    def __init__(self, config: DataConfig) -> None:
+        self._config = config
+        self._by_position = False if config.held_out else None
+
+    @property
+    def by_position(self) -> bool:
+        """True where hashing ids would leave a split empty, as with one document; known once some were read."""
+        assert self._by_position is not None, "documents were read"
+        return self._by_position
+
+    def __iter__(self) -> Iterator[tuple[Split, Document]]:
+        """Stream the documents.
+
+        Raises:
+            UserError: as `documents` does, or if hardly any of the text belongs to the training split, and
+                `config.max_train_bytes` is far less than what has to be read for it.
+        """
+        config, num_bytes = self._config, 0
+        training = _training_documents(config)
+        if self._by_position is None:
+            training = self._decided(training)
+        split = _cut if self.by_position else _whole
+        for document in training:
+            for name, part in split(document, config):
+                yield name, part
+                num_bytes += _num_bytes(part) if name == "train" else 0
+            if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
+                break
+        for document in _documents(config, config.held_out):
+            yield "held_out", document
+
+    def _decided(self, training: Iterator[Document]) -> Iterator[Document]:
+        """The training documents, once it is known how they are split; few are read twice for that."""
+        config, splits, train_bytes = self._config, set[Split](), 0
+        ahead: list[Document] | None = []
+        ahead_bytes = 0
+        for document in training:
+            num_bytes = _num_bytes(document)
+            ahead_bytes += num_bytes + DOCUMENT_BYTES
+            if ahead is not None:
+                ahead.append(document)
+                if len(ahead) > 1 and ahead_bytes > _MOST_AHEAD_BYTES:
+                    ahead = None
+            ((name, _),) = _whole(document, config)
+            splits.add(name)
+            train_bytes += num_bytes if name == "train" else 0
+            if len(splits) == 2 or (config.max_train_bytes is not None and train_bytes >= config.max_train_bytes):
+                break
+        self._by_position = len(splits) < 2
+        return _training_documents(config) if ahead is None else chain(ahead, training)
 
 
-def holds_out_by_position(config: DataConfig) -> bool:
-    """True where hashing the documents' ids would leave a split empty, as with a single document.
+_MOST_AHEAD_BYTES = 2**24
+"""Text that is kept until it is known how it is split; more is read again."""
 
-    Raises:
-        UserError: as `documents` does.
-    """
-    if config.held_out:
-        return False
-    splits: set[Split] = set()
-    num_bytes = 0
-    for document in _training_documents(config):
-        ((name, _),) = _whole(document, config)
-        splits.add(name)
-        num_bytes += len(document.text) if name == "train" else 0
-        if len(splits) == 2:
-            return False
-        if config.max_train_bytes is not None and num_bytes >= config.max_train_bytes:
-            break
-    return True
+
+def _num_bytes(document: Document) -> int:
+    return len(document.text.encode(errors="surrogatepass"))
 
 
 DOCUMENT_BYTES = 2**8
@@ -60,7 +87,7 @@ def _training_documents(config: DataConfig) -> Iterator[Document]:
     """The documents of the training sources, as long as not far more is read than is asked for."""
     most_bytes, read_bytes = config.max_train_bytes, 0
     for document in _documents(config, config.train):
-        read_bytes += len(document.text.encode(errors="surrogatepass")) + DOCUMENT_BYTES
+        read_bytes += _num_bytes(document) + DOCUMENT_BYTES
         if most_bytes is not None and read_bytes > 100 * most_bytes + _MOST_EXTRA_BYTES:
             raise UserError(
                 f"data.max_train_bytes={most_bytes}: more than a hundred times as much of data.train was read, "

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from diloco.engine.elastic_rounds import ElasticRounds
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica_rounds import outer_state
+from diloco.engine.replica_rounds import ReplicaRounds, outer_state
 from diloco.engine.settings import Settings
 from diloco.engine.state import ERROR, OUTER
+from diloco.engine.state_form import check_like, elastic_values_checked, refuse_names, tensors_checked
 from diloco.errors import UserError
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Form, Rendezvous
@@ -37,7 +38,8 @@ class ElasticMembership:
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
         self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
-        self._translation: dict[int, Tensor] = {}
+        self._translation: dict[int, Tensor | None] = {}
+        """For each fragment the Θ that a checkpoint knew; None to take the run's."""
 
     @property
     def failure(self) -> str | None:
@@ -137,7 +139,7 @@ class ElasticMembership:
         Raises:
             UserError: if it is another's.
         """
-        return accepted_of(self.rounds.settings, self._joined.run, state), ()
+        return accepted_of(self.rounds, self._joined.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Go on where a replica was: θ ← θ + Θ_now − Θ_then, or Θ_now where the run has counted work since then.
@@ -155,7 +157,7 @@ class ElasticMembership:
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
             is_newer = slot != self._joined.slot or self._rendezvous.last_round(slot, p) > last_round
-            self._translation[p] = then_N.new_empty(0) if is_newer else then_N
+            self._translation[p] = None if is_newer else then_N
             if errors and not is_newer:
                 rounds.keep_error(p, errors[p])
 
@@ -163,7 +165,7 @@ class ElasticMembership:
         """Move θ from the Θ that a checkpoint knew to the run's."""
         rounds = self.rounds
         for p, then_N in self._translation.items():
-            if not then_N.numel():
+            if then_N is None:
                 rounds.take_outer_parameters(p)
                 rounds.counted[p] = rounds.tokens, rounds.num_steps
                 continue
@@ -174,16 +176,22 @@ class ElasticMembership:
         self._translation.clear()
 
 
-def accepted_of(settings: Settings, run: str, state: object) -> dict[str, Any]:
+def accepted_of(rounds: ReplicaRounds, run: str, state: object) -> dict[str, Any]:
     """A state of this run's model.
 
     Raises:
-        UserError: if it is another's.
+        UserError: if it is another's, or lacks what `state_dict` gives.
     """
-    names = {name for fragment in settings.fragments for name in fragment.parameters}
-    if not isinstance(state, Mapping) or state.get("run") != run or set(state[OUTER]) != names:
+    if not isinstance(state, Mapping) or state.get("run") != run:
         raise UserError("the state is not that of a replica of this run: load the state that such a one saved")
-    return dict(state)
+    settings, own = rounds.settings, rounds.parameters.by_name
+    accepted = {"run": run, **elastic_values_checked(state, num_fragments=len(settings.fragments))}
+    for kind, names in ((OUTER, own), (ERROR, own if settings.error_feedback is not None else ())):
+        accepted[kind] = tensors_checked(state, kind)
+        refuse_names("has", (name for name in accepted[kind] if name not in names), kind)
+        refuse_names("lacks", (name for name in names if name not in accepted[kind]), kind)
+        check_like(kind, accepted[kind], own)
+    return accepted
 
 
 def vectors_of(accepted: Mapping[str, Any], parameters: FragmentParameters) -> tuple[list[Tensor], list[Tensor]]:

@@ -28,11 +28,10 @@ from diloco.outer.step import OuterStep
 from diloco.outer.take import merge_in_place
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
-from diloco.reduction.shares import cut
 from diloco.rendezvous import snapshots
 from diloco.rendezvous.averages import joined
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
-from diloco.rendezvous.verify import norm_of
+from diloco.rendezvous.verify import norms_of
 from diloco.schedule import Sync
 from diloco.wire.payload import Key
 
@@ -77,8 +76,8 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
-        self.bases = [self.state.checksum(p) for p in range(num_fragments)]
-        """Checksum of each Θ_p."""
+        self.bases = [self.state.digest(p) for p in range(num_fragments)]
+        """Digest of each Θ_p."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
 
     @property
@@ -155,13 +154,14 @@ class ElasticRounds(ReplicaRounds):
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
+        norms = norms_of(decoded_N, self.form, what=f"step {self.num_steps}: the outer gradient of fragment {p}")
         then_tokens, then_steps = self.counted[p]
         tokens, steps = self.tokens - then_tokens, self.num_steps - then_steps
         offer = Offer(
             seq=self.next_seq,
             fragment=p,
             payloads=tuple(payload.cpu() for payload in payloads),
-            norms=tuple(norm_of(share_S.cpu()) for share_S in cut(decoded_N, self.form.num_shares)),
+            norms=norms,
             base_round=self.rounds[p],
             base=self.bases[p],
             tokens=tokens or steps,
@@ -253,7 +253,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self.bases[p] = self.state.checksum(p)
+        self.bases[p] = self.state.digest(p)
         self.rendezvous.applied(p, round, self.bases[p])
         flight = self.in_flight.get(p)
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:

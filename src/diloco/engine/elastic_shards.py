@@ -144,7 +144,7 @@ class FollowingMembership:
         Raises:
             UserError: if it is another's.
         """
-        return accepted_of(self.rounds.settings, self.rounds.report.run, state), ()
+        return accepted_of(self.rounds, self.rounds.report.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Hand over the shards of a state; the first process moves θ before the next inner step ends."""

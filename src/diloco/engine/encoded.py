@@ -31,12 +31,12 @@ class Encoded:
     """The error that they leave, of error feedback."""
     host_payloads: tuple[Tensor, ...]
     """The payloads where they are sent from."""
-    base: Callable[[], int]
-    """Makes the checksum of Θ."""
+    base: int | None
+    """The digest of Θ; None where it travels with the payloads."""
     verdicts: Sequence[Verdict]
     """On merges of before, which travel with the payloads."""
     wait: Callable[[], None]
-    """Waits for the device; then the host may read the payloads, and the base's vector."""
+    """Waits for the device; then the host may read the payloads."""
 
     def own(self, num_elements: int, key: Key) -> Tensor:
         """The outer gradient as the other replicas will decode it, flat FP32 (N)."""
@@ -54,7 +54,7 @@ class Encoded:
         for verdict, is_undone in zip(self.verdicts, notes, strict=True):
             if is_undone:
                 raise undone(verdict, f"step {self.step}: ")
-        self.unsealed.seal_all(self.host_payloads, base=self.base())
+        self.unsealed.seal_all(self.host_payloads, base=self.base)
         return self.host_payloads
 
 

@@ -72,6 +72,11 @@ class FragmentParameters:
         """The shape of what a flat vector holds of a parameter: this process's shard."""
         return local(parameter).shape
 
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The parameters of all fragments."""
+        return {name: parameter for part in self._by_fragment for name, parameter in part.items()}
+
     def shards(self, fragment: int) -> list[Tensor]:
         """The parameters, or this process's shards of them, in their own memory."""
         return [local(parameter) for parameter in self._by_fragment[fragment].values()]

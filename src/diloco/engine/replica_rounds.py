@@ -6,7 +6,6 @@ Shapes: N elements of one fragment that this process holds.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from diloco.engine.state import ERROR, OUTER, OuterState
 from diloco.errors import DisagreementError, NonFiniteError, UserError
 from diloco.exchange.messages import Peers
 from diloco.kernels.memory import empty
+from diloco.outer.digest import outer_digest_there
 from diloco.outer.mixing import MergeRule
 from diloco.outer.rule import FragmentState
 from diloco.outer.take import take_outer_step
@@ -30,10 +30,8 @@ from diloco.reduction.cohort import Cohort
 from diloco.reduction.feedback import encode_with_feedback
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
-from diloco.wire.checksum import checksum
-from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.payload import Key
-from diloco.wire.unsealed import Unsealed
+from diloco.wire.unsealed import MOST_NOTES, Unsealed
 
 
 @dataclass(eq=False)
@@ -112,9 +110,9 @@ class ReplicaRounds:
         """Refuse a Θ_p that its last outer step did not leave so, before anybody else hears of it.
 
         Raises:
-            DisagreementError: if its checksum is not `base`.
+            DisagreementError: if its digest is not `base`.
         """
-        if self.state.checksum(p) != base:
+        if self.state.digest(p) != base:
             raise DisagreementError(
                 f"step {self.num_steps}: the outer parameters of fragment {p} are not those that the last outer "
                 "step left: this computer's memory changed; nothing was sent or merged: start this replica again"
@@ -137,46 +135,41 @@ class ReplicaRounds:
             p: the fragment.
             key: whose outer gradient it is.
             cohort: the members that share the fragment.
-            base: the checksum of Θ_p, 0 where nobody compares it; None to compute it.
+            base: the digest of Θ_p, 0 where nobody compares it; None to compute it.
         """
         beta, state = self.settings.error_feedback, self.state
         self.lane.join()  # it has ended with the working memory
         outer_N = state.use(OUTER, p)
         delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
         self.record.sample(delta_N, key)
-        verdicts = self.parameters.watch.take(HEADER_BYTES - 1)
-        unsealed = Unsealed(self.settings.wire, tuple(verdict.is_undone for verdict in verdicts))
-        reduction: Reduction = replace(cast(Any, self._reduction), wire=unsealed)
+        verdicts = self.parameters.watch.take(MOST_NOTES)
+        notes = tuple(verdict.is_undone for verdict in verdicts)
+        if base is None and not self.lane.is_apart:
+            base = self.state.digest(p)
 
-        def work() -> tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], Callable[[], int]]:
+        def work() -> Encoded:
+            there = outer_digest_there(state.use(OUTER, p)) if base is None else None
+            unsealed = Unsealed(self.settings.wire, notes, there)
+            reduction: Reduction = replace(cast(Any, self._reduction), wire=unsealed)
             if beta is None:
                 payloads, error_N = reduction.encode(delta_N, key, cohort), None
             else:
                 payloads, error_N = encode_with_feedback(
                     reduction, delta_N, state.use(ERROR, p), beta, key, cohort
                 )
-            return payloads, error_N, together(payloads, self.lane.to_host), self._base(p, base)
+            return Encoded(
+                step=self.num_steps,
+                unsealed=unsealed,
+                reduction=reduction,
+                payloads=payloads,
+                error_N=error_N,
+                host_payloads=together(payloads, self.lane.to_host),
+                base=base,
+                verdicts=verdicts,
+                wait=self.lane.mark(),
+            )
 
-        payloads, error_N, host_payloads, make_base = self.lane.queue(work)
-        return Encoded(
-            step=self.num_steps,
-            unsealed=unsealed,
-            reduction=reduction,
-            payloads=payloads,
-            error_N=error_N,
-            host_payloads=host_payloads,
-            base=make_base,
-            verdicts=verdicts,
-            wait=self.lane.mark(),
-        )
-
-    def _base(self, p: int, base: int | None) -> Callable[[], int]:
-        """Makes the checksum of Θ_p, once the device was waited for."""
-        if base is not None:
-            return lambda: base
-        if not self.lane.is_apart:
-            return partial(self.state.checksum, p)
-        return partial(checksum, self.state.on_host(p, self.lane.to_host))
+        return self.lane.queue(work)
 
     @contextmanager
     def naming_non_finite(self, p: int, step: int) -> Iterator[None]:

@@ -3,14 +3,14 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.kernels.memory import empty
-from diloco.wire.checksum import checksum
+from diloco.outer.digest import outer_digest
 
 OUTER, ERROR = "outer", "error"
 """The kinds of vectors that are not slots of the outer rule: Θ, and the error e of error feedback."""
@@ -54,10 +54,10 @@ class OuterState:
         self._send_home_all_but(fragment)
         if (kind, fragment) not in self._visiting:
             self._fetch(kind, fragment)
-        vector_N, arrived = self._visiting[kind, fragment]
-        if arrived is not None:
+        vector_N, ready = self._visiting[kind, fragment]
+        if ready is not None:
             stream = self._module.current_stream(self._device)
-            stream.wait_event(arrived)
+            stream.wait_event(ready)
             vector_N.record_stream(stream)
         return vector_N
 
@@ -72,6 +72,7 @@ class OuterState:
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             self._home[kind][fragment].copy_(vector_N, non_blocking=True)
+            self._visiting[kind, fragment] = vector_N, self._event()  # nobody changes it before it was copied
 
     def expect(self, kinds: Sequence[str], fragment: int) -> None:
         """Start to fetch the fragment that is used next."""
@@ -89,19 +90,11 @@ class OuterState:
         self._visiting.clear()
         return self._home[kind]
 
-    def checksum(self, fragment: int) -> int:
-        """The checksum of Θ_p, which proves it equal on all replicas."""
+    def digest(self, fragment: int) -> int:
+        """The digest of Θ_p where it lives, by which replicas compare it."""
         if self._stream is not None:
             self._stream.synchronize()  # what `keep` took home is there
-        return checksum(self._home[OUTER][fragment])
-
-    def on_host(self, fragment: int, to_host: Callable[[Tensor], Tensor]) -> Tensor:
-        """Θ_p where the host can read it when the work that is queued now is done."""
-        home_N = self._home[OUTER][fragment]
-        if self._stream is None:
-            return to_host(home_N)
-        self._module.current_stream(self._device).wait_stream(self._stream)  # what `keep` takes home
-        return home_N
+        return outer_digest(self._home[OUTER][fragment])
 
     def num_elements(self, fragment: int) -> int:
         """N."""
@@ -129,9 +122,13 @@ class OuterState:
             return
         with self._module.stream(self._stream):
             vector_N = home_N.to(self._device, non_blocking=True)
-            arrived = self._module.Event()
-            arrived.record(self._stream)
-        self._visiting[kind, fragment] = vector_N, arrived
+            self._visiting[kind, fragment] = vector_N, self._event()
+
+    def _event(self) -> Any:
+        """An event after all that was queued on the stream so far."""
+        event = self._module.Event()
+        event.record(self._stream)
+        return event
 
     def _send_home_all_but(self, fragment: int) -> None:
         """Forget the other visitors; their memory is free for others when the stream is done with it."""

@@ -1,14 +1,17 @@
 """The form of a saved state: its keys and types, its parameters' names, their shapes; no settings."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeGuard
 
+import torch
 from torch import Tensor
 
 from diloco.engine.settings import COUNTERS
 from diloco.engine.sharded import local
 from diloco.engine.state import ERROR, OUTER
-from diloco.errors import UserError
+from diloco.errors import FileError, UserError
+from diloco.schema import Count, Seconds, converted
 
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
@@ -55,10 +58,7 @@ def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]
         UserError: if something else stands in the place of a kind's tensors.
     """
     for kind in (*kinds, "sent"):
-        tensors = state.get(kind, {} if kind == ERROR else None)
-        if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-            raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
-        state[kind] = dict(tensors)
+        state[kind] = tensors_checked({ERROR: {}, **state}, kind)
     own_by_bare = {_bare(name): name for name in own}
     names = {name: own_by_bare.get(_bare(name), name) for name in map(str, state[OUTER])}
     if len(set(own_by_bare.values())) < len(list(own)) or len(set(names.values())) < len(names):
@@ -68,6 +68,54 @@ def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]
     if state["fragments"] is not None:
         state["fragments"] = [[names.get(name, name) for name in part] for part in state["fragments"]]
     return state
+
+
+def tensors_checked(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+    """A copy of a kind's tensors.
+
+    Raises:
+        UserError: if something else stands in their place.
+    """
+    tensors = state.get(kind)
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
+    return dict(tensors)
+
+
+@dataclass(frozen=True)
+class _ElasticValues:
+    """The plain values of a replica among others that come and go, but for its run; lists are by fragment."""
+
+    slot: Count
+    rounds: list[Count]
+    num_steps: Count
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+    blocked_seconds: Seconds
+    last_sent: list[Count]
+    next_send: list[Count]
+    counted: list[tuple[Count, Count]]
+
+
+def elastic_values_checked(state: Mapping[str, Any], *, num_fragments: int) -> dict[str, Any]:
+    """The plain values of the state of a replica among others that come and go.
+
+    Raises:
+        UserError: if one is absent or of another type, or a list has another length than there are fragments.
+    """
+    values = {f.name: state[f.name] for f in fields(_ElasticValues) if f.name in state}
+    try:
+        checked = vars(converted(values, _ElasticValues, source="the state"))
+    except FileError as error:
+        raise UserError(f"{error}: {_NOT_OURS}") from None
+    for name, value in checked.items():
+        if isinstance(value, list) and len(value) != num_fragments:
+            raise UserError(
+                f"the state has {len(value)} values as {name}, and there are {num_fragments} fragments: "
+                f"{_NOT_OURS}"
+            )
+    return checked
 
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -94,7 +142,7 @@ def refuse_names(verb: Literal["has", "lacks"], names: Iterable[str], kind: str,
 
 
 def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Refuse a kind's tensors of another shape, dtype or sharding than the engine's own.
+    """Refuse a kind's tensors that are not FP32, or of another shape or sharding than the engine's own.
 
     Raises:
         UserError: naming the parameter and both.
@@ -102,10 +150,10 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
     for name, tensor in tensors.items():
         if (like := own.get(name)) is None:
             continue  # it is frozen now
-        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        if tensor.shape != like.shape or tensor.dtype != torch.float32:
             raise UserError(
                 f"the state's {kind} of {name} is {tuple(tensor.shape)} in {tensor.dtype}, and here it is "
-                f"{tuple(like.shape)} in {like.dtype}: load a state of the same model, as it was saved"
+                f"{tuple(like.shape)} in {torch.float32}: load a state of the same model, as it was saved"
             )
         if local(tensor).shape != local(like).shape:
             raise UserError(

@@ -1,4 +1,5 @@
-// One pass over memory where plain torch takes several: the codecs with one scale a block, and the outer step.
+// One pass over memory where plain torch takes several: the codecs with one scale a block, the outer step,
+// and the digest of Θ.
 // Every operation is rounded on its own, as in the reference: compile with -ffp-contract=off.
 
 #include <math.h>
@@ -285,3 +286,25 @@ INLINE float itself(float x) { return x; }
     }
 OUTER_STEP(outer_step, float, itself, itself)
 OUTER_STEP(outer_step_bf16, uint16_t, of_bf16, to_bf16)
+
+// The part of diloco.outer.digest's sum that n elements from block k on give.
+uint64_t outer_digest(const float *x, int64_t n, uint64_t k) {
+    enum { ROWS = 255, COLUMNS = 256, BLOCK = ROWS * COLUMNS };
+    uint64_t total = 0;
+    for (; n > 0; n -= BLOCK, x += BLOCK, k++) {
+        uint32_t sum[COLUMNS] = {0};
+        int64_t end = n < BLOCK ? n : BLOCK, i = 0;
+        for (; i + 5 * COLUMNS <= end; i += 5 * COLUMNS) {
+            prefetch(x + i + 4 * AHEAD, 5 * COLUMNS);
+            for (int j = 0; j < COLUMNS; j++)
+                for (int row = 0; row < 5; row++) sum[j] += bits_of(x[i + row * COLUMNS + j]);
+        }
+        for (; i < end; i++) sum[i % COLUMNS] += bits_of(x[i]);
+        for (uint64_t j = 0; j < COLUMNS; j++) {
+            uint64_t place = (k * COLUMNS + j + 1) * 0x9E3779B97F4A7C15u;
+            uint64_t y = (place + (uint64_t)(int64_t)(int32_t)sum[j]) * 0xBF58476D1CE4E5B9u;
+            total += (y ^ y >> 32) * 0x94D049BB133111EBu;
+        }
+    }
+    return total;
+}

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
@@ -76,9 +76,23 @@ class Native:
 
         _on_threads(call, vectors[0].numel(), 16)
 
-    def _function(self, name: str, *types: type) -> Callable[..., int]:
+    def outer_digest(self, outer_N: Tensor, block: int) -> int:
+        """The digest of Θ in `diloco.outer.digest`, whose blocks have `block` elements."""
+        _check_reach("Θ", outer_N, torch.float32, outer_N.numel())
+        digest = self._function("outer_digest", c_void_p, c_int64, c_uint64, result=c_uint64)
+        parts: list[int] = []
+
+        def call(start: int, length: int) -> bool:
+            parts.append(digest(outer_N.data_ptr() + 4 * start, length, start // block))
+            return True
+
+        _on_threads(call, outer_N.numel(), block)
+        return sum(parts) % (1 << 64)
+
+    def _function(self, name: str, *types: type, result: type = c_int) -> Callable[..., int]:
         function = getattr(self._library, name)
         if function.argtypes is None:  # set once: ctypes frees the old ones, which another thread's call may read
+            function.restype = result
             function.argtypes = types
         return function
 

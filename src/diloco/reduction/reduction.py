@@ -58,7 +58,7 @@ class Reduction(Protocol):
             delta_N: the outer gradient, flat FP32 (N).
             key: whose it is.
             cohort: the members that share the fragment.
-            base: the checksum of the outer parameters against which it was taken; 0 where it is not known.
+            base: the digest of the outer parameters against which it was taken; 0 where it is not known.
 
         Raises:
             NonFiniteError: if the outer gradient is not finite.

@@ -21,7 +21,7 @@ from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
 from diloco.reduction.shares import join_shares, key_of_average
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Digest, Norm, Outer, Positive, digest
+from diloco.rendezvous.entries import Digest, Outer, Positive, digest
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.payloads import body_tensor
 from diloco.rendezvous.signed import MOST_HEAD_BYTES, Kind, line_of
@@ -52,8 +52,8 @@ class AverageHeader:
     """The second codec with its options, as its `format` has them."""
     num_elements: Count
     """S."""
-    norm: Norm
-    """‖A_r‖₂ as decoded."""
+    norm: Annotated[float, msgspec.Meta(ge=0, le=1e38)]
+    """‖A_r‖₂ as decoded: the second codec may round it up, above the members' norms."""
     num_bytes: Positive
     """Size of the body."""
     sha256: Digest
@@ -79,7 +79,7 @@ def second_codec(form: Form) -> Codec:
 def average_of(
     state: RunRecord, form: Form, body: Outer, share: int, payloads: Mapping[int, Tensor]
 ) -> tuple[Tensor, float]:
-    """The payload of the average of a share, and its norm as decoded.
+    """The payload of the average of a share, and its norm as decoded; no sum of members' norms overflows.
 
     Args:
         state: of the run, whose rules give the weights.
@@ -87,9 +87,6 @@ def average_of(
         body: the outer step.
         share: its index.
         payloads: of the share, by member, flat uint8, verified; of the members whose share is sound.
-
-    Raises:
-        NonFiniteError: if the sum is not finite.
     """
     size, second = form.share_size(body.fragment), second_codec(form)
     average_S = torch.zeros(size)

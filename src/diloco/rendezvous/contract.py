@@ -76,7 +76,7 @@ class Offer:
     base_round: int
     """The fragment's round of the Θ_p that it was taken against."""
     base: int
-    """The checksum of that Θ_p."""
+    """The digest of that Θ_p."""
     tokens: int
     """Read since the last send of the fragment that was counted."""
     steps: int
@@ -123,7 +123,7 @@ class Decision:
     round: int
     """Outer steps of the fragment, this one included."""
     before: int
-    """Checksum of Θ_p before it."""
+    """Digest of Θ_p before it."""
     cohort: Cohort
     content: Content | StoredSnapshot
     """The outer gradients; a snapshot after this round or a later one, if they were deleted."""
@@ -193,7 +193,7 @@ class Rendezvous(Protocol):
         ...
 
     def applied(self, fragment: int, round: int, checksum: int) -> None:
-        """Tell the checksum of Θ_p after a round."""
+        """Tell the digest of Θ_p after a round."""
         ...
 
     def wanted(self) -> Sequence[int]:

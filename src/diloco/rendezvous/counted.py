@@ -36,7 +36,7 @@ class CountedPayloads:
     state: RunState
     """After the last entry."""
     bases: Sequence[Mapping[int, str]]
-    """For each fragment the checksum of Θ_p by round, as far as the log tells it."""
+    """For each fragment the digest of Θ_p by round, as far as the log tells it."""
     present: frozenset[str]
     """The names of the payloads in the store."""
     sizes: list[int] = field(default_factory=list)

@@ -47,9 +47,9 @@ def of_the_run(
         state: after all entries, which tell Θ_p up to the last round but one.
         fragment: p.
         here: for each replica its newest payload of the fragment that was verified here.
-        bases: the checksum of Θ_p in the header of each.
+        bases: the digest of Θ_p in the header of each.
         own: this replica.
-        base: the checksum of its Θ_p after the newest round.
+        base: the digest of its Θ_p after the newest round.
 
     Raises:
         DisagreementError: if more replicas have another Θ_p after the newest round than have this replica's own.

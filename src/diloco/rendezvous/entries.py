@@ -16,7 +16,7 @@ import msgspec
 from diloco.errors import FileError
 from diloco.schema import Count, converted, decoded
 
-FORMAT = 1
+FORMAT = 2
 """Version of the log's format."""
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
@@ -27,13 +27,14 @@ MOST_BYTES = 1 << 23
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""XXH3-64 of Θ_p in hexadecimal."""
+"""`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A replica's name: letters, digits, dots, dashes, at most 64."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-MOST_NORM = 1e38
+MOST_NORM = 1e33
+"""Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""
 Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 SIGNATURE = re.compile(r"([0-9a-f]{128})?")
@@ -120,7 +121,7 @@ class Outer:
     round: Positive
     """Outer steps of the fragment, this one included."""
     before: Checksum
-    """The checksum of Θ_p before it."""
+    """The digest of Θ_p before it."""
     contributions: tuple[Contribution, ...]
     """By replica, ascending, at most one each."""
 

@@ -58,7 +58,7 @@ class Follower:
         self.draining_since: float | None = None
         """When the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: dict[int, tuple[int, int]] = {}
-        """For each fragment the round that the training thread has applied, and the checksum of Θ_p after it."""
+        """For each fragment the round that the training thread has applied, and the digest of Θ_p after it."""
         self.wanted: Sequence[int] = ()
         """Fragments whose open round has another's payload."""
         self.failure: str | None = None

@@ -34,6 +34,8 @@ class Outbox:
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
         self._run, self._own, self._start = run, own, start
         self._queue: asyncio.Queue[Offer] = asyncio.Queue()
+        self._newest: dict[int, int] = {}
+        """Number of the newest payload of each fragment that is in the store."""
 
     def put(self, offer: Offer) -> None:
         """Take an outer gradient to upload; called in the loop."""
@@ -77,6 +79,9 @@ class Outbox:
             await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
             await self._create(header.name, [head])
         self.num_pending -= 1
+        if offer.seq < self._newest.get(offer.fragment, 0):
+            return  # after an outage, uploads end in any order
+        self._newest[offer.fragment] = offer.seq
         self.offers[offer.fragment] = offer
         self._inbox.put(header, offer.payloads)
 

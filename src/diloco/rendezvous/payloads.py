@@ -47,7 +47,7 @@ class Header:
     base_round: Count
     """The round after which Θ_p was what the outer gradient was taken against."""
     base: Checksum
-    """Checksum of that Θ_p."""
+    """Digest of that Θ_p."""
     tokens: Positive
     """Tokens read since the replica's last send of the fragment that was counted."""
     steps: Positive

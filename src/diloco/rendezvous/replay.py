@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import UserError
+from diloco.outer.digest import outer_digest
 from diloco.outer.rule import FragmentState, OuterRule
 from diloco.reduction.reduction import Average
 from diloco.rendezvous import index, snapshots
@@ -30,7 +31,6 @@ from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.state import OuterRef, SnapshotRef
 from diloco.rendezvous.store import Store
 from diloco.schedule import Sync
-from diloco.wire.checksum import checksum
 
 Initial = Callable[[Mapping[str, Any]], Mapping[str, Tensor] | None]
 """Makes the initial parameters by name from entry 0's facts; None if it can't."""
@@ -84,7 +84,7 @@ class Replay:
         self._store, self._initial, self._outer, self._from_snapshot = store, initial, outer, from_snapshot
         self._run_facts: RunFacts
         self._outers: list[OuterRef] = []
-        self._bases: list[dict[int, str]] = []  # for each fragment the checksum of Θ_p by round
+        self._bases: list[dict[int, str]] = []  # for each fragment the digest of Θ_p by round
         self._vectors: dict[int, dict[str, Tensor]] = {}  # by fragment: Θ_p and the rule's slots, where known
         self._rounds: dict[int, int] = {}  # the round of these
         self._scratch: Tensor
@@ -124,9 +124,9 @@ class Replay:
                 await self._check_snapshot(ref.body.fragment)
 
     def checksum(self, fragment: int, last_round: int) -> str | None:
-        """The checksum of Θ_p after a round, in hexadecimal; None where it is not known."""
+        """The digest of Θ_p after a round, in hexadecimal; None where it is not known."""
         if last_round == self._rounds.get(fragment):
-            return f"{checksum(self._vectors[fragment]['outer']):016x}"
+            return f"{outer_digest(self._vectors[fragment]['outer']):016x}"
         return self._bases[fragment].get(last_round)
 
     @property
@@ -241,7 +241,7 @@ class Replay:
     def _compare_base(self, p: int, last_round: int, what: str) -> None:
         """Compare Θ_p after a round with what the log says of it, if it says so already."""
         base = self._bases[p].get(last_round)
-        own = f"{checksum(self._vectors[p]['outer']):016x}"
+        own = f"{outer_digest(self._vectors[p]['outer']):016x}"
         if base is not None and base != own:
             raise LogError(
                 f"{what}: the outer parameters of fragment {p} after round {last_round} are {own}, and the log "

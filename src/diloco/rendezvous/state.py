@@ -79,7 +79,7 @@ class FragmentLog:
     round: Count = 0
     """Outer steps."""
     before: tuple[Checksum, ...] = ()
-    """Checksums of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
+    """Digests of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
     norms: tuple[Norm, ...] = ()
     last_seq: dict[Count, Count] = field(default_factory=dict)
     """The newest payload that was counted, of each replica that is not fenced."""

@@ -168,7 +168,7 @@ class StoreRendezvous(StoreView):
             )
 
     def applied(self, fragment: int, round: int, checksum: int) -> None:
-        """Tell the checksum of Θ_p after a round."""
+        """Tell the digest of Θ_p after a round."""
         self._following.bases[fragment] = round, checksum
 
     def wanted(self) -> Sequence[int]:

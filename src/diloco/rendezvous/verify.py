@@ -8,9 +8,11 @@ import math
 import torch
 from torch import Tensor
 
-from diloco.errors import PayloadError
+from diloco.errors import NonFiniteError, PayloadError
 from diloco.kernels.memory import empty
+from diloco.reduction.shares import cut
 from diloco.rendezvous.contract import Form
+from diloco.rendezvous.entries import MOST_NORM
 from diloco.rendezvous.payloads import Header, name_of
 from diloco.wire.payload import Codec, Key, base_of
 
@@ -105,3 +107,23 @@ def norm_of(vector_N: Tensor) -> float:
     """‖vector‖₂, summed in FP64: no finite FP32 vector makes it infinite."""
     pieces = vector_N.split(_ELEMENTS_AT_ONCE)
     return math.sqrt(math.fsum(float(piece.double().square_().sum()) for piece in pieces))
+
+
+def norms_of(decoded_N: Tensor, form: Form, *, what: str) -> tuple[float, ...]:
+    """‖Δ‖₂ of each share of an own outer gradient.
+
+    Args:
+        decoded_N: as its payloads stand for it, flat FP32.
+        form: the run's.
+        what: the outer gradient in words, for errors.
+
+    Raises:
+        NonFiniteError: if all shares together have a norm that no run can add up.
+    """
+    norms = tuple(norm_of(share_S.cpu()) for share_S in cut(decoded_N, form.num_shares))
+    if (norm := math.hypot(*norms)) > MOST_NORM:
+        raise NonFiniteError(
+            f"{what} has the norm {norm:.3g}, and the run takes none above {MOST_NORM:g}: this replica's training "
+            "has diverged; it was not sent"
+        )
+    return norms

@@ -197,13 +197,14 @@ def open_batches(
     """This process's share of every batch; with a rendezvous, those of its slot after a step."""
     num_windows = corpus.num_windows(config.sequence_length)
     if (rendezvous := world.rendezvous) is not None:
+        slot, start = world.of_first(2, lambda: (rendezvous.slot, rendezvous.start))
         return SlotBatches(
             shards=corpus,
             sampler=SlotSampler(num_windows=num_windows, seed=config.seed),
             sequence_length=config.sequence_length,
             size=config.process_batch * world.num_ranks,
-            slot=world.of_first(lambda: rendezvous.slot),
-            start=world.of_first(lambda: rendezvous.start),
+            slot=slot,
+            start=start,
             after_step=after_step,
             rank=world.rank,
             num_ranks=world.num_ranks,

@@ -31,7 +31,7 @@ def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig
 
     Args:
         saved: the run's own.
-        asked: the resume's.
+        asked: the resume's; without a warm-up, it is that of a schedule of the steps that are left.
         step: the last that was taken; 0 begins anew.
 
     Raises:
@@ -44,11 +44,8 @@ def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig
             f"than {step * asked.tokens_per_step}",
             "num_tokens",
         )
-    optimizer = asked.optimizer
-    if optimizer.warmup_steps == saved.optimizer.warmup_steps:  # that of the former phase
-        optimizer = replace(optimizer, warmup_steps=None)
     rate = learning_rate(saved, step) if step else 0.0
-    optimizer = replace(with_warmup(optimizer, steps_left), start_step=step, start_rate=rate)
+    optimizer = replace(with_warmup(asked.optimizer, steps_left), start_step=step, start_rate=rate)
     return replace(asked, optimizer=optimizer)
 
 

@@ -8,31 +8,36 @@ from diloco.training.config import TrainConfig
 from diloco.training.world import World
 
 
+@dataclass(frozen=True)
+class Standing:
+    """The whole run, as one replica knows it after its step t."""
+
+    tokens: int
+    """Tokens that all replicas together have read."""
+    next_tokens: int
+    """Those that they will have read after step t + 1, which set its learning rate."""
+    is_over: bool
+    """Whether t was the last step of this replica."""
+
+
 class Progress(Protocol):
-    """The progress of the whole run, as one replica knows it after step t, which may be the one that it begins."""
+    """The progress of the whole run."""
 
-    def tokens(self, step: int) -> int:
-        """Tokens that all replicas together have read when this one has taken step t."""
-        ...
-
-    def is_over(self, step: int) -> bool:
-        """Whether t was the last step of this replica."""
+    def after(self, step: int) -> Standing:
+        """The standing after step t, which this replica has taken."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedProgress:
-    """The progress of replicas that take the same steps."""
+    """The progress of replicas that take the same steps, of B · sequence length tokens each."""
 
     config: TrainConfig
 
-    def tokens(self, step: int) -> int:
-        """B · sequence length a step."""
-        return step * self.config.tokens_per_step
-
-    def is_over(self, step: int) -> bool:
-        """Whether t = T."""
-        return step >= self.config.num_steps
+    def after(self, step: int) -> Standing:
+        """The standing after step t; T is the last."""
+        per_step = self.config.tokens_per_step
+        return Standing(step * per_step, (step + 1) * per_step, step >= self.config.num_steps)
 
 
 class ElasticProgress:
@@ -45,7 +50,8 @@ class ElasticProgress:
     members of equal speed this is t · B · sequence length. As a replica that was cut off for long says nothing
     about the others, no more than 2 H + τ of its steps are taken for theirs.
 
-    The first process of a sharded replica knows it, and all of its processes ask together.
+    The first process of a sharded replica knows it. All of its processes ask together, once a step, since each
+    answer makes the host wait for the device.
 
     Args:
         config: the run's.
@@ -60,13 +66,24 @@ class ElasticProgress:
         self._own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
         schedule = engine.settings.schedule
         self._most_steps = 2 * schedule.sync_every + schedule.overlap(0)
-        self._most = 0
+        self._tokens = self._next_tokens = 0
 
-    def tokens(self, step: int) -> int:
-        """The tokens of the class's equation, as far as this replica has taken the outer steps of the log."""
-        return self._of_first(lambda: self._tokens(step))
+    def after(self, step: int) -> Standing:
+        """The standing as far as this replica has taken the outer steps of the log.
 
-    def _tokens(self, step: int) -> int:
+        The run is over once the budget is spent, here or by the word of another replica.
+        """
+        tokens, next_tokens, is_over = self._of_first(3, lambda: self._read(step))
+        return Standing(tokens, next_tokens, bool(is_over))
+
+    def _read(self, step: int) -> tuple[int, int, bool]:
+        self._tokens = max(self._tokens, self._estimate(step))
+        self._next_tokens = max(self._next_tokens, self._tokens, self._estimate(step + 1))
+        is_over = self._tokens >= self._budget or self._rendezvous.state.finished
+        return self._tokens, self._next_tokens, is_over
+
+    def _estimate(self, step: int) -> int:
+        """The tokens of the class's equation."""
         engine, state = self._engine, self._rendezvous.state
         num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
         ahead = (step - engine.num_steps) * self._own_tokens
@@ -74,9 +91,4 @@ class ElasticProgress:
             round(num_fragments * engine.uncounted_tokens) + num_fragments * ahead
         )  # a whole number, P times `uncounted`
         others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
-        self._most = max(self._most, (self._rendezvous.counted_tokens + own + others) // num_fragments)
-        return self._most
-
-    def is_over(self, step: int) -> bool:
-        """True once the budget is spent, here or by the word of another replica."""
-        return bool(self._of_first(lambda: self._tokens(step) >= self._budget or self._rendezvous.state.finished))
+        return (self._rendezvous.counted_tokens + own + others) // num_fragments

@@ -43,17 +43,19 @@ class RunFollower:
         self._stamp: tuple[int, int] | None = None
 
     def again(self) -> None:
-        """Look at the directory; a file that can't be read becomes `trouble`."""
+        """Look at the directory; what can't be read becomes `trouble`."""
         self.trouble = ""
         try:
             self._look()
         except UserError as error:
             self.trouble = str(error)
+        except OSError as error:
+            self.trouble = f"{self.directory} can't be read: {error.strerror or error}"
 
     def _look(self) -> None:
         stamp = _stamp(self.directory / CONFIG_FILE)
         if stamp != self._stamp:
-            self.config, self.replicas, self._schedule, self._stamp = None, {}, None, None
+            self.config, self.replicas, self.summary, self._schedule, self._stamp = None, {}, None, None, None
             if stamp is not None:
                 config = read_config(self.directory)
                 self._schedule, self.config, self._stamp = schedule_of(config), config, stamp
@@ -133,11 +135,14 @@ class RunFollower:
         return f"silent for {age:.0f} s" if is_silent else "running"
 
     def in_flight(self) -> dict[int, dict[int, int]]:
-        """For each replica the fragments that it has sent and not merged since, with the steps of sending."""
+        """For each replica the fragments that it has sent and not merged since, with the steps of sending.
+
+        It is empty where replicas come and go: they send when others do, and their metrics don't say what.
+        """
         config = self.config
         if self._schedule is None or self.summary is not None or config is None:
             return {}
-        if config.num_replicas == 1 and config.rendezvous is None:  # nothing travels
+        if config.num_replicas == 1 or config.rendezvous is not None:
             return {}
         flights = {}
         for replica, follower in sorted(self.replicas.items()):
@@ -169,7 +174,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     """A value that changes when a file is written anew; None if it is not there."""
     try:
         status = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_ino, status.st_mtime_ns
 

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -16,6 +16,7 @@ from diloco.files import make_directory, writing
 _LOG = logging.getLogger("diloco")
 LOCK_FILE = "running"
 """The file that is locked, and names the process that has locked it."""
+_MOST_ATTEMPTS = 100
 
 
 @contextmanager
@@ -27,11 +28,7 @@ def running(directory: Path) -> Iterator[None]:
     Raises:
         UserError: if another process holds it, with its number, machine and time.
     """
-    make_directory(directory)
-    with writing(directory / LOCK_FILE):
-        file = (directory / LOCK_FILE).open("a+")
-    with file:
-        _lock(directory, file, fcntl.LOCK_EX)
+    with _locked(directory) as file:
         with writing(directory / LOCK_FILE):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
@@ -44,6 +41,24 @@ def running(directory: Path) -> Iterator[None]:
                 if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
                     (directory / LOCK_FILE).unlink()
                     directory.rmdir()
+
+
+def _locked(directory: Path) -> IO[str]:
+    """The lock file, locked: the one that stands there now, not one that another command has just removed.
+
+    Raises:
+        UserError: as `running`.
+    """
+    path = directory / LOCK_FILE
+    for _ in range(_MOST_ATTEMPTS):
+        make_directory(directory)
+        with writing(path), suppress(FileNotFoundError), ExitStack() as stack:
+            file = stack.enter_context(path.open("a+"))
+            _lock(directory, file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                stack.pop_all()
+                return file
+    raise UserError(f"{path} is removed again and again by other commands: choose another name", "name")
 
 
 def check_not_running(directory: Path) -> None:

@@ -162,11 +162,16 @@ def resumable(directory: Path) -> TrainConfig:
     """
     saved = read_config(directory)
     keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
-    return replace(saved, micro_batch=None, checkpoint=replace(saved.checkpoint, keep=keep))
+    return replace(
+        saved,
+        micro_batch=None,
+        checkpoint=replace(saved.checkpoint, keep=keep),
+        optimizer=replace(saved.optimizer, warmup_steps=None),  # that of a new phase follows from its length
+    )
 
 
 def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
-    """The config to resume with.
+    """The config to resume with; where a new phase of its schedule begins, its warm-up may be left out.
 
     Args:
         directory: of the run.
@@ -180,14 +185,18 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
     of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
     may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
+    begins_a_phase = False
     for name, (_, value) in differences(resumable(directory), asked).items():
+        if value == (old := get(saved, name)):
+            continue
         if name in of_the_schedule and asked.rendezvous is not None:
             raise UserError(
-                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {get(saved, name)} to all "
-                "replicas: leave it out",
+                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
+                "leave it out",
                 *(name, "rendezvous"),
             )
-        if name not in may_change and value != (old := get(saved, name)):
+        begins_a_phase |= name in of_the_schedule
+        if name not in may_change:
             raise UserError(
                 f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
                 "same run; leave it out, or start a new run",
@@ -198,6 +207,9 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
     return replace(
         asked,
+        optimizer=asked.optimizer
+        if begins_a_phase
+        else replace(asked.optimizer, warmup_steps=saved.optimizer.warmup_steps),
         micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
         checkpoint=replace(asked.checkpoint, keep=keep),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from diloco.training.data_parallel import (
 )
 from diloco.training.engine_settings import engine_settings, frozen_parameters
 from diloco.training.mean_loss import MeanLoss
-from diloco.training.progress import ElasticProgress, FixedProgress, Progress
+from diloco.training.progress import ElasticProgress, FixedProgress, Progress, Standing
 from diloco.training.sections import AdamWConfig
 from diloco.training.sizes import check_sizes
 from diloco.training.synchronizer import Synchronizer
@@ -52,12 +52,25 @@ class TrainState:
     """The losses of all replicas, for logs; None for the baseline, and with a rendezvous."""
     step: int = 0
     """Inner steps taken."""
-    is_over: bool = False
-    """Whether the last of them was taken."""
+    standing: Standing = field(init=False)
+    """The whole run after the last of them."""
     seconds: float = 0.0
     """Time that they took, in every part of a run that was interrupted."""
     blocked_seconds: float = 0.0
     """The part of it in which a process of this replica waited for other replicas."""
+
+    def __post_init__(self) -> None:
+        """Ask how far the run is."""
+        self.took(self.step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step was taken; a replica takes one at least."""
+        return self.step > 0 and self.standing.is_over
+
+    def took(self, step: int) -> None:
+        """Note that a step was taken, and ask how far the run is; all processes of the replica ask together."""
+        self.step, self.standing = step, self.progress.after(step)
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Copy everything now, and write it in the background."""
@@ -71,12 +84,12 @@ class TrainState:
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
         # An older checkpoint has what was in flight, and no zeros for the rest.
         checkpoints.load(step, tensors, optional="sync.sent.")
-        self.step, self.seconds, self.blocked_seconds = facts.step, facts.seconds, facts.blocked_seconds
+        self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.sync.load_state_dict(facts.sync | tensors["sync"])
-        self.is_over = self.progress.is_over(self.step)
+        self.took(facts.step)
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""

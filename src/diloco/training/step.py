@@ -60,20 +60,21 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
     """
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
-    rate = learning_rate(config, state.progress.tokens(step) / config.tokens_per_step)
+    rate = learning_rate(config, state.standing.next_tokens / config.tokens_per_step)
     loss_and_norm = begin_inner_step(state, batch, config, world, rate)
     outer_steps = [*sync.step(tokens=len(batch) * world.num_ranks * config.sequence_length)]
     sends = sync.bytes_sent > sent_before
-    state.step, state.is_over = step, state.progress.is_over(step)
+    state.took(step)
     if state.is_over:
         outer_steps += sync.finish()
+        state.took(step)  # with what was counted since
     blocked: Tensor | float = sync.blocked_seconds - blocked_before
     if world.num_ranks > 1:
         blocked = torch.tensor(blocked, dtype=torch.float64)
         blocked = world.reduced(to_device(blocked, world.device), dist.ReduceOp.MAX)
     return BegunStep(
         step=step,
-        tokens=state.progress.tokens(step),
+        tokens=state.standing.tokens,
         learning_rate=rate,
         loss_and_norm=loss_and_norm,
         blocked=blocked,

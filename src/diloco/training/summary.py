@@ -149,7 +149,7 @@ def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOut
 
     All processes of replica 0 must call it, and no other.
     """
-    num_tokens = state.progress.tokens(state.step)
+    num_tokens = state.progress.after(state.step).tokens
     outer: dict[str, Tensor] = {}
     for name, parameter in state.sync.outer_parameters().items():
         value = gathered(parameter).contiguous().cpu()

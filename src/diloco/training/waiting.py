@@ -61,10 +61,7 @@ def store_with_all(
 
 def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
     """The store that the environment describes; the first process opens it, unless torchrun has."""
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise UserError(f"RANK is set in the environment, but {error} is not right: use torchrun") from None
+    host, port = _address()
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         with _said_after_a_moment(f"waiting for {first} at {host}, port {port} …"):
@@ -76,6 +73,24 @@ def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
             ) from error
         raise
     return dist.PrefixStore("diloco", store)
+
+
+def _address() -> tuple[str, int]:
+    """Host and port of torchrun's store.
+
+    Raises:
+        UserError: if the environment lacks them, or the port is none.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"RANK is set in the environment, but {' and '.join(missing)} {verb} missing: use torchrun"
+        )
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(f"MASTER_PORT={port!r:.40} in the environment is no port: use torchrun")
+    return host, int(port)
 
 
 def _missing(store: dist.Store, ranks: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,9 +77,13 @@ class World:
         """The name of a replica in an outer step's cohort."""
         return str(replica) if self.rendezvous is None else self.rendezvous.state.members[replica].name
 
-    def of_first(self, read: Callable[[], int]) -> int:
-        """A whole number, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
-        return int(self.over_ranks(read() if self.rank == 0 else 0, dist.ReduceOp.MAX))
+    def of_first(self, num_numbers: int, read: Callable[[], Sequence[int]]) -> list[int]:
+        """Whole numbers, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
+        numbers = [*read()] if self.rank == 0 else [0] * num_numbers
+        if self.own_device_group is None:
+            return numbers
+        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [int(number) for number in self.reduced(together, dist.ReduceOp.MAX).tolist()]
 
     def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
         """Reduce a number over the processes of the replica; each of them must call it."""

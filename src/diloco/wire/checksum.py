@@ -1,4 +1,4 @@
-"""The checksum of payloads and of outer parameters: XXH3-64, which reads at the speed of memory."""
+"""The checksum of payloads: XXH3-64, which reads at the speed of memory."""
 
 import xxhash
 from torch import Tensor

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from diloco.errors import UserError
 
 HEADER_BYTES = 32
-VERSION = 2
+BASE_BYTES = slice(16, 24)
+"""The place of the base in the header."""
+VERSION = 3
 """The version of the wire format, which docs/reference/wire-format.md describes."""
 
 

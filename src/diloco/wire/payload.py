@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.errors import NonFiniteError, PayloadError, UserError
 from diloco.kernels.memory import empty, recycled_bytes
 from diloco.wire.checksum import checksum
-from diloco.wire.formats import FORMATS, HEADER_BYTES, VERSION, Format, parse
+from diloco.wire.formats import BASE_BYTES, FORMATS, HEADER_BYTES, VERSION, Format, parse
 
 MAGIC = b"DLC%d" % VERSION
 
@@ -56,7 +56,7 @@ class Codec(Format):
         Args:
             delta_N: the outer gradient, or a share of it; any layout.
             key: whose outer gradient it is.
-            base: the checksum of the outer parameters against which it was taken; 0 where it is not known.
+            base: the digest of the outer parameters against which it was taken; 0 where it is not known.
 
         Raises:
             NonFiniteError: if the vector holds NaN or an infinity.
@@ -225,7 +225,7 @@ def codec_class(name: str) -> type[Codec]:
 
 def base_of(payload: Tensor) -> int:
     """The `base` that a payload was encoded with; 0 where it is not known."""
-    return int.from_bytes(payload[16:24].cpu().numpy().tobytes(), "little")
+    return int.from_bytes(payload[BASE_BYTES].cpu().numpy().tobytes(), "little")
 
 
 def plain(vector: Tensor, device: torch.device) -> Tensor:

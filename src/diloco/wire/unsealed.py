@@ -1,6 +1,7 @@
 """Payloads without a header: a GPU writes their bodies, and the host seals them when they have come to it.
 
-The host need not wait for the GPU: what the GPU has found out travels in the place of the header, a byte each.
+The host need not wait for the GPU: what the GPU has found out travels in the place of the header, bools of a byte
+each, and the base at its own place.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diloco.wire.formats import HEADER_BYTES
-from diloco.wire.payload import Codec, Key, non_finite, plain
+from diloco.wire.formats import BASE_BYTES, HEADER_BYTES
+from diloco.wire.payload import Codec, Key, base_of, non_finite, plain
+
+MOST_NOTES = BASE_BYTES.start - 1
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,9 @@ class Unsealed(Codec):
 
     wire: Codec
     notes: tuple[Tensor, ...] = ()
-    """Bools on the device, fewer than 32, that travel with each payload."""
+    """Bools on the device, at most `MOST_NOTES`, that travel with each payload."""
+    base: Tensor | None = None
+    """The digest of Θ on the device, int64 (1), that travels, too; None if the host knows it."""
     sizes: list[int] = field(default_factory=list)
     """Elements of each payload that was encoded, in order."""
 
@@ -30,11 +35,13 @@ class Unsealed(Codec):
         return self.wire.body_bytes(num_elements)
 
     def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
-        """A payload with, in the place of its header, whether the vector is finite, and the notes."""
+        """A payload with, in the place of its header, whether the vector is finite, the notes and the base."""
         payload, is_finite = self.packed(delta_N, key)
         notes = torch.stack([is_finite, *self.notes])
-        assert len(notes) <= HEADER_BYTES, "the notes take the header's place"
+        assert len(self.notes) <= MOST_NOTES, "the notes take the place before the base"
         payload[: len(notes)].copy_(notes)
+        if self.base is not None:
+            payload[BASE_BYTES].copy_(self.base.view(torch.uint8))
         self.sizes.append(delta_N.numel())
         return payload
 
@@ -47,8 +54,12 @@ class Unsealed(Codec):
         """The notes of a payload, which has come to the host."""
         return [bool(note) for note in payload[1 : 1 + len(self.notes)].tolist()]
 
-    def seal_all(self, payloads: Sequence[Tensor], *, base: int) -> None:
+    def seal_all(self, payloads: Sequence[Tensor], *, base: int | None) -> None:
         """Write the headers of all payloads, which have come to the host.
+
+        Args:
+            payloads: those that were encoded, in order.
+            base: the digest of Θ; None where it travels with the payloads.
 
         Raises:
             NonFiniteError: if the outer gradient was not finite.
@@ -56,7 +67,7 @@ class Unsealed(Codec):
         if not all(payload[0].item() for payload in payloads):
             raise non_finite()
         for payload, num_elements in zip(payloads, self.sizes, strict=True):
-            self.wire.seal(payload, num_elements, base=base)
+            self.wire.seal(payload, num_elements, base=base_of(payload) if base is None else base)
 
     def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
         """As the codec."""

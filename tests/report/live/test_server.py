@@ -4,6 +4,7 @@ import http.client
 import json
 import shutil
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,41 @@ def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     with socket.create_connection(("127.0.0.1", int(port))) as connection:  # without a Host
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert b" 421 " in connection.recv(100)
+
+
+def test_losses_that_overflow_when_they_are_added_up_leave_the_state_json(runs, serve):
+    for replica in (0, 1):
+        path = runs / EVIL / f"metrics-{replica}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line | {"loss": 1.7e308}) + "\n" for line in lines))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    charts = json.loads(answer(serve(runs), "/state.json")[1], parse_constant=refuse)["charts"]
+    assert all(one["points"] for chart in charts for one in chart["series"])
+
+
+def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
+    asked, gone = threading.Event(), threading.Event()
+
+    def late_snapshot(_: Watched) -> bytes:
+        asked.set()
+        gone.wait(10)
+        return b"{}"
+
+    monkeypatch.setattr(live, "snapshot", late_snapshot)
+    port = int(serve(runs).url.split(":")[2].strip("/"))
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(b"GET /state.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        assert asked.wait(10)
+    gone.set()
+    answering = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    assert answering
+    for thread in answering:
+        thread.join(10)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_refused(runs, serve):

@@ -37,7 +37,11 @@ def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected
 
 
 def test_changes_name_both_values():
-    assert list(change_lines({"seed": (0, 3)})) == ["      seed is 3 from here on, and was 0"]
+    changes = {"seed": (0, 3), "optimizer.warmup_steps": (6, None)}
+    assert list(change_lines(changes)) == [
+        "      seed is 3 from here on, and was 0",
+        "      optimizer.warmup_steps is a tenth of the steps left (at most 1000) from here on, and was 6",
+    ]
 
 
 @pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "data_parallel"])

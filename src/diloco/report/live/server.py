@@ -1,5 +1,6 @@
 """The server of the live page: three resources, for this machine's own browsers alone."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class LiveServer:
             "/state.json": ("application/json", self._fresh_state),
         }
         try:
-            self._server = ThreadingHTTPServer((ADDRESS, port), _handler(resources))
+            self._server = _Server((ADDRESS, port), _handler(resources))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or "it must be below 65536"
             raise UserError(f"port={port} can't be used ({reason}): choose a free one", "port") from error
@@ -69,6 +70,15 @@ class LiveServer:
                 self._watched.again()
                 self._state, self._made = snapshot(self._watched), time.monotonic()
             return self._state
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that says nothing where a browser has gone away, which it may at any time."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print the traceback of a bug."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
 
 
 def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[BaseHTTPRequestHandler]:

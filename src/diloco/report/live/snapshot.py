@@ -1,6 +1,7 @@
 """The state that the page draws, as JSON: charts of curves, and a card for each run and store."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -31,6 +32,10 @@ class Series:
     points: Points
     thin: bool = False
 
+    def __post_init__(self) -> None:
+        """Leave out what is beyond a number's range, which JSON can't say."""
+        self.points = [point for point in self.points if math.isfinite(point[1])]
+
 
 @dataclass(kw_only=True)
 class Chart:
@@ -60,7 +65,7 @@ class Card:
 def snapshot(watched: Watched) -> bytes:
     """The state after the last look, as JSON."""
     names = watched.labels
-    charts = [chart for chart in _run_charts(watched.runs, short(names)) if chart.series]
+    charts = [*_run_charts(watched.runs, short(names))]
     cards = [
         Card(
             title=str(name),
@@ -74,9 +79,12 @@ def snapshot(watched: Watched) -> bytes:
     for store in watched.stores:
         charts += _store_charts(store) if store.timeline is not None else []
         cards.append(_store_card(store))
+    for chart in charts:
+        chart.series = [one for one in chart.series if one.points]
+    charts = [chart for chart in charts if chart.series]
     left_out = f"{watched.num_left_out} older runs are left out" if watched.num_left_out else ""
     value = {"charts": [asdict(chart) for chart in charts], "cards": [asdict(card) for card in cards]}
-    return json.dumps(value | {"note": left_out}, separators=(",", ":")).encode()
+    return json.dumps(value | {"note": left_out}, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _run_charts(runs: Sequence[RunFollower], names: Sequence[str]) -> Iterator[Chart]:
@@ -87,7 +95,7 @@ def _run_charts(runs: Sequence[RunFollower], names: Sequence[str]) -> Iterator[C
         series = [
             Series(label=label, color=color, points=_mean(list(map(make, bins)))) for label, color, bins in curves
         ]
-        return Chart(title=title, x=_TOKENS, series=[one for one in series if one.points], from_zero=from_zero)
+        return Chart(title=title, x=_TOKENS, series=series, from_zero=from_zero)
 
     loss = chart("Training loss, nats a token", _loss)
     replicas = [one.bins for run in runs for one in run.started]
@@ -126,7 +134,8 @@ def _mean(curves: list[Points]) -> Points:
     if len(curves) < 2:
         return curves[0] if curves else []
     x = np.array(min(curves, key=lambda curve: curve[-1][0]))[:, 0]
-    y = np.mean([np.interp(x, *np.array(curve).T) for curve in curves], axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = np.mean([np.interp(x, *np.array(curve).T) for curve in curves], axis=0)
     return [_point(*point) for point in zip(x, y, strict=True)]
 
 

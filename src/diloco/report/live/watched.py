@@ -98,7 +98,7 @@ class Watched:
     def again(self) -> None:
         """Look at everything."""
         self.num_left_out = 0
-        stores = [source for source in self._sources if is_store(source)]
+        stores = [source for source in self._sources if _is_store(source)]
         paths = [path for source in self._sources if source not in stores for path in self._run_paths(source)]
         self._stores = {url: self._stores.get(url) or StoreFollower(url) for url in stores}
         self._runs = {path: self._runs.get(path) or RunFollower(path) for path in paths}
@@ -108,13 +108,12 @@ class Watched:
     def _run_paths(self, source: str) -> Iterator[Path]:
         """The directories of runs that a source stands for: itself, unless it has some below it."""
         path = expanded(source).absolute()
-        if (path / CONFIG_FILE).exists() or not path.is_dir():
-            yield path
-            return
         configs: list[tuple[float, Path]] = []
-        for file in path.glob(f"*/{CONFIG_FILE}"):
-            with suppress(OSError):  # it was removed a moment ago
-                configs.append((file.stat().st_mtime, file.parent))
+        with suppress(OSError):  # the run itself tells why it can't be read
+            if not (path / CONFIG_FILE).exists():
+                for file in path.glob(f"*/{CONFIG_FILE}"):
+                    with suppress(OSError):  # it was removed a moment ago
+                        configs.append((file.stat().st_mtime, file.parent))
         self.num_left_out += max(0, len(configs) - MOST_RUNS)
         yield from sorted(run for _, run in sorted(configs)[-MOST_RUNS:]) or [path]
 
@@ -129,3 +128,11 @@ class Watched:
         finished = [one.status is not None and one.status.finished for one in self.stores]
         finished += [one.summary is not None for one in self.runs]
         return all(finished) and not self.is_behind
+
+
+def _is_store(source: str) -> bool:
+    """As `is_store`; False for a directory that can't be read."""
+    try:
+        return is_store(source)
+    except OSError:
+        return False

@@ -14,6 +14,8 @@ _MOST_EPOCHS = 4
 """Passes over a text up to which they are worth almost as much as new text (arXiv 2305.16264)."""
 
 _LINK_GBIT_S = 0.1
+_WARMUP_LEFT_OUT = "a tenth of the steps left (at most 1000)"
+"""The warm-up of a resume's new phase, before it is known from which step it goes on."""
 
 
 def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
@@ -44,7 +46,8 @@ def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
 def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     """Lines about the settings in which a resume differs from its run, by their names."""
     for name, (before, now) in changes.items():
-        yield f"      {name} is {now} from here on, and was {before}"
+        is_left_out = name == "optimizer.warmup_steps" and now is None
+        yield f"      {name} is {_WARMUP_LEFT_OUT if is_left_out else now} from here on, and was {before}"
 
 
 def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
@@ -81,7 +84,8 @@ def _rate_line(config: TrainConfig) -> str:
     down = "a cosine"
     if inner.schedule == "wsd":
         down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
-    up = f"{inner.warmup_steps} steps up to {inner.learning_rate:g}"
+    warmup = _WARMUP_LEFT_OUT if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
+    up = f"{warmup} up to {inner.learning_rate:g}"
     return f"rate   {up}, then {down} to {inner.final_fraction:.0%}"
 
 

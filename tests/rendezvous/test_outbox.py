@@ -1,0 +1,60 @@
+"""A replica's own payloads on their way to the store."""
+
+import asyncio
+from types import SimpleNamespace
+
+import torch
+
+from diloco.rendezvous.contract import Form, Offer
+from diloco.rendezvous.keys import NoKeys
+from diloco.rendezvous.outbox import Outbox
+from diloco.rendezvous.payloads import name_of
+from diloco.wire import codec
+
+
+def offer(seq: int, fragment: int) -> Offer:
+    payload = codec("fp32").encode(torch.ones(4), FORM.key(fragment, seq, 0))
+    numbers = {
+        "base_round": seq,
+        "base": 0,
+        "tokens": 8,
+        "steps": 1,
+        "position": 8,
+        "step": seq,
+        "overlap_steps": 0,
+    }
+    return Offer(seq=seq, fragment=fragment, payloads=(payload,), norms=(2.0,), **numbers)
+
+
+FORM = Form(codec=codec("fp32"), sizes=(4, 4), seed=0, second=None)
+
+
+def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
+    """Uploads of fragments 0, 1 and 0 again; the first one's request hangs until the others' are over."""
+    in_inbox: list[int] = []
+
+    async def uploaded() -> Outbox:
+        others_are_over = asyncio.Event()
+
+        async def create(name: str, *_, **__) -> None:
+            if name == name_of(0, 0):
+                await others_are_over.wait()
+
+        inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq))
+        store = SimpleNamespace(create=create)
+        outbox = Outbox(store, NoKeys(), FORM, run="0" * 64, own=0, start=0, inbox=inbox)
+        for seq, fragment in enumerate((0, 1, 0)):
+            outbox.put(offer(seq, fragment))
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(outbox.run(tasks))
+            while outbox.num_pending > 1:
+                await asyncio.sleep(0.001)
+            others_are_over.set()
+            while outbox.num_pending:
+                await asyncio.sleep(0.001)
+            work.cancel()
+        return outbox
+
+    outbox = asyncio.run(uploaded())
+    assert {p: sent.seq for p, sent in outbox.offers.items()} == {0: 2, 1: 1}
+    assert sorted(in_inbox) == [1, 2]
