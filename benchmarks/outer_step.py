@@ -18,6 +18,7 @@ import torch
 import diloco
 from diloco.engine.parameters import FragmentParameters
 from diloco.kernels.memory import empty
+from diloco.outer.digest import outer_digest
 from diloco.outer.mixing import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
