@@ -160,6 +160,16 @@ static void drive_outer_step(int64_t n, int is_bf16) {
     if (!same) wrong = 1, fprintf(stderr, "threads step elsewhere, %ld elements\n", (long)n);
 }
 
+// The digest of several blocks is the sum of theirs.
+static void drive_digest(int64_t n) {
+    enum { BLOCK = 255 * 256 };
+    float *x = floats(n, 1);
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i += BLOCK) sum += outer_digest(x + i, n - i < BLOCK ? n - i : BLOCK, i / BLOCK);
+    if (sum != outer_digest(x, n, 0)) wrong = 1, fprintf(stderr, "blocks sum up elsewhere, %ld elements\n", (long)n);
+    free(x);
+}
+
 int main(int argc, char **argv) {
     faulty = argc > 1;
     if (argc > 2) return drive_outer_step(1283, 0), wrong;
@@ -168,5 +178,7 @@ int main(int argc, char **argv) {
             for (int n = 0; n < COUNT(LENGTHS); n++)
                 if (BLOCKS[b] * *CODECS[c].bits % 8 == 0) drive(&CODECS[c], LENGTHS[n], BLOCKS[b]);
     for (int n = 0; n < COUNT(LENGTHS); n++) drive_outer_step(LENGTHS[n], 0), drive_outer_step(LENGTHS[n], 1);
+    for (int n = 0; n < COUNT(LENGTHS); n++) drive_digest(LENGTHS[n]);
+    drive_digest(2 * 255 * 256 + 3);
     return wrong;
 }
