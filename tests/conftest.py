@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -47,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a shell's background job ignores them, and so would its children
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
     if num_examples := config.getoption("hostile_examples"):
         random = settings(settings.get_profile("all"), derandomize=False, database=None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ports import free_port
 from torch import nn
 
 from diloco.data.config import DataConfig
@@ -79,7 +80,7 @@ def test_a_family_of_ones_own_is_trained_stored_and_evaluated(tmp_path, small_co
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     summary = train(config, resume=False).summary
     assert summary["eval_loss"] < math.log(257) - 0.5, "chance is log 257"
     assert read_config(config.directory).model == config.model

@@ -155,7 +155,8 @@ def _parsed(line: bytes, place: str, text_field: str, decoder: msgspec.json.Deco
 
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
     lines = _Lines(file, reading)
-    csv.field_size_limit(reading.longest_bytes)
+    # The limit is the whole process's: it is only ever raised, and `_Lines` refuses what is too long.
+    csv.field_size_limit(max(csv.field_size_limit(), reading.longest_bytes))
     header: list[str] | None = None
     try:
         for row in csv.reader(lines, strict=True):

@@ -32,6 +32,7 @@ class Delivery:
         own: this replica.
         content_of: the way to an outer step's content.
         state: gives the state after all entries that were read.
+        newest: reads the log to its end, and gives the state.
         poll_seconds: time between two looks at what the training thread has taken.
     """
 
@@ -44,6 +45,7 @@ class Delivery:
         own: int,
         content_of: ContentOf,
         state: Callable[[], RunState],
+        newest: Callable[[], Awaitable[RunState]],
         poll_seconds: float,
     ) -> None:
         self.decisions: deque[Decision] = deque()
@@ -51,7 +53,8 @@ class Delivery:
         self.news = threading.Condition()
         """Notified when a decision is ready."""
         self._store, self._form, self._inbox, self._own = store, form, inbox, own
-        self._content_of, self._state, self._poll_seconds = content_of, state, poll_seconds
+        self._content_of, self._state, self._newest = content_of, state, newest
+        self._poll_seconds = poll_seconds
         self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
 
     def put(self, author: int, ref: OuterRef) -> None:
@@ -98,7 +101,11 @@ class Delivery:
     async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:
         """The snapshot that stands for an outer step whose content was deleted, since it is long ago."""
         p = ref.body.fragment
-        stored = await newest_snapshot(self._store, self._state(), p, self._form.sizes[p])
+        size = self._form.sizes[p]
+        try:
+            stored = await newest_snapshot(self._store, self._state(), p, size)
+        except LogError:  # newer ones may have taken its place, of which this replica has not read yet
+            stored = await newest_snapshot(self._store, await self._newest(), p, size)
         if stored is None or stored.round < ref.body.round:
             raise LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
         return stored

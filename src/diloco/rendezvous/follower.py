@@ -87,6 +87,7 @@ class Follower:
             own=own,
             content_of=content_of,
             state=lambda: self.state,
+            newest=self._newest,
             poll_seconds=poll,
         )
         self.decisions, self.news = self.delivery.decisions, self.delivery.news

@@ -80,10 +80,18 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
     await log.read(patience_seconds=patience)
     own = await _joined(log, signer, wish)
     await _wait_for_others(log, wish, own)
-    state, fragments = log.state, range(len(wish.sizes))
-    stored = await asyncio.gather(*(newest_snapshot(store, state, p, wish.sizes[p]) for p in fragments))
-    newest = {p: snapshot for p, snapshot in enumerate(stored) if snapshot is not None}
-    return Entrance(log=log, own=own, replay=_replay(state), snapshots=newest)
+    try:
+        newest = await _newest_snapshots(store, log.state, wish)
+    except LogError:  # newer ones may have taken their place meanwhile
+        for _, entry in await log.read(patience_seconds=patience):
+            log.state.check_goes_on(own, entry)
+        newest = await _newest_snapshots(store, log.state, wish)
+    return Entrance(log=log, own=own, replay=_replay(log.state), snapshots=newest)
+
+
+async def _newest_snapshots(store: Store, state: RunState, wish: Wish) -> dict[int, StoredSnapshot]:
+    several = (newest_snapshot(store, state, p, size) for p, size in enumerate(wish.sizes))
+    return {p: snapshot for p, snapshot in enumerate(await asyncio.gather(*several)) if snapshot is not None}
 
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
