@@ -90,7 +90,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rendezvous/background.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/contract.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/counted.py": "rendezvous/test_replay.py",
-    "rendezvous/delivery.py": "engine/test_elastic.py",
     "rendezvous/signed.py": "rendezvous/test_payloads.py",
     "rendezvous/inbox.py": "rendezvous/test_elastic.py",
     "rendezvous/log.py": "rendezvous/test_elastic.py",
