@@ -48,10 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # a shell's background job ignores them, and so would its children
+    # A shell's background job ignores them, and so would its children.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
