@@ -288,7 +288,7 @@ OUTER_STEP(outer_step, float, itself, itself)
 OUTER_STEP(outer_step_bf16, uint16_t, of_bf16, to_bf16)
 
 // The part of diloco.outer.digest's sum that n elements from block k on give.
-uint64_t outer_digest(const float *x, int64_t n, uint64_t k) {
+WIDE uint64_t outer_digest(const float *x, int64_t n, uint64_t k) {
     enum { ROWS = 255, COLUMNS = 256, BLOCK = ROWS * COLUMNS };
     uint64_t total = 0;
     for (; n > 0; n -= BLOCK, x += BLOCK, k++) {
