@@ -48,13 +48,16 @@ def _train(output: Path, num_tokens: int, train_flags: Sequence[str]) -> None:
     flags += ["--runs", str(output / "runs"), "--data.cache", str(output / "data")]
     processes = []
     try:
-        for name in OLD:
-            processes.append(_start(output, name, flags))
+        for name in (*OLD, JOINER):
+            processes.append(_prepare(output, name, flags))
+        *old, joiner = processes
+        for process in old:
+            _begin(process)
         deadline = time.monotonic() + 1800
         while _tokens(str(url)) < num_tokens // 2:
             assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
             time.sleep(0.2)
-        processes.append(_start(output, JOINER, flags))
+        _begin(joiner)
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
@@ -63,10 +66,26 @@ def _train(output: Path, num_tokens: int, train_flags: Sequence[str]) -> None:
     assert not any(codes), f"a replica has failed: see {output}"
 
 
-def _start(output: Path, name: str, flags: Sequence[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "diloco", "train", *flags, "--name", name]
+_REPLICA = """
+import sys
+import diloco.training.loop
+from diloco.__main__ import main
+sys.stdin.readline()
+main()
+"""
+
+
+def _prepare(output: Path, name: str, flags: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """A replica that has made its imports, which take seconds, and waits for a line."""
+    command = [sys.executable, "-c", _REPLICA, "train", *flags, "--name", name]
     with (output / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+
+def _begin(process: "subprocess.Popen[bytes]") -> None:
+    assert process.stdin is not None
+    with process.stdin as line:
+        line.write(b"\n")
 
 
 def _tokens(url: str) -> int:

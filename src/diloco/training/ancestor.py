@@ -22,6 +22,8 @@ from diloco.errors import DilocoError, ExchangeError, exit_code_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a run."""
+IMPORTS = ("torch.utils.tensorboard", "diloco.training.loop")
+"""The modules that every replica needs; the first is the default tracker's."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Work:
     reports: tuple[Path, ...]
     """The file for the error of each process, by rank."""
     imports: tuple[str, ...] = ()
-    """Modules that every process needs, beside those of every run."""
+    """Modules that every process needs, beside `IMPORTS`."""
 
 
 class Ancestor:
@@ -109,8 +111,8 @@ def _serve(connection: Connection, launchers: Connection | None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if launchers is not None:
         launchers.close()
-    for module in ("torch.utils.tensorboard", "diloco.training.loop"):
-        import_module(module)  # the first is the default tracker
+    for module in IMPORTS:
+        import_module(module)
     with suppress(EOFError, BrokenPipeError):
         while True:
             connection.send(_run_all(connection.recv()))

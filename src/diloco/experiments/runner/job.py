@@ -1,21 +1,14 @@
-"""One run of a grid in a process of its own: train, evaluate, and return the result or why it failed."""
+"""One run of a grid: train, evaluate, and return the result or why it failed."""
 
 import fcntl
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from diloco.errors import DilocoError, UserError, exit_code_of
-from diloco.files import make_directory
 from diloco.schema import read_json
-from diloco.training.ancestor import end_with_parent
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch, prepared
-from diloco.training.traits import from_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,76 +36,17 @@ class Job:
         return name if self.at_step is None else f"{name} at step {self.at_step}"
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Train what is left to train, evaluate, and return the result; each process of the run has one thread.
+def result_of(job: Job) -> dict[str, Any]:
+    """Train what is left to train, evaluate, and return the result; enter it before this process starts threads.
 
     The result of a failure is `{"failed": the reason, "is_final": whether it would fail again}`.
     """
-    make_directory(job.directory)
-    message = {
-        "config": to_json(job.config),
-        "tasks": [str(task) for task in job.tasks],
-        "parameters": job.parameters,
-        "at_step": job.at_step,
-        "parent": os.getpid(),
-    }
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
-    with (job.directory / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.experiments.runner.job", str(job.directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-        )
-    _RUNNING[process] = job.directory
-    try:
-        answer, _ = process.communicate(json.dumps(message).encode())
-    finally:
-        del _RUNNING[process]
-    if answer:
-        return json.loads(answer)
-    log_file = f"{job.directory.name}/log.txt"
-    reason = f"the run's process ended with exit code {process.returncode}: see {log_file}"
-    return {"failed": reason, "is_final": False}
-
-
-_RUNNING: dict["subprocess.Popen[bytes]", Path] = {}
-_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def running_jobs() -> tuple[Path, ...]:
-    """The directories of the runs that this process has started and that are not over."""
-    return tuple(_RUNNING.values())
-
-
-def end_running_jobs() -> None:
-    """End the jobs that this process has started; they can be resumed."""
-    for process in tuple(_RUNNING):
-        process.terminate()
-
-
-def _main(directory: Path) -> None:
-    message = json.load(sys.stdin)
-    end_with_parent()
-    if os.getppid() != message["parent"]:  # it had ended before
-        raise SystemExit(1)
-    answer = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the run prints goes into the log
-    # The process from which replicas are forked prints into the log, too, and holds no lock.
-    with prepared(), (directory / "lock").open("w") as lock:
+    # The process from which replicas are forked holds no lock.
+    with prepared(), (job.directory / "lock").open("w") as lock:
         # Another grid may be at the same run; the operating system drops the lock of a process that is killed.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        job = Job(
-            config=from_json(TrainConfig, message["config"]),
-            tasks=tuple(map(Path, message["tasks"])),
-            parameters=tuple(message["parameters"]),
-            at_step=message["at_step"],
-        )
         failure = _train_or_resume(job.config)
-        result = _evaluate(job) if failure is None else failure
-    with os.fdopen(answer, "w") as file:
-        json.dump(result, file)
+        return _evaluate(job) if failure is None else failure
 
 
 def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
@@ -183,7 +117,3 @@ def _evaluate(job: Job) -> dict[str, Any]:
         return {"failed": str(error), "is_final": False}
     outer_steps = [asdict(outer_step) for step in metrics for outer_step in step.outer_steps]
     return {"summary": asdict(summary), "evaluated": evaluated, "outer_steps": outer_steps}
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

@@ -1,0 +1,146 @@
+"""Jobs in processes of their own, forked from one that has imported torch, which takes seconds."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import DilocoError
+from diloco.experiments.runner.job import Job, result_of
+from diloco.files import make_directory
+from diloco.training.ancestor import IMPORTS, end_with_parent
+from diloco.training.config import TrainConfig
+from diloco.training.traits import from_json, to_json
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Run a job, `result_of`, and return its result; each process of the run has one thread.
+
+    What it prints goes into `log.txt` in the run's directory.
+    """
+    make_directory(job.directory)
+    message = {
+        "config": to_json(job.config),
+        "tasks": [str(task) for task in job.tasks],
+        "parameters": job.parameters,
+        "at_step": job.at_step,
+        "with_curves": job.with_curves,
+    }
+    pid, answer = None, b""
+    with suppress(ConnectionError), _begin(message) as connection, connection.makefile("rb") as lines:
+        pid = int(lines.readline() or 0)
+        _RUNNING[pid] = job.directory
+        try:
+            answer = lines.readline()
+        finally:
+            del _RUNNING[pid]
+    if answer:
+        return json.loads(answer)
+    reason = f"the run's process was killed, or met a bug: see {job.directory.name}/log.txt"
+    return {"failed": reason if pid else "the process that starts the runs has ended", "is_final": False}
+
+
+_RUNNING: dict[int, Path] = {}
+
+
+def running_jobs() -> tuple[Path, ...]:
+    """The directories of the runs that this process has started and that are not over."""
+    return tuple(_RUNNING.values())
+
+
+def end_running_jobs() -> None:
+    """End the jobs that this process has started; they can be resumed."""
+    for pid in tuple(_RUNNING):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+class _Server:
+    """The process from which jobs are forked, as this process sees it; it ends with this process."""
+
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__], stdin=theirs.fileno(), env=environment | {"OMP_NUM_THREADS": "1"}
+            )
+
+    def close(self) -> None:
+        """End it, and the jobs that still run."""
+        self.control.close()
+        self.process.wait()
+
+
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SERVERS: list[_Server] = []
+"""The one that there is, if any."""
+_LOCK = threading.Lock()
+
+
+def _begin(message: dict[str, Any]) -> socket.socket:
+    """Have a job's process started; from the socket comes a line with its number, and one with its answer."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(json.dumps(message).encode() + b"\n")
+    with theirs, _LOCK:
+        while _SERVERS and _SERVERS[0].process.poll() is not None:
+            _SERVERS.pop().close()
+        if not _SERVERS:
+            _SERVERS.append(_Server())
+        socket.send_fds(_SERVERS[0].control, [b"+"], [theirs.fileno()])
+    return ours
+
+
+def _serve(control: socket.socket) -> None:
+    """Start a process for each job until the grid has ended."""
+    end_with_parent()
+    # The terminal sends it to all, and the grid decides.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    while sockets := socket.recv_fds(control, 1, 1)[1]:
+        with socket.socket(fileno=sockets[0]) as connection, connection.makefile("rb") as lines:
+            message = json.loads(lines.readline())
+            _import_for(message["config"])
+            context.Process(target=_run, args=(message, connection, os.getpid())).start()
+    os._exit(0)  # without waiting for the jobs, which end with this process
+
+
+def _import_for(config: Any) -> None:
+    from diloco.training.state import slow_imports
+
+    with suppress(DilocoError, ImportError):  # the job itself says so
+        for module in (*IMPORTS, *slow_imports(from_json(TrainConfig, config))):
+            import_module(module)
+
+
+def _run(message: dict[str, Any], connection: socket.socket, server: int) -> None:
+    """Be the process of a job."""
+    end_with_parent()
+    if os.getppid() != server:  # it had ended before
+        raise SystemExit(1)
+    config = from_json(TrainConfig, message["config"])
+    log = os.open(config.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(file, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    connection.sendall(f"{os.getpid()}\n".encode())
+    job = Job(
+        config=config,
+        tasks=tuple(map(Path, message["tasks"])),
+        parameters=tuple(message["parameters"]),
+        at_step=message["at_step"],
+        with_curves=message["with_curves"],
+    )
+    connection.sendall(json.dumps(result_of(job)).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=sys.stdin.fileno()))

@@ -1,0 +1,79 @@
+"""Processes of jobs: they begin at one server, and end with the process that asked for them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.experiments.runner.machines import tiny_config
+
+from diloco.experiments.runner import job_server
+from diloco.experiments.runner.grid import make_job
+from diloco.experiments.runner.job import Job
+from diloco.experiments.runner.job_server import end_running_jobs, run_job, running_jobs
+
+pytestmark = pytest.mark.slow
+LONG = 1 << 24
+"""Tokens of a run that is ended before."""
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def endless(corpus: Path, folder: Path, seed: int) -> Job:
+    return make_job(tiny_config(corpus, folder, num_tokens=LONG, seed=seed), folder / "runs")
+
+
+def has_begun(job: Job) -> bool:
+    metrics = job.directory / "metrics-0.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def test_jobs_of_one_server_are_ended_and_killed(small_corpus, tmp_path):
+    first, second = (endless(small_corpus, tmp_path, seed) for seed in (0, 1))
+    with ThreadPoolExecutor() as threads:
+        killed, ended = threads.submit(run_job, first), threads.submit(run_job, second)
+        wait_for(lambda: has_begun(first) and has_begun(second))
+        assert {*running_jobs()} == {first.directory, second.directory} and len(job_server._SERVERS) == 1
+        (pid,) = (pid for pid, path in job_server._RUNNING.items() if path == first.directory)
+        os.kill(pid, signal.SIGKILL)
+        failed = killed.result(timeout=30)
+        assert failed == {
+            "failed": f"the run's process was killed, or met a bug: see {first.directory.name}/log.txt",
+            "is_final": False,
+        }
+        assert running_jobs() == (second.directory,)
+        end_running_jobs()
+        assert ended.result(timeout=30) == {"failed": "stopped by SIGTERM", "is_final": False}
+    assert not running_jobs()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.experiments.runner.test_job_server import endless
+from diloco.experiments.runner.job_server import run_job
+run_job(endless(Path(sys.argv[1]), Path(sys.argv[2]), 2))
+"""
+
+
+def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):
+    job = endless(small_corpus, tmp_path, 2)
+    command = [sys.executable, "-c", SCRIPT, str(small_corpus), str(tmp_path)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE) as grid:
+        wait_for(lambda: has_begun(job) or grid.poll() is not None)
+        grid.kill()
+        # All of its processes have its standard error, or the log, as theirs.
+        assert grid.communicate(timeout=30) == (None, b"")
+    size = (job.directory / "metrics-0.jsonl").stat().st_size
+    time.sleep(0.5)
+    assert (job.directory / "metrics-0.jsonl").stat().st_size == size
