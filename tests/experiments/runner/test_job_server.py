@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.experiments.runner.machines import tiny_config
+from tests.experiments.runner.machines import labelled_runs, tiny_config
 
 from diloco.experiments.runner import job_server
 from diloco.experiments.runner.grid import make_job
@@ -64,6 +64,18 @@ from tests.experiments.runner.test_job_server import endless
 from diloco.experiments.runner.job_server import run_job
 run_job(endless(Path(sys.argv[1]), Path(sys.argv[2]), 2))
 """
+
+
+def test_the_server_outlives_the_thread_that_started_it(small_corpus, tmp_path):
+    job = make_job(labelled_runs(small_corpus, tmp_path)[-1].config, tmp_path / "runs")
+    while job_server._SERVERS:
+        job_server._SERVERS.pop().close()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as threads:
+            failed = threads.submit(run_job, job).result(timeout=60)
+        assert failed["is_final"] and "layers_per_fragment=7" in failed["failed"]
+        time.sleep(0.2)
+        assert job_server._SERVERS[0].process.poll() is None
 
 
 def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):

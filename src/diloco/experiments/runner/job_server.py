@@ -1,5 +1,6 @@
 """Jobs in processes of their own, forked from one that has imported torch, which takes seconds."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -95,13 +96,13 @@ def _begin(message: dict[str, Any]) -> socket.socket:
             _SERVERS.pop().close()
         if not _SERVERS:
             _SERVERS.append(_Server())
+            atexit.register(_SERVERS[0].close)
         socket.send_fds(_SERVERS[0].control, [b"+"], [theirs.fileno()])
     return ours
 
 
 def _serve(control: socket.socket) -> None:
-    """Start a process for each job until the grid has ended."""
-    end_with_parent()
+    """Start a process for each job until the grid has ended, and with it the last copy of the other socket."""
     # The terminal sends it to all, and the grid decides.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
