@@ -51,12 +51,15 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
 """Pages of the repository that the site does not have; their commands and links are checked, too."""
 
+IMAGINED = ("extending.md", "reference/mistakes.md")
+"""Pages with commands that fail on purpose, or whose verb is only added there; tests run them."""
+
 
 def on_pre_build(**_: Any) -> None:
     """Check the commands and the relative links of the pages outside the site."""
     for page in OUTSIDE:
         markdown = (ROOT / page).read_text()
-        for command in shown_commands(markdown) + re.findall(r"`(diloco [^`\n]+)`", markdown):
+        for command in shown_commands(markdown):
             if complaint := check_command(command):
                 log.warning("%s: %s: %s", page, complaint, command)
         for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", markdown):
@@ -68,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
     makers = {"api": api, "commands": commands, "config": config_fields}
     markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
-    for command in shown_commands(markdown):
+    for command in shown_commands(markdown) if page.file.src_path not in IMAGINED else ():
         if complaint := check_command(command):
             log.warning("%s: %s: %s", page.file.src_path, complaint, command)
     return markdown
@@ -118,11 +121,16 @@ def all_help() -> dict[str, str]:
 
 
 def subcommands(text: str) -> list[str]:
-    """The names that a usage line offers in braces; `tiny` stands for all recipes."""
+    """The names that a usage line offers, `tiny` standing for all recipes."""
+    names = offered(text)
+    return ["tiny"] if "tiny" in names else names
+
+
+def offered(text: str) -> list[str]:
+    """The names that a usage line offers in braces."""
     usage = text.partition("\n\n")[0]
     names = re.search(r"\[-h\](?: \[[^]]*\])* \{([\w.,-]+)\}", " ".join(usage.split()))
-    offered = names[1].split(",") if names else []
-    return ["tiny"] if "tiny" in offered else offered
+    return names[1].split(",") if names else []
 
 
 def help_of(verb: str) -> str:
@@ -210,11 +218,14 @@ class Doctests(griffe.Extension):
 
 
 def shown_commands(markdown: str) -> list[str]:
-    """The `diloco …` commands in the page's code blocks, each in one line."""
+    """The `diloco …` commands of a page, in its code blocks and its sentences, each in one line."""
     fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fenced if language not in ("text", "python")]
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)]
+    shown = [
+        re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)
+    ]
+    return shown + re.findall(r"`(diloco [^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", markdown))
 
 
 def check_command(command: str) -> str | None:
@@ -224,6 +235,9 @@ def check_command(command: str) -> str | None:
     verb = next((word for word in words if not word.startswith("-")), "")
     if verb not in texts:
         return None if words and words[0].startswith("--") else f"there is no verb {verb!r}"
+    names, following = offered(texts[verb]), words[words.index(verb) + 1 :] if verb else []
+    if names and following and re.fullmatch(r"[a-z][a-z-]*", following[0]) and following[0] not in names:
+        return f"diloco {verb} has no {following[0]!r}"
     below = [name for name in texts if name.startswith(f"{verb} ")]
     chosen = f"{verb} {words[1]}" if len(words) > 1 else verb
     known = texts[verb] + (texts[chosen] if chosen in texts else "".join(texts[name] for name in below))
