@@ -149,8 +149,8 @@ _RUNS = (
     Mistake("diloco train --resume runs/first", "its data was moved", _moved_data),
     Mistake(f"{TRAIN} --num-replicas 1 --name hot --optimizer.learning-rate 1e9"),
     Mistake(
-        f"ulimit -f 200; {TRAIN} --num-replicas 1 --num-tokens 10240 --name big",
-        "a file may have 200 KiB; a full disk is alike",
+        f"ulimit -f 1000; {TRAIN} --num-replicas 1 --num-tokens 10240 --name big",
+        "a file may have 1,000 KiB; a full disk is alike",
     ),
     Mistake(f"{TRAIN} --prometheus-port {PORT}", "the port is in use", _a_busy_port),
     Mistake("torchrun --nproc-per-node 1 -m diloco train tiny --data.train text.jsonl --name x", has_report=True),

@@ -197,10 +197,10 @@ def _fork_replicas(
     args: Any,
 ) -> None:
     """Run the replicas until SIGTERM; by now this process has imported, for all of them, the function's module."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for module in imports:
         importlib.import_module(module)
-    arguments = connections, folder, address, function, args
+    arguments = before, connections, folder, address, function, args
     processes = [
         get_context("fork").Process(target=_replica, args=(i, *arguments)) for i in range(len(connections))
     ]
@@ -221,13 +221,14 @@ def _fork_replicas(
 
 def _replica(
     replica: int,
+    on_sigterm: Any,
     connections: Sequence[Connection],
     folder: str,
     address: str | None,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, on_sigterm)  # coverage's, where that measures
     end_with_parent()
     faulthandler.enable()
     connection = connections[replica]

@@ -27,13 +27,13 @@ def test_streaming_vs_data_parallel(tmp_path: Path, text: list[str]):
 
 
 def test_parity_goes_on_from_its_table(tmp_path: Path, text: list[str]):
-    arguments = [*text, "--output", tmp_path, *TINY, "--steps", 110]
+    arguments = [*text, "--output", tmp_path, *TINY, "--steps", 170]
     output = run("parity.py", *arguments)
     rows, lines = table(tmp_path / "results.csv"), output.splitlines()[-5:]
     names = ["data_parallel", "streaming", "sync_every_100", "overlap_steps_5", "num_replicas_4"]
     assert [row["variant"] for row in rows] == [line.split()[0] for line in lines] == names
     assert len({row["eval_loss"] for row in rows}) == 5, "five different runs"
-    assert {row["num_tokens"] for row in rows} == {str(110 * 4 * 64)}
+    assert {row["num_tokens"] for row in rows} == {str(170 * 4 * 64)}
     sent = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in rows}
     assert sent["num_replicas_4"] == 3 * sent["streaming"], "to each of three others"
     shutil.rmtree(tmp_path / "runs")

@@ -1,24 +1,31 @@
-"""The progress of a grid whose runs are real processes that do what a run's directory shows."""
+"""The progress of a grid, as the directories of its runs show it."""
 
-import shlex
-import sys
+import shutil
+import time
+from typing import Any
 
 from tests.experiments.runner.machines import tiny_config
 
 from diloco.cli import _grid
 from diloco.cli._grid import grid_progress, machines_of
+from diloco.experiments.runner import grid, job_server
 from diloco.experiments.runner.grid import LabelledRun, run_grid
+from diloco.experiments.runner.job import Job
 
 
 def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, monkeypatch, capfd):
-    run, answer = shlex.quote(str(finished_run)), '{"failed": "it stopped", "is_final": true}'
-    # The last argument of a job's process is the directory of its run.
-    script = (
-        f"#!/bin/bash\ncp {run}/config.json $3; head -30 {run}/metrics-0.jsonl > $3/metrics-0.jsonl; sleep 0.6\n"
-    )
-    (tmp_path / "python").write_text(f"{script}echo '{answer}'\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    def run(job: Job) -> dict[str, Any]:
+        """Leave behind what a run has after 30 steps, for a moment."""
+        job.directory.mkdir(parents=True)
+        shutil.copy(finished_run / "config.json", job.directory)
+        lines = (finished_run / "metrics-0.jsonl").read_text().splitlines(keepends=True)
+        (job.directory / "metrics-0.jsonl").write_text("".join(lines[:30]))
+        monkeypatch.setitem(job_server._RUNNING, 0, job.directory)
+        time.sleep(0.6)
+        monkeypatch.delitem(job_server._RUNNING, 0)
+        return {"failed": "it stopped", "is_final": True}
+
+    monkeypatch.setattr(grid, "run_job", run)
     monkeypatch.setattr(_grid, "_SECONDS_BETWEEN_LINES", 0.2)
     runs = [
         LabelledRun(labels={"kind": "a", "seed": seed}, config=tiny_config(small_corpus, tmp_path, seed=seed))
