@@ -140,7 +140,9 @@ def _run(message: dict[str, Any], connection: socket.socket, server: int) -> Non
         at_step=message["at_step"],
         with_curves=message["with_curves"],
     )
-    connection.sendall(json.dumps(result_of(job)).encode() + b"\n")
+    answer = json.dumps(result_of(job)).encode() + b"\n"
+    with suppress(BrokenPipeError):  # the grid was ended meanwhile
+        connection.sendall(answer)
 
 
 if __name__ == "__main__":
