@@ -62,6 +62,8 @@ class Ancestor:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._process.terminate()
+        self._process.join(_SECONDS_TO_END)
+        self._process.kill()
         self._process.join()
 
     def run(self, work: Work) -> tuple[int, int] | None:
