@@ -52,14 +52,14 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench
 """Pages of the repository that the site does not have; their commands and links are checked, too."""
 
 IMAGINED = ("extending.md", "reference/mistakes.md")
-"""Pages with commands that fail on purpose, or whose verb is only added there; tests run them."""
+"""Pages that name commands which fail on purpose, or whose verb is only added there; tests run them."""
 
 
 def on_pre_build(**_: Any) -> None:
     """Check the commands and the relative links of the pages outside the site."""
     for page in OUTSIDE:
         markdown = (ROOT / page).read_text()
-        for command in shown_commands(markdown):
+        for command in shown_commands(markdown) + named_commands(markdown):
             if complaint := check_command(command):
                 log.warning("%s: %s: %s", page, complaint, command)
         for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", markdown):
@@ -71,7 +71,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the generated parts of the page, and check the commands that it shows."""
     makers = {"api": api, "commands": commands, "config": config_fields}
     markdown = re.sub(r"<!-- generate: (\w+) -->", lambda match: makers[match[1]](), markdown)
-    for command in shown_commands(markdown) if page.file.src_path not in IMAGINED else ():
+    named = [] if page.file.src_path in IMAGINED else named_commands(markdown)
+    for command in shown_commands(markdown) + named:
         if complaint := check_command(command):
             log.warning("%s: %s: %s", page.file.src_path, complaint, command)
     return markdown
@@ -218,14 +219,16 @@ class Doctests(griffe.Extension):
 
 
 def shown_commands(markdown: str) -> list[str]:
-    """The `diloco …` commands of a page, in its code blocks and its sentences, each in one line."""
+    """The `diloco …` commands in the page's code blocks, each in one line."""
     fenced = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", markdown, re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fenced if language not in ("text", "python")]
     lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    shown = [
-        re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)
-    ]
-    return shown + re.findall(r"`(diloco [^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", markdown))
+    return [re.sub(r"^.*-m diloco\b", "diloco", line) for line in lines if re.search(r"^diloco |-m diloco ", line)]
+
+
+def named_commands(markdown: str) -> list[str]:
+    """The `diloco …` commands in the page's sentences and tables."""
+    return re.findall(r"`(diloco [^`\n]+)`", re.sub(r"(?ms)^ *```.*?^ *```", "", markdown))
 
 
 def check_command(command: str) -> str | None:

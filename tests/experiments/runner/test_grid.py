@@ -210,7 +210,7 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/bin/false")
         (row,) = rows_of(runs[:1], tmp_path / "others", LocalMachine())
-    assert "the process that starts the runs has ended" in row["failed"]
+    assert "the run's process could not be started" in row["failed"]
     (row,) = rows_of(runs[:1], tmp_path / "others", again)
     assert "failed" not in row and len(again.jobs) == 1
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,11 @@ def test_jobs_of_one_server_are_ended_and_killed(small_corpus, tmp_path):
     assert not running_jobs()
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.experiments.runner.test_job_server import endless
-from diloco.experiments.runner.job_server import run_job
-run_job(endless(Path(sys.argv[1]), Path(sys.argv[2]), 2))
-"""
+def test_a_config_may_be_larger_than_a_sockets_buffer(small_corpus, tmp_path):
+    config = tiny_config(small_corpus, tmp_path, num_tokens=1)
+    job = replace(make_job(config, tmp_path / "runs"), tasks=tuple(Path("x" * 200) for _ in range(5000)))
+    with ThreadPoolExecutor(1) as threads:
+        assert "num_tokens=1" in threads.submit(run_job, job).result(timeout=60)["failed"]
 
 
 def test_the_server_outlives_the_thread_that_started_it(small_corpus, tmp_path):
@@ -76,6 +75,15 @@ def test_the_server_outlives_the_thread_that_started_it(small_corpus, tmp_path):
         assert failed["is_final"] and "layers_per_fragment=7" in failed["failed"]
         time.sleep(0.2)
         assert job_server._SERVERS[0].process.poll() is None
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.experiments.runner.test_job_server import endless
+from diloco.experiments.runner.job_server import run_job
+run_job(endless(Path(sys.argv[1]), Path(sys.argv[2]), 2))
+"""
 
 
 def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):

@@ -37,9 +37,10 @@ class Job:
 
 
 def result_of(job: Job) -> dict[str, Any]:
-    """Train what is left to train, evaluate, and return the result; enter it before this process starts threads.
+    """Train what is left to train, evaluate, and return the result.
 
-    The result of a failure is `{"failed": the reason, "is_final": whether it would fail again}`.
+    It forks, and so is called before this process starts threads. The result of a failure is
+    `{"failed": the reason, "is_final": whether it would fail again}`.
     """
     # The process from which replicas are forked holds no lock.
     with prepared(), (job.directory / "lock").open("w") as lock:

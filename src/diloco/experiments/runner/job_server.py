@@ -33,10 +33,13 @@ def run_job(job: Job) -> dict[str, Any]:
         "tasks": [str(task) for task in job.tasks],
         "parameters": job.parameters,
         "at_step": job.at_step,
-        "with_curves": job.with_curves,
     }
     pid, answer = None, b""
-    with suppress(ConnectionError), _begin(message) as connection, connection.makefile("rb") as lines:
+    ours, theirs = socket.socketpair()
+    with suppress(ConnectionError), ours, ours.makefile("rb") as lines:
+        with theirs:
+            _hand_over(theirs)
+        ours.sendall(json.dumps(message).encode() + b"\n")
         pid = int(lines.readline() or 0)
         _RUNNING[pid] = job.directory
         try:
@@ -46,7 +49,7 @@ def run_job(job: Job) -> dict[str, Any]:
     if answer:
         return json.loads(answer)
     reason = f"the run's process was killed, or met a bug: see {job.directory.name}/log.txt"
-    return {"failed": reason if pid else "the process that starts the runs has ended", "is_final": False}
+    return {"failed": reason if pid else "the run's process could not be started", "is_final": False}
 
 
 _RUNNING: dict[int, Path] = {}
@@ -87,18 +90,15 @@ _SERVERS: list[_Server] = []
 _LOCK = threading.Lock()
 
 
-def _begin(message: dict[str, Any]) -> socket.socket:
-    """Have a job's process started; from the socket comes a line with its number, and one with its answer."""
-    ours, theirs = socket.socketpair()
-    ours.sendall(json.dumps(message).encode() + b"\n")
-    with theirs, _LOCK:
+def _hand_over(connection: socket.socket) -> None:
+    """Give the server an end of a job's socket: it reads the job there, and number and answer come back."""
+    with _LOCK:
         while _SERVERS and _SERVERS[0].process.poll() is not None:
             _SERVERS.pop().close()
         if not _SERVERS:
             _SERVERS.append(_Server())
             atexit.register(_SERVERS[0].close)
-        socket.send_fds(_SERVERS[0].control, [b"+"], [theirs.fileno()])
-    return ours
+        socket.send_fds(_SERVERS[0].control, [b"+"], [connection.fileno()])
 
 
 def _serve(control: socket.socket) -> None:
@@ -108,38 +108,39 @@ def _serve(control: socket.socket) -> None:
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     while sockets := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=sockets[0]) as connection, connection.makefile("rb") as lines:
-            message = json.loads(lines.readline())
-            _import_for(message["config"])
-            context.Process(target=_run, args=(message, connection, os.getpid())).start()
+            job = _job_of(json.loads(lines.readline()))
+            _import_for(job.config)
+            context.Process(target=_run, args=(job, connection, os.getpid())).start()
     os._exit(0)  # without waiting for the jobs, which end with this process
 
 
-def _import_for(config: Any) -> None:
+def _job_of(message: dict[str, Any]) -> Job:
+    return Job(
+        config=from_json(TrainConfig, message["config"]),
+        tasks=tuple(map(Path, message["tasks"])),
+        parameters=tuple(message["parameters"]),
+        at_step=message["at_step"],
+    )
+
+
+def _import_for(config: TrainConfig) -> None:
     from diloco.training.state import slow_imports
 
     with suppress(DilocoError, ImportError):  # the job itself says so
-        for module in (*IMPORTS, *slow_imports(from_json(TrainConfig, config))):
+        for module in (*IMPORTS, *slow_imports(config)):
             import_module(module)
 
 
-def _run(message: dict[str, Any], connection: socket.socket, server: int) -> None:
+def _run(job: Job, connection: socket.socket, server: int) -> None:
     """Be the process of a job."""
     end_with_parent()
     if os.getppid() != server:  # it had ended before
         raise SystemExit(1)
-    config = from_json(TrainConfig, message["config"])
-    log = os.open(config.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = os.open(job.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(file, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     connection.sendall(f"{os.getpid()}\n".encode())
-    job = Job(
-        config=config,
-        tasks=tuple(map(Path, message["tasks"])),
-        parameters=tuple(message["parameters"]),
-        at_step=message["at_step"],
-        with_curves=message["with_curves"],
-    )
     answer = json.dumps(result_of(job)).encode() + b"\n"
     with suppress(BrokenPipeError):  # the grid was ended meanwhile
         connection.sendall(answer)
