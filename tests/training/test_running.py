@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,6 +29,21 @@ def test_a_second_command_hears_who_trains_there(tmp_path):
     with running(directory):
         pass
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "running"]
+
+
+def test_a_grid_waits_for_the_command_before(tmp_path):
+    def wait():
+        with running(tmp_path / "one", waits=True):
+            return ended.is_set()
+
+    ended = threading.Event()
+    with ThreadPoolExecutor() as threads:
+        with running(tmp_path / "one"):
+            waiting = threads.submit(wait)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.1)
+            ended.set()
+        assert waiting.result(10)
 
 
 def test_a_directory_to_which_nothing_was_written_goes_away(tmp_path):

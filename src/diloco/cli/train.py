@@ -125,11 +125,13 @@ def _start(command: Command, budget: Budget | None) -> None:
     from rich.console import Console
 
     from diloco.report.terminal.training import preparation_progress
-    from diloco.training.launcher import prepared
+    from diloco.training.launcher import prepared, under_a_launcher
     from diloco.training.prepare import prepare_run
-    from diloco.training.running import running
+    from diloco.training.running import check_not_running, running
     from diloco.training.runs import CONFIG_FILE
 
+    if command.resume is None and command.config.name and not under_a_launcher():
+        check_not_running(command.config.directory)  # now, since preparing a text may take hours
     with nullcontext() if command.dry_run else prepared():
         with preparation_progress(Console(stderr=True)) as progress:
             config = prepare_run(command.config, resume=command.resume, budget=budget, progress=progress)

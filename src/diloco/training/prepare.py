@@ -21,7 +21,6 @@ from diloco.training.engine_settings import check, checked_settings
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
-from diloco.training.running import check_not_running
 from diloco.training.runs import check_data, check_unclaimed, resume_config
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
@@ -61,7 +60,6 @@ def prepare_run(
             Store.open(asked.rendezvous)
     asked = replace(asked, name=asked.name or _name(asked))
     if not under_a_launcher():
-        check_not_running(asked.directory)
         check_unclaimed(asked.directory)
     _check_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)

@@ -20,15 +20,19 @@ _MOST_ATTEMPTS = 100
 
 
 @contextmanager
-def running(directory: Path) -> Iterator[None]:
+def running(directory: Path, *, waits: bool = False) -> Iterator[None]:
     """Hold the lock on a run's directory; a directory that nothing else was written to is removed at the end.
 
     The operating system drops the lock of a process that is killed.
 
+    Args:
+        directory: the run's.
+        waits: wait until no other process holds it.
+
     Raises:
-        UserError: if another process holds it, with its number, machine and time.
+        UserError: if another process holds it, with its number, machine and time, and this one does not wait.
     """
-    with _locked(directory) as file:
+    with _locked(directory, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB)) as file:
         with writing(directory / LOCK_FILE):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
@@ -43,7 +47,7 @@ def running(directory: Path) -> Iterator[None]:
                     directory.rmdir()
 
 
-def _locked(directory: Path) -> IO[str]:
+def _locked(directory: Path, kind: int) -> IO[str]:
     """The lock file, locked: the one that stands there now, not one that another command has just removed.
 
     Raises:
@@ -54,7 +58,7 @@ def _locked(directory: Path) -> IO[str]:
         make_directory(directory)
         with writing(path), suppress(FileNotFoundError), ExitStack() as stack:
             file = stack.enter_context(path.open("a+"))
-            _lock(directory, file, fcntl.LOCK_EX)
+            _lock(directory, file, kind)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 stack.pop_all()
                 return file
@@ -68,12 +72,12 @@ def check_not_running(directory: Path) -> None:
         UserError: as `running`.
     """
     with suppress(FileNotFoundError), (directory / LOCK_FILE).open() as file:
-        _lock(directory, file, fcntl.LOCK_SH)
+        _lock(directory, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _lock(directory: Path, file: IO[str], kind: int) -> None:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind)
     except BlockingIOError:
         file.seek(0)
         who = file.read() or "another process"

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from tests.experiments.runner.machines import labelled_runs, tiny_config
 
+from diloco.errors import UserError
 from diloco.experiments.runner import job_server
 from diloco.experiments.runner.grid import make_job
 from diloco.experiments.runner.job import Job
 from diloco.experiments.runner.job_server import end_running_jobs, run_job, running_jobs
+from diloco.training.running import check_not_running
 
 pytestmark = pytest.mark.slow
 LONG = 1 << 24
@@ -45,6 +47,8 @@ def test_jobs_of_one_server_are_ended_and_killed(small_corpus, tmp_path):
         killed, ended = threads.submit(run_job, first), threads.submit(run_job, second)
         wait_for(lambda: has_begun(first) and has_begun(second))
         assert {*running_jobs()} == {first.directory, second.directory} and len(job_server._SERVERS) == 1
+        with pytest.raises(UserError, match=rf"{first.directory.name} is in use: process \d+ on "):
+            check_not_running(first.directory)
         (pid,) = (pid for pid, path in job_server._RUNNING.items() if path == first.directory)
         os.kill(pid, signal.SIGKILL)
         failed = killed.result(timeout=30)

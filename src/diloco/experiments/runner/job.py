@@ -1,6 +1,5 @@
 """One run of a grid: train, evaluate, and return the result or why it failed."""
 
-import fcntl
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -9,6 +8,7 @@ from diloco.errors import DilocoError, UserError, exit_code_of
 from diloco.schema import read_json
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch, prepared
+from diloco.training.running import running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ def result_of(job: Job) -> dict[str, Any]:
     `{"failed": the reason, "is_final": whether it would fail again}`.
     """
     # The process from which replicas are forked holds no lock.
-    with prepared(), (job.directory / "lock").open("w") as lock:
-        # Another grid may be at the same run; the operating system drops the lock of a process that is killed.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with prepared(), running(job.directory, waits=True):  # another grid may be at the same run
         failure = _train_or_resume(job.config)
         return _evaluate(job) if failure is None else failure
 
