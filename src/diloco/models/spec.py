@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_FAMILY = "diloco.models.decoder_config.DecoderConfig"
 """The family of a stored config that names none."""
-_OWN_MODULES = ("diloco.models.decoder_config", "diloco.models.hugging_face_config")
-"""The modules of our own families, which a stored config may have imported."""
+_OWN_PACKAGE = "diloco.models"
+"""The package of our own families, whose modules a stored config may have imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,8 @@ def load_family(path: str) -> type[ModelConfig]:
     """
     module, _, name = path.rpartition(".")
     # A config may come from a stranger: it names a module, and never has one imported that is not known here.
-    loaded = import_module(module) if module in _OWN_MODULES else sys.modules.get(module)
+    is_own = module.rpartition(".")[0] == _OWN_PACKAGE and find_spec(module) is not None
+    loaded = import_module(module) if is_own else sys.modules.get(module)
     family = getattr(loaded, name, None)
     if family is None:
         raise UserError(f"model.family={path!r} is not known here: import it first", "model.family")

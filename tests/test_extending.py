@@ -1,0 +1,58 @@
+"""The diffs of docs/extending.md: together, on a copy of the source code, they add what the page says."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SNIPPETS = ROOT / "docs" / "snippets"
+MOST_FILES = {"new_codec": 2, "new_family": 2, "new_experiment": 1, "new_verb": 1}
+"""How many source files each touches, as the page says."""
+COMMANDS = """\
+diloco train gated --num-replicas 2 --diloco.wire nf4 --num-tokens 10240 --name one --evaluation.num-tokens 512 \
+--data.train TEXT --data.held-out-fraction 0.1
+diloco hash runs/one
+diloco experiment outer_momentum --commands
+diloco bench wire --wires nf4 --values 65536
+"""
+FRESH = "diloco eval runs/one"
+"""It knows the family from the run's config alone."""
+
+
+def diloco(folder: Path, *commands: str) -> str:
+    """The output of commands, one after another in a process that has the changed source code."""
+    words = [shlex.split(command)[1:] for command in commands]
+    code = f"from diloco.cli.main import main\nfor words in {words!r}: main(words)"
+    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_each_diff_touches_as_few_files_as_the_page_says():
+    touched = {
+        path.stem: [line.split(" b/")[1] for line in path.read_text().splitlines() if line.startswith("diff --git")]
+        for path in SNIPPETS.glob("*.diff")
+    }
+    assert {name: len(files) for name, files in touched.items()} == MOST_FILES
+    assert all(file.startswith("src/diloco/") for files in touched.values() for file in files)
+
+
+@pytest.mark.slow
+def test_the_diffs_of_the_page_add_what_it_says(tmp_path, small_corpus):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in MOST_FILES:
+        subprocess.run(["git", "apply", str(SNIPPETS / f"{name}.diff")], cwd=tmp_path, check=True, timeout=30)
+    output = diloco(tmp_path, *COMMANDS.replace("TEXT", shlex.quote(str(small_corpus))).splitlines())
+    assert "nf4" in output and "momentum" in output
+    summary = (tmp_path / "runs" / "one" / "summary.json").read_text()
+    (digest,) = (line for line in output.splitlines() if len(line) == 64 and line in summary)
+    assert digest
+    assert "held-out loss" in diloco(tmp_path, FRESH)
