@@ -226,12 +226,14 @@ def test_the_hub_library_streams_a_local_dataset(tmp_path):
     rows = [{"text": "a", "id": "first"}, {"text": "b", "id": "second"}]
     (data / "train.jsonl").write_bytes(jsonl(rows))
     (data / "validation.jsonl").write_bytes(jsonl([{"text": "v"}]))
-    results = read_offline(
-        tmp_path, f"hf:{data}", f"hf:{data}::validation", f"hf:{tmp_path}/absent", f"hf:{data}::absent"
-    )
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").touch()
+    names = (f"{data}", f"{data}::validation", f"{tmp_path}/absent", f"{data}::absent", f"{tmp_path}/scripted")
+    results = read_offline(tmp_path, *(f"hf:{name}" for name in names))
     assert results[0] == [["first", "a"], ["second", "b"]]
     assert results[1] == [[f"hf:{data}::validation:1", "v"]]
     assert "absent' can't be read: " in results[2] and "can't be read: " in results[3]
+    assert "a script of its own loads it, which the library `datasets` refuses: download its files" in results[4]
 
 
 def read_offline(tmp_path, *sources):

@@ -1,5 +1,6 @@
 """Rows of experiments that nobody has run."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,10 @@ def made_up(
         row |= {"num_tokens": config.num_tokens, "num_steps": config.num_steps}
         sign = 1 if effect(row) >= 1 else -1
         row |= {"eval_loss_replica": loss + 0.1 * sign, "eval_loss_average": loss + 0.01 * sign}
-        thirds = zip(("first", "middle", "last"), (0.2, 0.1, 0.0), strict=True)
-        row |= {f"cosine_{part}_third": sign * cosine * params**-0.1 for part, cosine in thirds}
         row |= {
-            f"{curve}{at:02}": 0.1 * sign * (1 - at / 50) for curve in (CURVE, EMBEDDING_CURVE) for at in TENTHS
+            f"{curve}{at:02}": sign * (0.1 * (1 - at / 50) - 0.001 * math.log10(params))
+            for curve in (CURVE, EMBEDDING_CURVE)
+            for at in TENTHS
         }
         row |= {f"cosine_block_{block}": sign * (0.4 - 0.01 * block) for block in range(config.model.num_layers)}
         row |= {"piqa_val_acc": 0.5, "piqa_val_acc_replica": 0.4, "piqa_val_acc_average": 0.45}

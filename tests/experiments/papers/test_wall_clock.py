@@ -20,7 +20,7 @@ ROWS = [
 
 def test_a_run_takes_the_time_of_its_compute_and_its_all_reduces():
     panels = wall_clock_panels(
-        ROWS, lambda row: row["method"], lambda row: 2 * (row["method"] != "Data-Parallel"), sync_every=10
+        ROWS, lambda row: row["method"], lambda row: 2 * (row["method"] != "Data-Parallel"), lambda _: 10
     )
     assert [panel.title.split()[0] for panel in panels] == ["10", "100", "400"], "the slowest first"
     chips = 63  # 6·N·B/Q = 62.9 chip seconds a step

@@ -18,6 +18,9 @@ from diloco.experiments.papers.experiment import (
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
 
+_PUBLISHED, _NEAR = (0.1, 0.0, -0.1), 0.05
+"""The paper's cosines in the first tenth of training, halfway and in the last, read from its figure."""
+
 
 @registered(order=11)
 def outer_cosine(tier: Tier) -> Experiment:
@@ -29,24 +32,27 @@ def outer_cosine(tier: Tier) -> Experiment:
                 yield {"size": size, "batch": batch}, tier.run(size=size, seed=seed, batch=batch)
 
     def finding(rows: Sequence[Row]) -> Finding:
-        runs_of_it = [row for row in finished(rows) if "cosine_first_third" in row]
-        if not runs_of_it:
+        curves_of_runs = [curve for row in finished(rows) if (curve := _curve(row))]
+        if not curves_of_runs:
             return Finding("no run", "cannot tell")
-        begin, middle, end = (
-            [row[f"{CURVE}{percent:02}"] for row in runs_of_it if f"{CURVE}{percent:02}" in row]
-            for percent in (TENTHS[0], TENTHS[4], TENTHS[-1])
-        )
-        falls = [row["cosine_first_third"] > row["cosine_last_third"] for row in runs_of_it]
-        smaller = list(_falls_with_size(runs_of_it, tier))
-        first = [row["cosine_block_0"] == max(_of_blocks(row)) for row in runs_of_it if "cosine_block_0" in row]
+        begin, middle, end = ([curve[part] for curve in curves_of_runs] for part in (0, 4, -1))
+        falls = [curve[0] > curve[-1] for curve in curves_of_runs]
+        smaller = list(_falls_with_size(rows, tier))
+        first = [
+            row["cosine_block_0"] == max(_of_blocks(row)) for row in finished(rows) if "cosine_block_0" in row
+        ]
+        near = [
+            abs(cosine - value) <= _NEAR
+            for value, part in zip(_PUBLISHED, (begin, middle, end), strict=True)
+            for cosine in part
+        ]
         measured = (
             f"without embeddings {_range(begin)} in the first tenth of training, {_range(middle)} halfway, "
-            f"{_range(end)} in the last; it falls from the first third to the last in {_count(falls)} runs, is "
-            f"lower in the larger of two neighbouring sizes in {_count(smaller)} pairs, and highest in the first "
-            f"block in {_count(first)} runs"
+            f"{_range(end)} in the last, within {_NEAR} of the paper's in {_count(near)}; it falls in "
+            f"{_count(falls)} runs, is lower in the larger of two neighbouring sizes in {_count(smaller)} pairs, "
+            f"and highest in the first block in {_count(first)} runs"
         )
-        below_zero = [cosine < 0 for cosine in end]
-        return Finding(measured, all_of(*map(common, (falls, smaller, first, below_zero))))
+        return Finding(measured, all_of(*map(common, (falls, smaller, first, near))))
 
     return Experiment(
         name="outer_cosine",
@@ -62,15 +68,15 @@ def outer_cosine(tier: Tier) -> Experiment:
 
 
 def _panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    most_steps = chosen(rows, batch=tier.step_batches[-1])
     by_block = {
         size: [
             point._replace(x=block)
             for block in range(tier.sizes[size].model.num_layers)
-            for point in curves(chosen(rows, size=size), "size", y=f"cosine_block_{block}").get("", [])
+            for point in curves(chosen(most_steps, size=size), "size", y=f"cosine_block_{block}").get("", [])
         ]
         for size in tier.sizes
     }
-    most_steps = chosen(rows, batch=tier.step_batches[-1])
     label = "cosine between two replicas' outer gradients"
     part = "part of training"
     return [
@@ -107,8 +113,14 @@ def _falls_with_size(rows: Sequence[Row], tier: Tier) -> Iterable[bool]:
 
 
 def _mean(rows: Sequence[Row]) -> float | None:
-    thirds = [row[f"cosine_{part}_third"] for row in rows for part in ("first", "middle", "last")]
-    return statistics.mean(thirds) if thirds else None
+    cosines = [cosine for row in rows for cosine in _curve(row)]
+    return statistics.mean(cosines) if cosines else None
+
+
+def _curve(row: Row) -> list[float]:
+    """The cosine of the blocks in each tenth of training; empty where they were not measured."""
+    names = [f"{CURVE}{percent:02}" for percent in TENTHS]
+    return [row[name] for name in names] if all(name in row for name in names) else []
 
 
 def _of_blocks(row: Row) -> list[float]:

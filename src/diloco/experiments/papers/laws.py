@@ -154,7 +154,7 @@ def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
             compared,
             lambda row: row["method"],
             lambda row: _REPLICAS[row["method"]],
-            sync_every=tier.sync_every,
+            lambda _: tier.sync_every,
         ),
         *accuracy_panels(_best_rows(rows, tier.batch_grids[0]), "batch_tokens", "method", **labels),
     ]

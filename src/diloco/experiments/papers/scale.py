@@ -76,7 +76,7 @@ def scaling(tier: Tier) -> Experiment:
     return Experiment(
         name="scaling",
         claim="From 35M to 1B parameters Streaming DiLoCo with M = 2 and H = 30 ends within 1 % of "
-        "Data-Parallel's loss; with H = 100, +1.4 % at 35M, it gains more from compute (slopes −0.1354 and "
+        "Data-Parallel's loss; with H = 100, +1.4 % at 35M, it gains more from compute (slopes −0.1355 and "
         "−0.1315).",
         source="Figure 4, Tables 6 and 7",
         runs=over_seeds(tier, runs),
@@ -188,7 +188,7 @@ def _overtraining_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
             compared,
             lambda row: f"{row['method']}, {row.get('size')}",
             lambda row: 0 if row["method"] == "Data-Parallel" else 2,
-            sync_every=tier.sync_every,
+            lambda row: tier.overtrained[row["size"]].diloco.sync_every,
         ),
         *accuracy_panels(chosen(rows, size=first), _tokens, "method", published.OVERTRAINING, **labels),
     ]

@@ -9,7 +9,10 @@ from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, Network
 
 
 def wall_clock_panels(
-    rows: Sequence[Row], series: Callable[[Row], str], num_replicas: Callable[[Row], int], *, sync_every: int
+    rows: Sequence[Row],
+    series: Callable[[Row], str],
+    num_replicas: Callable[[Row], int],
+    sync_every: Callable[[Row], int],
 ) -> list[Panel]:
     """A panel for each of the paper's networks between sites, the slowest first.
 
@@ -17,14 +20,16 @@ def wall_clock_panels(
         rows: of finished runs, or not.
         series: the name of a row's curve.
         num_replicas: M of a row; 0 is Data-Parallel.
-        sync_every: H of all runs.
+        sync_every: H of a row; Data-Parallel's means nothing.
     """
     return [
         Panel(
             title=f"{network.gbit_s:g} Gbit/s between sites",
             x_label="idealized wall-clock, seconds",
             x_log=True,
-            curves=curves(rows, lambda row, n=network: _seconds(row, n, num_replicas(row), sync_every), series),
+            curves=curves(
+                rows, lambda row, n=network: _seconds(row, n, num_replicas(row), sync_every(row)), series
+            ),
         )
         for network in reversed(NETWORKS.values())
     ]

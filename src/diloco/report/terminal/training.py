@@ -145,7 +145,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
         **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
         "compute utilization": f"{summary['compute_utilization']:.1%}",
         "sent per replica": megabytes(sent),
-        "Data-Parallel": f"would have sent {megabytes(data_parallel)}"
+        "Data-Parallel": f"would have sent {megabytes(data_parallel)} in FP32"
         + (f", {data_parallel / sent:,.0f}× as much" if sent else ""),
         "outer hash": summary["outer_hash"][:16],
         "files": str(config.directory),
