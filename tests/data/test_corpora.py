@@ -233,7 +233,9 @@ def test_the_hub_library_streams_a_local_dataset(tmp_path):
     assert results[0] == [["first", "a"], ["second", "b"]]
     assert results[1] == [[f"hf:{data}::validation:1", "v"]]
     assert "absent' can't be read: " in results[2] and "can't be read: " in results[3]
-    assert "a script of its own loads it, which the library `datasets` refuses: download its files" in results[4]
+    assert (
+        "is loaded by a script of its own, which the library `datasets` refuses: download its files" in results[4]
+    )
 
 
 def read_offline(tmp_path, *sources):

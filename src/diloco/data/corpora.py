@@ -108,15 +108,18 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
     try:
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
             yield reading.document(row, default_id=f"{source}:{number}", place=f"row {number}")
-    except (ValueError, OSError, RuntimeError) as error:  # an unknown name, configuration or split; no network
+    except (ValueError, OSError) as error:  # an unknown name, configuration or split; no network
         if is_offline() and "OfflineMode" in str(error):
             raise not_here(source) from error
-        if "scripts are no longer supported" in str(error):
-            error = UserError(
-                "a script of its own loads it, which the library `datasets` refuses: download its files"
-            )
         fields = error.fields if isinstance(error, UserError) else ()
         raise UserError(f"source {source!r} can't be read: {error}", *fields) from error
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        raise UserError(
+            f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: download "
+            "its files and name them"
+        ) from error
 
 
 def _parse_hub(source: str) -> tuple[str, str | None, str]:
