@@ -6,6 +6,7 @@ from tests.cli.commands import loaded, refusal
 
 from diloco.cli.main import main
 from diloco.training.recipes import recipe
+from diloco.training.resolve import resolve
 from diloco.training.traits import to_json
 
 
@@ -25,7 +26,8 @@ def test_a_refusal_of_a_config_names_flags(command, flags, sentence, capsys):
 
 def test_a_resume_needs_no_recipe(tmp_path, capsys):
     started = replace(recipe("tiny"), seed=3, micro_batch=4)
-    (tmp_path / "config.json").write_text(json.dumps(to_json(started)))
+    resolved = resolve(started, vocab_size=257, prepared=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_json(resolved)))
     assert "was started with --seed=3" in refusal(capsys, "train", "--resume", str(tmp_path), "--seed", "9")
 
 

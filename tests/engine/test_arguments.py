@@ -33,6 +33,9 @@ class Anything:
         ({"wire": None}, r'wire=None is of the wrong type: pass the name of a codec such as "e3m0"'),
         ({"wire": torch.bfloat16}, "wire=torch.bfloat16 is of the wrong type"),
         ({"wire": diloco.codec}, "wire=<function> is of the wrong type"),
+        ({"wire": "e9m9"}, "wire=e9m9: 'e9m9' is not a codec: choose one of fp32"),
+        ({"wire": "int4:block=3"}, "wire=int4:block=3: int4: block must be from 2 to 65536"),
+        ({"combine": "reduce_scatter:e9"}, "combine=reduce_scatter:e9: 'e9' is not a codec"),
         ({"combine": None}, 'combine=None is of the wrong type: pass "gather"'),
         ({"error_feedback": "on"}, "error_feedback='on' is of the wrong type: pass a number above 0"),
         ({"schedule": 30}, r"schedule=30 is of the wrong type: pass diloco.Schedule\(sync_every=…"),
@@ -47,7 +50,7 @@ class Anything:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_argument_of_a_wrong_type_is_refused_with_what_to_pass(changes, message):
+def test_a_wrong_argument_is_refused_with_its_name_and_what_to_pass(changes, message):
     case = Case()
     with pytest.raises(diloco.UserError, match=message) as caught:
         case.engine(case.model(), **changes)

@@ -164,6 +164,15 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
             read_config(run.directory)
 
 
+def test_a_config_that_was_never_resolved_is_refused(run):
+    file = run.directory / "config.json"
+    values = json.loads(file.read_text())
+    for section, name in (("data", "prepared"), ("checkpoint", "keep")):
+        file.write_text(json.dumps(values | {section: values[section] | {name: None}}))
+        with pytest.raises(UserError, match=rf"config.json can't be read: it has no value for {section}.{name}"):
+            read_config(run.directory)
+
+
 @pytest.mark.parametrize(
     ("held", "here", "expected"),
     [

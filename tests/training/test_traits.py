@@ -70,12 +70,12 @@ def test_fields_with_a_trait_are_named_with_its_value():
     @dataclass
     class Outer:
         inner: Inner
-        whole: Inner = field(metadata=trait(column="whole"))
-        other: int = field(metadata=trait(planned=True, column="other"))
+        whole: Inner = field(metadata=trait(column=True))
+        other: int = field(metadata=trait(planned=True, column=True))
 
     Outer.__annotations__ |= {"inner": Inner, "whole": Inner}
     assert fields_with(Outer, "planned") == {"inner.one": True, "whole.one": True, "other": True}
-    assert fields_with(Outer, "column") == {"whole": "whole", "other": "other"}
+    assert fields_with(Outer, "column") == {"whole": True, "other": True}
     with pytest.raises(AssertionError, match="no field of Outer has the trait 'colum'"):
         fields_with(Outer, "colum")
 

@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.engine.settings import Settings
-from diloco.errors import UserError
+from diloco.errors import UserError, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
 from diloco.outer.mixing import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import OuterRule
+from diloco.reduction import reduction_of
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
@@ -46,12 +47,15 @@ def settings_of(
         raise _wrong("combine", combine, '"gather" or "reduce_scatter"')
     if error_feedback is not None and not isinstance(error_feedback, Real):
         raise _wrong("error_feedback", error_feedback, "a number above 0 and at most 1, or None")
+    of_payloads = _codec(wire)
+    with setting("combine", combine):
+        reduction_of(combine, of_payloads)
     return Settings(
         fragments=_fragments(fragments),
         schedule=schedule,
         outer=_outer_rule(outer),
         mixing=_merge_rule(mixing),
-        wire=_codec(wire),
+        wire=of_payloads,
         combine=combine,
         error_feedback=error_feedback,  # pyright: ignore[reportArgumentType]
         seed=seed,
@@ -148,7 +152,8 @@ def _merge_rule(mixing: object) -> MergeRule:
 
 def _codec(wire: object) -> Codec:
     if isinstance(wire, str):
-        return codec(wire)
+        with setting("wire", wire):
+            return codec(wire)
     if not isinstance(wire, Codec):
         raise _wrong("wire", wire, 'the name of a codec such as "e3m0", or diloco.codec("int4:block=64")')
     return wire

@@ -10,10 +10,10 @@ from diloco.errors import UserError
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition
 from diloco.outer.mixing import MergeRule
-from diloco.outer.rule import OuterRule
+from diloco.outer.rule import RULE, OuterRule
 from diloco.reduction import Reduction, reduction_of
 from diloco.schedule import Schedule
-from diloco.wire.formats import DARE, VERSION
+from diloco.wire.formats import VERSION, VERY_LONG
 from diloco.wire.payload import Codec
 
 COUNTERS = ("num_steps", "drained_step", "bytes_sent", "bytes_received", "blocked_seconds")
@@ -103,7 +103,7 @@ class Settings:
             "num_replicas": num_replicas,
             **self._facts_of_schedule(num_replicas),
             "outer rule": type(self.outer).__name__,
-            **{f"outer rule's {name}": value for name, value in self.outer.facts().items()},
+            **{f"{RULE}{name}": value for name, value in self.outer.facts().items()},
             "merge rule": type(self.mixing).__name__,
             **{f"merge rule's {name}": value for name, value in self.mixing.facts().items()},
             "version of the wire format": VERSION,
@@ -176,13 +176,14 @@ class Settings:
             )
 
     def _check_error_feedback(self) -> None:
-        beta = self.error_feedback
+        beta, gain = self.error_feedback, self.wire.gain(VERY_LONG)
         if beta is not None and not 0 < beta <= 1:
             raise UserError(f"error_feedback must be above 0 and at most 1, or None, not {beta}", "error_feedback")
-        if beta is not None and isinstance(self.wire, DARE) and beta * (1 / self.wire.density - 1) >= 1:
+        if beta is not None and beta * (gain - 1) >= 1:
             raise UserError(
-                f"error_feedback={beta} with wire={self.wire.spec} diverges: dare scales what it keeps up, "
-                "and the error grows with it, unless error_feedback·(1/density − 1) < 1; take feddropout",
+                f"error_feedback={beta} with wire={self.wire.spec} diverges: {self.wire.name} multiplies what it "
+                f"keeps by {gain:g}, and the error grows with it, unless error_feedback·(that − 1) < 1; "
+                "take another codec, such as feddropout",
                 "error_feedback",
                 "wire",
             )

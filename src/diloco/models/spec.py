@@ -42,7 +42,7 @@ class ModelConfig(ABC):
 
     num_layers: int
     """Transformer blocks."""
-    width: int = field(metadata={"column": "params"})
+    width: int = field(metadata={"column": True})
     """D, of the residual stream."""
     vocab_size: int = 0
     """V; 0 takes the tokenizer's."""

@@ -9,6 +9,7 @@ Shapes: N elements of one fragment.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -53,6 +54,11 @@ class Nesterov:
     def facts(self) -> Mapping[str, JSON]:
         """η and μ."""
         return {"learning rate": float(self.lr), "momentum": float(self.momentum)}
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> "Nesterov":
+        """The rule that has these facts."""
+        return cls(lr=facts["learning rate"], momentum=facts["momentum"])
 
     def step(self, outer_N: FlatFP32, velocity_N: FlatFP32, delta_N: FlatFP32) -> tuple[FlatFP32, FlatFP32]:
         """The new Θ and v, FP32, from the averaged outer gradient Δ; nothing is changed in place."""

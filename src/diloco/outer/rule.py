@@ -13,6 +13,8 @@ from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 
+RULE = "outer rule's "
+"""The beginning of the names of a rule's facts among those of an engine."""
 JSON: TypeAlias = "str | float | bool | list[JSON] | dict[str, JSON] | None"
 
 

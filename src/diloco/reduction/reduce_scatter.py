@@ -16,6 +16,7 @@ from diloco.kernels.memory import empty
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, check_complete, weighted_sum
 from diloco.reduction.shares import encode_shares, join_shares, key_of_average, share_size
+from diloco.wire.formats import VERY_LONG
 from diloco.wire.payload import Codec, Key
 
 
@@ -30,10 +31,10 @@ class ReduceScatter:
     num_phases = 2
 
     def __post_init__(self) -> None:
-        """Refuse DARE for the averages: it would rescale them again."""
-        if self.second.name == "dare":
+        """Refuse a codec that rescales, as DARE does, for the averages, which it would rescale again."""
+        if self.second.gain(VERY_LONG) != 1:
             raise UserError(
-                "combine=reduce_scatter with dare would rescale the averages, too: "
+                f"combine=reduce_scatter with {self.second.name} would rescale the averages, too: "
                 "name another codec for them, such as reduce_scatter:feddropout",
                 "combine",
             )

@@ -4,18 +4,18 @@ Shapes: N elements of one fragment.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import diloco
 from diloco.errors import UserError
 from diloco.files import memory_bytes
 from diloco.outer.digest import parameters_hash
-from diloco.outer.nesterov import Nesterov
-from diloco.outer.rule import OuterRule
+from diloco.outer.rule import RULE, OuterRule
 from diloco.reduction import reduction_of
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.entries import Create, LogError
@@ -24,9 +24,6 @@ from diloco.wire.payload import codec
 _PLACE = "shape, fragment and place of parameter "
 INITIAL = "initial parameters (SHA-256)"
 """The fact that proves the initial parameters equal."""
-_RULES: dict[str, Callable[[Mapping[str, Any]], OuterRule]] = {
-    "Nesterov": lambda of: Nesterov(lr=of["outer rule's learning rate"], momentum=of["outer rule's momentum"])
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class RunFacts:
             form = Form(codec=wire, sizes=sizes, seed=int(facts["seed"]), second=second)
             form = form.cut(create.rules.num_shares)
             name = str(facts["outer rule"])
-            rule = _RULES[name](facts) if name in _RULES else None
+            rule = _own_rule(name, facts)
             return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[INITIAL]))
         except LogError:
             raise
@@ -130,6 +127,14 @@ class RunFacts:
             name: vectors[place.fragment][place.start : place.stop].view(place.shape)
             for name, place in self.places.items()
         }
+
+
+def _own_rule(name: str, facts: Mapping[str, Any]) -> OuterRule | None:
+    """The outer rule of a class that `diloco` exports, from its facts; None for another."""
+    of_facts = getattr(getattr(diloco, name, None), "of_facts", None)
+    if of_facts is None:
+        return None
+    return of_facts({fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)})
 
 
 def _sizes(places: Iterable[Place], num_fragments: int) -> tuple[int, ...]:

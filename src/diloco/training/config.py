@@ -38,7 +38,7 @@ class TrainConfig:
     """Directory of all runs."""
     method: Method = field(default="streaming_overlapped_fp4", metadata=trait(planned=True))
     """Preset of the DiLoCo settings that are left out; data_parallel exchanges gradients at every step instead."""
-    num_replicas: int = field(default=2, metadata=trait(column="replicas"))
+    num_replicas: int = field(default=2, metadata=trait(column=True))
     """M, how many replicas train; they are local processes, or under torchrun those of its world. With a
     rendezvous a command starts one replica, and M, by default 1, must have joined before the first step."""
     rendezvous: str | None = field(default=None, metadata=trait(own_to_a_replica=True, may_change_on_resume=True))
@@ -49,20 +49,20 @@ class TrainConfig:
     )
     """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
     num_replicas."""
-    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
     command starts; None is 1, on a resume the run's own."""
     ddp_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Processes that share each replica's batch and hold all of its parameters (DistributedDataParallel inside the
     replica), of M times as many those in a row; None is 1, on a resume the run's own."""
-    seed: int = field(default=0, metadata=trait(column="seed"))
+    seed: int = field(default=0, metadata=trait(column=True))
     """Seed of the initial parameters and of the order of the data."""
-    num_tokens: int = field(metadata=trait(column="tokens", begins_a_phase=True))
+    num_tokens: int = field(metadata=trait(column=True, begins_a_phase=True))
     """Token budget of the whole run, over all replicas: whole steps of global_batch · sequence_length. The command
     `train` takes 1e6, 1M or 20x (times the parameters), too, and rounds to whole steps."""
-    global_batch: int = field(metadata=trait(column="batch_tokens"))
+    global_batch: int = field(metadata=trait(column=True))
     """Sequences a step over all replicas; a multiple of the number of processes."""
-    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
     """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
     sequence_length: int
     """Tokens a sequence."""

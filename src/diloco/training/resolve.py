@@ -112,8 +112,7 @@ def asked_again(config: TrainConfig, *, vocab_size: int) -> TrainConfig:
 _FILLED_IN = {
     "model.vocab_size": 0,
     **dict.fromkeys(f"diloco.{field.name}" for field in fields(Preset)),
-    **dict.fromkeys(("micro_batch", "shards_per_replica", "checkpoint.keep")),
-    **dict.fromkeys(("optimizer.weight_decay", "optimizer.warmup_steps")),
+    **dict.fromkeys(fields_with(TrainConfig, "filled_in")),
 }
 """The fields that `resolve` fills in, and their values where they are left out."""
 

@@ -75,6 +75,9 @@ def read_config(directory: Path) -> TrainConfig:
     if not path.exists():
         raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
     config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
+    for name in ("data.prepared", *fields_with(TrainConfig, "filled_in")):
+        if get(config, name) is None:
+            raise FileError(f"{path} can't be read: it has no value for {name}: restore it from another machine")
     return replace(config, name=directory.name, runs=directory.parent)
 
 

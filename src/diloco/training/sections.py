@@ -18,7 +18,7 @@ Parameters = Literal["outer", "replica", "average"]
 class AdamWConfig:
     """The inner optimizer and its learning-rate schedule."""
 
-    learning_rate: float = field(default=2e-3, metadata=trait(column="learning_rate", begins_a_phase=True))
+    learning_rate: float = field(default=2e-3, metadata=trait(column=True, begins_a_phase=True))
     """Peak, reached at the end of the warm-up."""
     beta1: float = 0.9
     """Decay of the first moment."""
@@ -26,9 +26,9 @@ class AdamWConfig:
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float | None = None
+    weight_decay: float | None = field(default=None, metadata=trait(filled_in=True))
     """Decoupled weight decay; None is 1/T for a run of T steps."""
-    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True))
+    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True, filled_in=True))
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
     schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
     """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
@@ -71,7 +71,7 @@ def out_of_range(name: str, bounds: str, value: Any) -> UserError:
 class DilocoConfig:
     """Outer step and exchange; data_parallel uses none of it."""
 
-    sync_every: int = field(default=30, metadata=trait(planned=True, column="sync_every"))
+    sync_every: int = field(default=30, metadata=trait(planned=True, column=True))
     """H: inner steps between two syncs of the same fragment."""
     overlap_steps: int | tuple[int, ...] | None = field(
         default=None, metadata=trait(planned=True, own_with_rendezvous=True)
@@ -86,7 +86,7 @@ class DilocoConfig:
     """How blocks form fragments; None is the method's own."""
     layers_per_fragment: int = field(default=3, metadata=trait(planned=True))
     """Blocks in a strided or sequential fragment."""
-    outer_learning_rate: float = field(default=0.4, metadata=trait(column="outer_learning_rate"))
+    outer_learning_rate: float = field(default=0.4, metadata=trait(column=True))
     """η of the outer SGD with Nesterov momentum."""
     outer_momentum: float = 0.9
     """μ of the outer SGD with Nesterov momentum."""
@@ -150,7 +150,7 @@ class CheckpointConfig:
 
     every_steps: int = field(default=200, metadata=trait(may_change_on_resume=True))
     """Steps between two checkpoints; 0 saves none."""
-    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
+    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
     """Number of the newest checkpoints to keep; None is as many as replicas that are apart need, at least 3."""
 
 

@@ -21,7 +21,8 @@ def trait(
     may_change_on_resume: bool = False,
     begins_a_phase: bool = False,
     planned: bool = False,
-    column: str | None = None,
+    filled_in: bool = False,
+    column: bool = False,
 ) -> dict[str, Any]:
     """The `metadata` of a config's field; a config of a room above writes the same dict itself.
 
@@ -32,7 +33,8 @@ def trait(
         may_change_on_resume: a resumed run is the same run with another value.
         begins_a_phase: a resumed run may have another value, and begins a new phase of its learning-rate schedule.
         planned: `diloco plan` chooses it.
-        column: the column of a sweep's table from which it follows.
+        filled_in: `resolve` sets it where it is left out, as None.
+        column: it follows from a column of a sweep's table.
     """
     return {name: value for name, value in locals().items() if value}
 

@@ -14,6 +14,8 @@ from diloco.errors import UserError
 HEADER_BYTES = 32
 BASE_BYTES = slice(16, 24)
 """The place of the base in the header."""
+VERY_LONG = 1 << 100
+"""A number of elements at which rounding up to whole blocks and bytes does not show."""
 VERSION = 3
 """The version of the wire format, which docs/reference/wire-format.md describes."""
 
@@ -34,6 +36,10 @@ class Format(ABC):
         """Length of the payload of `num_elements`, header included; it does not depend on their values."""
         return HEADER_BYTES + self.body_bytes(num_elements)
 
+    def gain(self, num_elements: int) -> float:
+        """The factor by which encoding multiplies what it keeps of `num_elements`."""
+        return 1.0
+
     @property
     def bits_per_value(self) -> float:
         """Bits of the body for each element of a very long vector.
@@ -41,8 +47,7 @@ class Format(ABC):
         >>> parse("e3m0").bits_per_value, parse("int4:block=64").bits_per_value
         (4.03125, 4.5)
         """
-        num_elements = 1 << 100  # so many that rounding up to whole blocks and bytes does not show
-        return 8 * self.body_bytes(num_elements) / num_elements
+        return 8 * self.body_bytes(VERY_LONG) / VERY_LONG
 
     @property
     def spec(self) -> str:
@@ -228,6 +233,10 @@ class DARE(Sparse):
     """A random subset, the same on all replicas, rescaled."""
 
     name, codec = "dare", "sparse.DARE"
+
+    def gain(self, num_elements: int) -> float:
+        """N/k, so that a decoded value is right on average."""
+        return num_elements / max(1, self.num_kept(num_elements))
 
 
 FORMATS: dict[str, type[Format]] = {

@@ -63,10 +63,6 @@ class _Sparse(formats.Sparse, Codec):
         """Whether `pack_places` can have written these bytes; True where it writes none."""
         return torch.ones((), dtype=torch.bool, device=body.device)
 
-    def gain(self, num_elements: int) -> float:
-        """The factor of the kept elements."""
-        return 1.0
-
     @abstractmethod
     def choose(self, delta_N: Float32[Tensor, "N"], key: Key) -> Int64[Tensor, "k"]:
         """The places to keep, ascending."""
@@ -154,10 +150,6 @@ class FedDropout(formats.FedDropout, _Sparse):
 @dataclass(frozen=True)
 class DARE(formats.DARE, FedDropout):
     """FedDropout with the kept values multiplied by N/k (in FP32), so that a decoded value is right on average."""
-
-    def gain(self, num_elements: int) -> float:
-        """N/k."""
-        return num_elements / max(1, self.num_kept(num_elements))
 
 
 def _ones(bits: UInt8[Tensor, "bits"], kept: int) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:
