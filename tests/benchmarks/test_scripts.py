@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .scripts import end_of, run, table
+from .scripts import BENCHMARKS, end_of, run, table
 from .test_laboratory import can_make_namespaces
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,23 @@ def test_wire_formats(tmp_path: Path, text: list[str]):
     sizes = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in table(tmp_path / "results.csv")}
     assert sizes["fp32"] > 7 * sizes["e3m0, error feedback"]
     assert all(variant in output for variant in variants)
+
+
+def test_no_script_is_forgotten():
+    callers = (*Path(__file__).parent.glob("test_*.py"), BENCHMARKS / "link_study" / "measuring.py")
+    names = "".join(path.read_text() for path in callers)
+    scripts = [path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 20 and [name for name in scripts if f'"{name}"' not in names] == []
+
+
+def test_checksums():
+    line = run("checksums.py", "--values", 1 << 16, "--repeats", 2)
+    assert line.startswith("65,536 values, copy ")
+    assert set(re.findall(r"(encode|decode and add|encode without) [0-9.]+", line)) == {
+        "encode",
+        "decode and add",
+        "encode without",
+    }
 
 
 def test_outer_step():
