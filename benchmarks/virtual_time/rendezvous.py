@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.rendezvous import snapshots
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
 from diloco.rendezvous.decide import may_decide
@@ -23,7 +24,6 @@ from diloco.rendezvous.entries import (
     Outer,
     Rules,
     Snapshot,
-    digest,
 )
 from diloco.rendezvous.machine import RunState
 
@@ -59,7 +59,7 @@ class VirtualLog:
     def __post_init__(self) -> None:
         body = Create(format=FORMAT, rules=self.rules, facts={}, creator="")
         entry = _entry(body, author=-1, previous="")
-        self.state = RunState.begin(entry, digest(entry.line()))
+        self.state = RunState.begin(entry, sha256(entry.line()))
         self.decisions: list[Decision] = []
         """Those since the last snapshots, for joiners."""
         self.snapshots: dict[int, StoredSnapshot] = {}
@@ -71,7 +71,7 @@ class VirtualLog:
     def append(self, body: Body, author: int) -> None:
         """Write an entry, which the state machine checks."""
         entry = _entry(body, author=author, previous=self.state.previous)
-        self.state = self.state.after(entry, digest(entry.line()))
+        self.state = self.state.after(entry, sha256(entry.line()))
 
     def arrived(self, p: int) -> dict[int, Contribution]:
         """The payloads of a fragment that have arrived and were not counted, by replica."""
@@ -203,7 +203,7 @@ class Seat:
         contribution = Contribution(
             replica=self.replica,
             seq=offer.seq,
-            sha256=digest(offer.payloads[0].numpy().data),
+            sha256=sha256(offer.payloads[0].numpy().data),
             base_round=offer.base_round,
             tokens=offer.tokens,
             steps=offer.steps,

@@ -5,7 +5,6 @@ same bytes as a call that was never interrupted.
 """
 
 import fcntl
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -99,7 +98,7 @@ def _name(settings: PreparationSettings) -> str:
     changed = {
         f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) != f.default
     }
-    return hashlib.sha256(json.dumps({"format": FORMAT} | changed).encode()).hexdigest()[:16]
+    return sha256(json.dumps({"format": FORMAT} | changed).encode())[:16]
 
 
 def prepare(
@@ -141,7 +140,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
         held_out_fraction=config.held_out_fraction,
         tokenizer=config.tokenizer,
         tokenizer_file_digest=sha256(tokenizer_file(config.tokenizer)) if is_file(config.tokenizer) else "",
-        source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
+        source_digest=sha256(json.dumps(sources).encode()),
         shard_tokens=shard_tokens,
         max_train_bytes=config.max_train_bytes,
         text_field=config.text_field,

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.rendezvous import index, snapshots
 from diloco.rendezvous.contract import StoredSnapshot
 from diloco.rendezvous.entries import MOST_BYTES as MOST_ENTRY_BYTES
-from diloco.rendezvous.entries import Keys, LogError, Snapshot, digest
+from diloco.rendezvous.entries import Keys, LogError, Snapshot
 from diloco.rendezvous.entries import name_of as entry_name
 from diloco.rendezvous.entries import opened as opened_entry
 from diloco.rendezvous.keys import Signer, check
@@ -22,10 +23,10 @@ _RETIRED = ("payloads", "averages", "snapshots", "index")
 
 async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
     """Upload a fragment's vectors after a round; returns the entry that says so."""
-    buffers, sha256 = await asyncio.to_thread(snapshots.sealed, vectors)
-    name = snapshots.name_of(fragment, last_round, sha256)
+    buffers, digest = await asyncio.to_thread(snapshots.sealed, vectors)
+    name = snapshots.name_of(fragment, last_round, digest)
     await store.create(name, buffers, patience_seconds=FOR_EVER)
-    return Snapshot(fragment=fragment, round=last_round, sha256=(sha256,))
+    return Snapshot(fragment=fragment, round=last_round, sha256=(digest,))
 
 
 async def newest_snapshot(
@@ -82,7 +83,7 @@ async def newest_state(store: Store, first: RunState) -> RunState:
             raise LogError(f"{source} is by a replica whose key the run's creator has not allowed")
     check(state.members[made.author].key, signature, made.line(), what=source)
     before = await store.get(entry_name(number - 1), most_bytes=MOST_ENTRY_BYTES)
-    if before is None or digest(bytes(before)) != state.previous:
+    if before is None or sha256(bytes(before)) != state.previous:
         raise LogError(f"{source} does not follow entry {number - 1}: the log or the index was changed")
     _check_newest_keys(bytes(before), state, source)
     return state

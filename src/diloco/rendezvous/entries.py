@@ -4,7 +4,6 @@ An entry is two lines: compact JSON, and the Ed25519 signature of that line in h
 SHA-256 of both lines stands in the next entry as `previous`: none can be changed, taken out or put between.
 """
 
-import hashlib
 import json
 import re
 import secrets
@@ -242,8 +241,3 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
             str(error) if isinstance(error, FileError) else f"{source} can't be read: {error}"
         ) from None
     return entry, signature
-
-
-def digest(data: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from diloco.files import sha256
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.entries import LogError, Outer
@@ -69,7 +70,7 @@ class Outbox:
             num_elements=self._form.sizes[offer.fragment],
             num_bytes=bodies[0].nbytes,
             norms=offer.norms,
-            sha256=await asyncio.to_thread(lambda: tuple(map(payloads.digest, bodies))),
+            sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
         )
         head = payloads.sealed(header, self._signer)
         if header.num_shares == 1:

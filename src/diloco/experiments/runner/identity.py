@@ -3,7 +3,6 @@
 Only fields that differ from their defaults are digested, so that a new field renames no stored run.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpora import content, file_digest
 from diloco.data.index import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
-from diloco.files import expanded
+from diloco.files import expanded, sha256
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import identity
 from diloco.training.traits import differences_from_defaults, fields_with
@@ -31,7 +30,7 @@ def base_name(config: TrainConfig) -> str:
 
 
 def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return sha256(json.dumps(facts, sort_keys=True).encode())[:12]
 
 
 def _facts(config: TrainConfig) -> dict[str, Any]:
