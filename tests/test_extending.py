@@ -38,7 +38,9 @@ def diloco(folder: Path, *commands: str) -> str:
 
 def test_each_diff_touches_as_few_files_as_the_page_says():
     touched = {
-        path.stem: [line.split(" b/")[1] for line in path.read_text().splitlines() if line.startswith("diff --git")]
+        path.stem: [
+            line.split(" b/")[1] for line in path.read_text().splitlines() if line.startswith("diff --git")
+        ]
         for path in SNIPPETS.glob("*.diff")
     }
     assert {name: len(files) for name, files in touched.items()} == MOST_FILES
