@@ -31,7 +31,7 @@ class ReplicaSettings:
     url: str
     """The store, or torchft's lighthouse."""
     num_replicas: int
-    """At the start."""
+    """Number of replicas at the start."""
     sync_every: int
     """H."""
     num_fragments: int

@@ -34,9 +34,9 @@ class Plan:
     quiet_seconds: float
     """Time of training before the death."""
     dead_seconds: float
-    """From the death to the start of the new replica."""
+    """Time from the death to the start of the new replica."""
     joined_seconds: float
-    """From the new replica's first inner step to the end."""
+    """Time from the new replica's first inner step to the end."""
 
 
 class Run:

@@ -29,7 +29,7 @@ from diloco.rendezvous.machine import RunState
 
 
 class Arrival(Protocol):
-    """When a payload is where others can see it."""
+    """The time at which others can see a payload."""
 
     def __call__(self, seat: "Seat", fragment: int, base_round: int) -> float:
         """The virtual time of a payload's arrival, at any time after its offer."""
@@ -61,11 +61,11 @@ class VirtualLog:
         entry = _entry(body, author=-1, previous="")
         self.state = RunState.begin(entry, sha256(entry.line()))
         self.decisions: list[Decision] = []
-        """Those since the last snapshots, for joiners."""
+        """The decisions since the last snapshots, for joiners."""
         self.snapshots: dict[int, StoredSnapshot] = {}
         self.facts: Mapping[str, Any] | None = None
         self.checksums: dict[tuple[int, int], int] = {}
-        """By fragment and round."""
+        """The checksums by fragment and round."""
         self._payloads: dict[tuple[int, int], Tensor] = {}
 
     def append(self, body: Body, author: int) -> None:
@@ -146,7 +146,7 @@ class Seat:
     step: int = 0
     news: list[Decision] = field(default_factory=list)
     offers: dict[int, Contribution] = field(default_factory=dict)
-    """By fragment the own payload that was not counted yet."""
+    """The own payload of each fragment that was not counted yet."""
     sent: dict[int, Offer] = field(default_factory=dict)
     """The same as the engine offered it."""
     failure: str | None = None

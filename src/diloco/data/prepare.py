@@ -47,7 +47,7 @@ SHARD_TOKENS = 2**26
 """Tokens in a shard, by default: 128 MiB of 16 bits each."""
 
 BPE_TRAINING_BYTES = 2**27
-"""A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
+"""Bytes of text, at the most, on which a `bpe:SIZE` tokenizer is trained: the beginning of the training split."""
 
 _BATCH_BYTES = 2**20
 

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """Number of ids: every id is below it."""
         ...
 
     @property

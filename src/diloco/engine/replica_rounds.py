@@ -52,13 +52,13 @@ class ReplicaRounds:
     bytes_received: int = 0
     """Payload bytes of all shards from the other replicas that were merged."""
     blocked_seconds: float = 0.0
-    """How long training has waited for payloads."""
+    """Time in which training has waited for payloads."""
     last_sent: list[int] = field(default_factory=list)
     """For each fragment the step after which it was sent last; 0 if never."""
     record: observe.Record = field(default_factory=observe.Record)
     """Measurements of the syncs, for logs."""
     lane: DeviceLane = field(default_factory=SameLane)
-    """Where outer gradients are encoded, decoded and merged."""
+    """The place where outer gradients are encoded, decoded and merged."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made."""
@@ -81,7 +81,7 @@ class ReplicaRounds:
 
     @property
     def peers(self) -> Peers | None:
-        """When the other replicas answered; None where that is not known."""
+        """The other replicas' answers; None where they are not known."""
         return None
 
     def is_initial(self, p: int) -> bool:

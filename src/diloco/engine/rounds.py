@@ -63,11 +63,11 @@ class Rounds(ReplicaRounds):
     cohort: Cohort
     """The replicas of the rounds that begin now."""
     relays: Lane = field(default_factory=ThreadLane)
-    """Where a reduction's second phase follows the first."""
+    """The lane on which a reduction's second phase follows the first."""
     sends: Lane = field(default_factory=HereLane)
-    """Where a GPU is waited for before something is sent."""
+    """The lane on which a GPU is waited for before something is sent."""
     in_flight: list[Round] = field(default_factory=list)
-    """In the order in which they were sent."""
+    """The rounds in flight, in the order in which they were sent."""
     drained_step: int = 0
     """The last step at which `finish` merged everything that was sent."""
 
@@ -91,7 +91,7 @@ class Rounds(ReplicaRounds):
 
     @property
     def peers(self) -> Peers | None:
-        """When the other replicas answered; None with a transport of one's own that does not know."""
+        """The other replicas' answers; None with a transport of one's own that does not know them."""
         return getattr(self.transport, "peers", None)
 
     def key(self, sync: Sync) -> Key:

@@ -43,7 +43,7 @@ class LeaderExchange(WithNotices, Transport):
         # A follower waits for two journeys.
         self._timeout_seconds = timeout_seconds if outside else 2 * timeout_seconds
         self.peers = outside.peers if outside else Peers()
-        """When each other replica answered the leader; the other processes know nothing of it."""
+        """The other replicas' answers to the leader; the other processes know nothing of them."""
 
     @property
     def replica(self) -> int:

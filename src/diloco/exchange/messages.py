@@ -17,9 +17,9 @@ class Peers:
 
     def __init__(self) -> None:
         self.heard_at: dict[int, float] = {}
-        """When a message from each replica was last taken, by `time.monotonic()`."""
+        """Time at which a message from each replica was last taken, by `time.monotonic()`."""
         self.lateness_seconds: dict[int, float] = {}
-        """How long the last wait for a payload of each replica took, after those of the replicas before it."""
+        """Duration of the last wait for a payload of each replica, after those of the replicas before it."""
 
 
 class Messages:
@@ -46,7 +46,7 @@ class Messages:
         self.tag = tag
         """The exchange."""
         self.interruption: str | None = None
-        """Why the wait is in vain."""
+        """The reason why the wait is in vain."""
         self._timeout_seconds = timeout_seconds
         self._notices = notices
         self._peers = peers

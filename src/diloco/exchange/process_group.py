@@ -36,7 +36,7 @@ class GroupExchange(WithNotices, Transport):
         self._timeout_seconds = timeout_seconds
         self._ordered = not is_gloo
         self.peers = Peers()
-        """When each other replica answered."""
+        """The other replicas' answers."""
 
     @property
     def replica(self) -> int:

@@ -81,7 +81,7 @@ async def newest_state(store: Store, first: RunState) -> RunState:
         allowed = await _ever_allowed(store, first, state)
         if state.members[made.author].key not in allowed:
             raise LogError(f"{source} is by a replica whose key the run's creator has not allowed")
-    check(state.members[made.author].key, signature, made.line(), what=source)
+    check(state.members[made.author].key, signature, made.line(), source=source)
     before = await store.get(entry_name(number - 1), most_bytes=MOST_ENTRY_BYTES)
     if before is None or sha256(bytes(before)) != state.previous:
         raise LogError(f"{source} does not follow entry {number - 1}: the log or the index was changed")
@@ -99,7 +99,7 @@ def _check_newest_keys(before: bytes, state: RunState, source: str) -> None:
     if not -1 <= entry.author < len(state.members):
         raise LogError(f"{source} leaves out replica {entry.author}")
     key = state.creator if entry.author == -1 else state.members[entry.author].key
-    check(key, signature, entry.line(), what=f"entry {number} of the log")
+    check(key, signature, entry.line(), source=f"entry {number} of the log")
     if state.keys != (number if isinstance(entry.body, Keys) else entry.keys):
         raise LogError(f"{source} leaves out a change of the allow-list")
 
@@ -112,7 +112,7 @@ async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple
         if data is None:
             raise LogError(f"entry {number} of the log, which changes the allow-list, is not in the store")
         entry, signature = opened_entry(bytes(data), number=number)
-        check(first.creator, signature, entry.line(), what=f"entry {number} of the log")
+        check(first.creator, signature, entry.line(), source=f"entry {number} of the log")
         if not isinstance(entry.body, Keys):
             raise LogError(f"entry {number} of the log does not change the allow-list, and an index says so")
         allowed = [k for k in dict.fromkeys((*allowed, *entry.body.allowed)) if k not in entry.body.revoked]

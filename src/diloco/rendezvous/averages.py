@@ -178,7 +178,7 @@ def opened(
         _KIND.refuse(name, "its body does not match its header: it was cut short, damaged or changed")
     key = _key(form, ref.body.fragment, ref.body.round, state.cohort(ref.body.contributions))._replace(part=share)
     payload, to_S = body_tensor(body), empty(size, torch.float32, torch.device("cpu"))
-    checked_norm(second, payload, to_S, key, what=f"average {name}", norm=header.norm)
+    checked_norm(second, payload, to_S, key, source=f"average {name}", norm=header.norm)
     most = state.rules.norm_bound * max(c.norm for c in ref.body.contributions)
     if header.norm > most:
         _KIND.refuse(name, f"its norm is {header.norm:.4g}, more than {most:.4g}")

@@ -1,4 +1,4 @@
-"""When a replica may write a fragment's next outer entry, and whose payloads it counts."""
+"""The conditions for a replica to write a fragment's next outer entry, and the payloads that it counts."""
 
 from collections.abc import Iterable, Mapping
 

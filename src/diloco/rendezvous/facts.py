@@ -25,7 +25,9 @@ _PLACE = "shape, fragment and place of parameter "
 INITIAL = "initial parameters (SHA-256)"
 """The fact that proves the initial parameters equal."""
 _RULES: dict[str, Callable[[Mapping[str, Any]], OuterRule]] = {
-    "Nesterov": lambda of: Nesterov(lr=of["outer rule's learning rate"], momentum=of["outer rule's momentum"])
+    "Nesterov": lambda facts: Nesterov(
+        lr=facts["outer rule's learning rate"], momentum=facts["outer rule's momentum"]
+    )
 }
 
 
@@ -49,11 +51,11 @@ class RunFacts:
 
     form: Form
     outer: OuterRule | None
-    """None for a rule that is not diloco's own."""
+    """The outer rule; None for one that is not diloco's own."""
     outer_name: str
     """The name of the rule's class."""
     places: Mapping[str, Place]
-    """By parameter name."""
+    """The places by parameter name."""
     initial_sha256: str
     """SHA-256 of the initial parameters."""
 

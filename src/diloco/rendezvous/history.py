@@ -73,7 +73,7 @@ async def entries_after(
             if data is None:
                 return
             entry, signature = opened(data, number=number)
-            check(state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
+            check(state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
             state = state.after(entry, sha256(data))
             yield number, entry, state
 

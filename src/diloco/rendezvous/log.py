@@ -21,7 +21,7 @@ class Log:
 
     def __init__(self, store: Store, signer: Signer, state: RunState) -> None:
         self.state = state
-        """After all entries that were read."""
+        """The state after all entries that were read."""
         self._store, self._signer = store, signer
 
     async def read(self, *, patience_seconds: float = FOR_EVER) -> list[tuple[int, Entry]]:
@@ -65,7 +65,7 @@ class Log:
         """Check an entry, and go on to the state after it."""
         number = self.state.number
         entry, signature = opened(data, number=number)
-        check(self.state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
+        check(self.state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
         self.state = self.state.after(entry, sha256(data))
         return number, entry
 
@@ -83,5 +83,5 @@ def begun(data: bytes) -> RunState:
     """
     entry, signature = opened(data, number=0)
     state = RunState.begin(entry, sha256(data))
-    check(state.creator, signature, entry.line(), what="entry 0 of the log")
+    check(state.creator, signature, entry.line(), source="entry 0 of the log")
     return state

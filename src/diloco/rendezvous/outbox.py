@@ -29,7 +29,7 @@ class Outbox:
         self, store: Store, signer: Signer, form: Form, *, run: str, own: int, start: int, inbox: Inbox
     ) -> None:
         self.offers: dict[int, Offer] = {}
-        """Those that are in the store and were not counted yet, by fragment."""
+        """The offers that are in the store and were not counted yet, by fragment."""
         self.num_pending = 0
         """Uploads that are not over."""
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox

@@ -53,7 +53,7 @@ class Header:
     steps: Positive
     """Inner steps since then."""
     position: Count
-    """Where the replica stood in its slot of the text, in tokens."""
+    """The replica's place in its slot of the text, in tokens."""
     wire: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_:=,.+-]{0,199}\Z")]
     """The codec with its options, as its `format` has them."""
     num_elements: Count

@@ -24,7 +24,7 @@ def run_name(config: TrainConfig) -> str:
 
 
 def base_name(config: TrainConfig) -> str:
-    """The same for a sweep's base, without the fields that have a column: its runs belong in one table."""
+    """The name of a sweep's base, whose runs belong in one table: its digest leaves out fields with a column."""
     with_a_column = fields_with(TrainConfig, "column")
     return f"base-{_digest({name: value for name, value in _facts(config).items() if name not in with_a_column})}"
 
