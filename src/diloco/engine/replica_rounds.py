@@ -19,7 +19,7 @@ from diloco.engine.settings import Settings
 from diloco.engine.sharded import shard_index
 from diloco.engine.state import ERROR, OUTER, OuterState
 from diloco.errors import DisagreementError, NonFiniteError, UserError
-from diloco.exchange.messages import Peers
+from diloco.exchange.messages import Answers
 from diloco.kernels.memory import empty
 from diloco.outer.digest import outer_digest_there
 from diloco.outer.mixing import MergeRule
@@ -80,7 +80,7 @@ class ReplicaRounds:
         return 0.0
 
     @property
-    def peers(self) -> Peers | None:
+    def answers(self) -> Answers | None:
         """The other replicas' answers; None where they are not known."""
         return None
 

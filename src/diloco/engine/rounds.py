@@ -23,7 +23,7 @@ from diloco.engine.settings import Settings
 from diloco.engine.sharded import sum_over_shards
 from diloco.engine.state import ERROR, OUTER
 from diloco.errors import DisagreementError, ExchangeError, PayloadError
-from diloco.exchange.messages import Peers
+from diloco.exchange.messages import Answers
 from diloco.exchange.transport import Channel, Tag, Transport
 from diloco.outer.step import OuterStep
 from diloco.reduction import Reduction
@@ -90,9 +90,9 @@ class Rounds(ReplicaRounds):
         return torch.device("cpu") if self.lane.is_apart else self.parameters.device
 
     @property
-    def peers(self) -> Peers | None:
+    def answers(self) -> Answers | None:
         """The other replicas' answers; None with a transport of one's own that does not know them."""
-        return getattr(self.transport, "peers", None)
+        return getattr(self.transport, "answers", None)
 
     def key(self, sync: Sync) -> Key:
         """The key of this replica's payloads of a round."""
