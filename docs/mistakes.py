@@ -154,7 +154,8 @@ def _make(typed: str, folder: Path, streams: Path) -> None:
     typed, _, output = typed.partition(" > ")
     if limit := re.match(r"ulimit -f (\d+); ", typed):
         typed = typed.removeprefix(limit[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit[1]) * 1024,) * 2)
+        most_bytes = int(limit[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     words = shlex.split(typed)
     for name in [name for name in os.environ if name.startswith(_THEIR_OWN)]:
         del os.environ[name]
