@@ -57,7 +57,7 @@ def main() -> None:
     loss.add_argument("--output", type=Path, required=True)
     loss.add_argument("--num-tokens", type=int, default=1_499_136)
     loss.add_argument("train", nargs="+", help="after --: recipe and flags of diloco train")
-    loss.set_defaults(run=lambda of: joiner_loss.measure(of.output, of.num_tokens, of.train))
+    loss.set_defaults(run=lambda parsed: joiner_loss.measure(parsed.output, parsed.num_tokens, parsed.train))
     for command in (length, size):
         command.add_argument("--output", type=Path, required=True)
         command.add_argument("--fragments", type=int, default=4)

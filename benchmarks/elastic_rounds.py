@@ -1,4 +1,4 @@
-"""From send to decided: how long replicas that meet in a store wait for an outer step, and what it costs.
+"""The time from a send to its decision where replicas meet in a store, and its cost.
 
     python benchmarks/elastic_rounds.py time --output DIR
     python benchmarks/elastic_rounds.py bill --output DIR
@@ -214,9 +214,9 @@ def measure_bill(arguments: argparse.Namespace) -> None:
     print("|---" * (2 + len(PROVIDERS)) + "|")
     for name, traffic in rows.items():
         amount = traffic.creates + traffic.gets
-        what = f"{amount:,.0f}" if amount else f"{traffic.bytes_down / 1e12:.1f} TB"
+        quantity = f"{amount:,.0f}" if amount else f"{traffic.bytes_down / 1e12:.1f} TB"
         dollars = "".join(f" {traffic.dollars(prices):,.2f} |" for prices in PROVIDERS)
-        print(f"| {name} | {what} |{dollars}")
+        print(f"| {name} | {quantity} |{dollars}")
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

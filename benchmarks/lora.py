@@ -43,9 +43,9 @@ class Run:
     batch: int
     """Sequences a step."""
     shard: tuple[int, int] = (0, 1)
-    """Its part of the training data, and of how many."""
+    """The replica's part of the training data, and the number of parts."""
     address: str | None = None
-    """Where the replicas meet; None trains alone."""
+    """The address at which the replicas meet; None trains alone."""
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import torch
 from gpu.place import OutOfTimeError, Place, rows_of
 
 PIECES = ("bits", "waits", "wire", "sync", "exchange", "throughput", "suite", "training")
-"""In the order of what tells most in least time."""
+"""The pieces, in the order of what tells most in least time."""
 PIECE_SECONDS = 480.0
 _MOST_TRIES = 2
 UNFINISHED = 3
@@ -112,7 +112,7 @@ def _worker(piece: str, arguments: argparse.Namespace, output: Path) -> int:
 
 
 def _tries(path: Path, key: str) -> int:
-    """How often a measurement was begun, this time included."""
+    """The number of times that a measurement was begun, this time included"""
     with path.open("a") as file:
         file.write(json.dumps(key) + "\n")
     return path.read_text().splitlines().count(json.dumps(key))

@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "overlap_steps_5": {"overlap_steps": 5},
     "num_replicas_4": {"num_replicas": 4},
 }
-"""How each differs from Streaming DiLoCo with M = 2, H = 30, P = 3, τ = 1 and E3M0."""
+"""The difference of each variant from Streaming DiLoCo with M = 2, H = 30, P = 3, τ = 1 and E3M0."""
 Setting = tuple[str, int, float]
 """Variant, seed and learning rate."""
 

@@ -69,7 +69,7 @@ def most_down(num_replicas: int, num_shares: int) -> float:
 
 
 def scaled(traffic: Traffic, times: float) -> Traffic:
-    """So many times the traffic."""
+    """The traffic, so many times."""
     return Traffic(**{name: times * value for name, value in vars(traffic).items()})
 
 

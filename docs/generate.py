@@ -83,7 +83,7 @@ def api() -> str:
     import diloco
 
     names: dict[str, list[str]] = {room: [] for room in ROOMS}
-    for name in diloco.__all__:
+    for name in vars(diloco)["__all__"]:
         if name != "__version__":
             names.setdefault(getattr(diloco, name).__module__.split(".")[1], []).append(name)
     sections = []
@@ -174,7 +174,7 @@ def config_tables(config: Any, path: str) -> list[str]:
             rows.append(f"| `{name}` | {type_text(hints[field.name])} | {default_of(field)} | {sentences} |")
     title = f"## {path.rstrip('.') or 'The run'}"
     table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
-    return [f"{title}\n\n{inspect.getdoc(cls).partition(chr(10))[0]}\n\n{table}", *inner]
+    return [f"{title}\n\n{(inspect.getdoc(cls) or '').partition(chr(10))[0]}\n\n{table}", *inner]
 
 
 def default_of(field: dataclasses.Field) -> str:
@@ -201,10 +201,11 @@ def field_docstrings(cls: type) -> dict[str, str]:
     """The sentence under each field of a class, in one line."""
     sentences = {}
     for base in [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for node, after in itertools.pairwise(body):
+        (statement,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(statement, ast.ClassDef)
+        for node, after in itertools.pairwise(statement.body):
             if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-                sentences.setdefault(node.target.id, " ".join(ast.literal_eval(after.value).split()))
+                sentences.setdefault(ast.unparse(node.target), " ".join(ast.literal_eval(after.value).split()))
     return {name: sentence.replace("|", "\\|") for name, sentence in sentences.items()}
 
 

@@ -45,12 +45,12 @@ _ALSO_IMPORTED = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command line said, and how it ended."""
+    """The output, the errors and the exit code of a command line."""
 
     output: str
     errors: str
     exit_code: int
-    """That of the process; -9 if it was still running after `MOST_SECONDS`."""
+    """Exit code of the process; -9 if it was still running after `MOST_SECONDS`."""
 
     @property
     def sentence(self) -> str:
@@ -122,7 +122,7 @@ class _Attempt:
         self.process.start()
 
     def is_over(self) -> bool:
-        """Whether it has ended, or had its time; then nothing of it is left."""
+        """True if the process has ended or was killed after `MOST_SECONDS`; its context is then closed."""
         if self.process.exitcode is None and time.monotonic() - self._began < MOST_SECONDS:
             return False
         if self.process.exitcode is None:
@@ -132,7 +132,7 @@ class _Attempt:
         return True
 
     def answer(self) -> Answer:
-        """What it said, without what differs from one machine to another."""
+        """The answer, without the words that differ from one machine to another."""
         output, errors = (path.read_text() if path.exists() else "" for path in _files_of(self._streams))
         return Answer(self._same_everywhere(output), self._same_everywhere(errors), self.process.exitcode or 0)
 
@@ -154,7 +154,8 @@ def _make(typed: str, folder: Path, streams: Path) -> None:
     typed, _, output = typed.partition(" > ")
     if limit := re.match(r"ulimit -f (\d+); ", typed):
         typed = typed.removeprefix(limit[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit[1]) * 1024,) * 2)
+        most_bytes = int(limit[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     words = shlex.split(typed)
     for name in [name for name in os.environ if name.startswith(_THEIR_OWN)]:
         del os.environ[name]
@@ -175,7 +176,7 @@ _THEIR_OWN = ("AWS_", "AZURE_", "COLUMNS", "DILOCO_", "GOOGLE_", "HF_", "RANK", 
 
 
 def faults(mistake: Mistake, answer: Answer) -> Iterator[str]:
-    """What is wrong with an answer, whatever it says."""
+    """The faults of an answer's form, in words."""
     if answer.exit_code not in (1, 2):
         yield f"exit code {answer.exit_code}"
     if mistake.has_report:

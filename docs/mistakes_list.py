@@ -23,7 +23,7 @@ class Mistake:
     """A command line, and what goes on while it is typed."""
 
     typed: str
-    """As for a shell, of which `NAME=value`, `ulimit -f N;` and `> FILE` are understood."""
+    """The line as one types it in a shell, of which `NAME=value`, `ulimit -f N;` and `> FILE` are understood."""
     remark: str = ""
     """Words for what the command line does not show."""
     during: Callable[[], AbstractContextManager[None]] = nullcontext

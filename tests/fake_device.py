@@ -66,7 +66,7 @@ class FakeTensor(torch.Tensor):
 
 
 class Memory:
-    """Who used some memory: times are (stream, number of its operations)."""
+    """The users of some memory: times are (stream, number of its operations)."""
 
     def __init__(self, home: "Stream") -> None:
         self.home = home

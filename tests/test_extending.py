@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SNIPPETS = ROOT / "docs" / "snippets"
 MOST_FILES = {"new_codec": 2, "new_family": 2, "new_experiment": 1, "new_verb": 1}
-"""How many source files each touches, as the page says."""
+"""The number of source files that each touches, as the page says."""
 COMMANDS = """\
 diloco train gated --num-replicas 2 --diloco.wire nf4 --num-tokens 10240 --name one --evaluation.num-tokens 512 \
 --data.train TEXT --data.held-out-fraction 0.1
@@ -21,7 +21,7 @@ diloco experiment outer_momentum --commands
 diloco bench wire --wires nf4 --values 65536
 """
 FRESH = "diloco eval runs/one"
-"""It knows the family from the run's config alone."""
+"""A command that knows the family from the run's config alone."""
 
 
 def diloco(folder: Path, *commands: str) -> str:

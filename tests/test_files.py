@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import safetensors.torch
 import torch
 
 from diloco.errors import FileWriteError, exit_code_of
-from diloco.files import copy, make_directory, write_atomically, write_json, writing
+from diloco.files import copy, make_directory, sha256, write_atomically, write_json, writing
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_a_full_disk_is_named_with_the_file_and_the_bytes(full_disk, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bytes(100_000))
     with pytest.raises(FileWriteError, match=r"tokenizer.json: no space left on device \(needs 100,000 bytes\)$"):
         copy(tmp_path / "tokenizer.json", full_disk)
+
+
+def test_a_digest_is_that_of_files_and_buffers_one_after_another(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"in a file")
+    buffers = b"in bytes", memoryview(torch.arange(3).numpy())
+    whole = b"".join((*buffers, path.read_bytes()))
+    assert sha256(*buffers, path) == hashlib.sha256(whole).hexdigest() != sha256(path, *buffers)
 
 
 def test_a_place_that_is_no_directory_is_named(tmp_path):

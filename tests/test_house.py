@@ -35,7 +35,11 @@ ROOMS = [
 ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
 WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "simulator", "scaling")
-MAX_FILE_LINES = {"src": 300, "tests": 400, "benchmarks": 300, "examples": 300}
+MAX_FILE_LINES = {"src": 300, "tests": 400, "benchmarks": 300, "examples": 300, "docs": 300}
+BESIDE_PYTHON = ("*.c", "*.css", "*.js")
+"""Files of other languages that are as short."""
+RIDDLES = ("found", "it", "of", "said", "those", "told", "what")
+"""Names that no variable has: they do not say what it holds."""
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 220
 FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/cluster.py": {"--head"}}
@@ -142,7 +146,7 @@ def sources() -> list[Path]:
 
 
 def all_files() -> list[Path]:
-    """The Python files of the package, the tests, the benchmarks and the examples."""
+    """The Python files of the package, the tests, the benchmarks, the examples and the documentation."""
     return [path for folder in MAX_FILE_LINES for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -219,14 +223,24 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(" ← ".join(error.args[1]))
 
 
-def test_no_file_class_or_function_is_too_long():
+def test_no_file_is_too_long():
+    others = [path for folder in MAX_FILE_LINES for kind in BESIDE_PYTHON for path in (ROOT / folder).rglob(kind)]
+    assert PACKAGE / "kernels" / "native.c" in others
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in (*all_files(), *others)
+    }
+    wrong = [
+        f"{name} has {length} lines"
+        for name, length in lengths.items()
+        if name not in GENERATED and length > MAX_FILE_LINES[name.split("/")[0]]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_class_or_function_is_too_long():
     wrong = []
     for path in all_files():
         name = path.relative_to(ROOT).as_posix()
-        if name in GENERATED:
-            continue
-        if (length := len(path.read_text().splitlines())) > MAX_FILE_LINES[name.split("/")[0]]:
-            wrong.append(f"{name} has {length} lines")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -247,13 +261,25 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_begin_with_their_noun_or_verb():
-    riddle = re.compile(r"(Of|What|Whatever)\b|Whether\b[^.;]* or ")
+    words = "Of|What|Whatever|Who|Whom|Whose|When|Where|How|Why|Which|Those|That|It|Its|They"
+    riddle = re.compile(rf"({words})\b|Whether\b[^.;]* or ")
     wrong = [
         f"{path.relative_to(ROOT).as_posix()}:{line} {text.splitlines()[0]}"
         for path in all_files()
         for line, text in docstrings(path)
         if riddle.match(text)
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_variables_are_named_for_what_they_hold():
+    wrong = []
+    for path in all_files():
+        for node in ast.walk(tree(path)):
+            is_set = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node) if is_set else ""
+            if name.split(".")[-1].strip("_") in RIDDLES:
+                wrong.append(f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'lineno', 0)} {name}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -25,14 +25,14 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where, and how long."""
+    """The place and the time limit of a measurement."""
 
     dry: bool
-    """On the CPU, to see that everything runs."""
+    """True on the CPU, to see that everything runs."""
     data: Path
     """The folder with books/ and tokenizers/."""
     folder: Path
-    """For files of the piece."""
+    """The folder for files of the piece."""
     deadline: float
     """`time.monotonic()` at which the piece is ended."""
 
@@ -46,7 +46,7 @@ class Place:
         return dry if self.dry else whole
 
     def wait(self) -> None:
-        """Until the GPU has done all."""
+        """Wait until the GPU has done all."""
         if not self.dry:
             torch.cuda.synchronize()
 

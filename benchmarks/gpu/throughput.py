@@ -43,7 +43,7 @@ def _ours(place: Place, scale: str, *, dtype: torch.dtype) -> Model:
 
 
 def _llama(place: Place, scale: str) -> Model:
-    """As wide and deep, with as many heads and entries; its MLP of three matrices is 8/3 as wide."""
+    """A Llama as wide and deep, with as many heads and entries; its MLP of three matrices is 8/3 as wide."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ours = place.model(scale).config if place.dry else ladder(scale)

@@ -80,7 +80,7 @@ def _last_step(directory: Path) -> int:
 
 
 def _epochs(num_tokens: int, text: Row) -> float | None:
-    """How often each token of the text was read, on average: the text is short."""
+    """The number of times that each token of the text was read, on average: the text is short."""
     total = next((value for name, value in text.items() if "tokens" in name and isinstance(value, int)), None)
     return None if not total else round(num_tokens / total, 1)
 

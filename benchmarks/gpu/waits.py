@@ -36,19 +36,19 @@ def measurements(place: Place) -> Measurements:
 @contextmanager
 def _waits(place: Place) -> Iterator[Counter[str]]:
     """Counts what torch calls a synchronizing operation, by the line that asks for it; on a CPU none is."""
-    found: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if not place.dry:
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             if not place.dry:
                 torch.cuda.set_sync_debug_mode("default")
     for warning in caught:
         if "synchroniz" in str(warning.message):
-            found[re.sub(r".*/", "", f"{warning.filename}:{warning.lineno}")] += 1
+            waits[re.sub(r".*/", "", f"{warning.filename}:{warning.lineno}")] += 1
 
 
 def _engine(place: Place, **settings: Any) -> Row:
@@ -63,11 +63,11 @@ def _engine(place: Place, **settings: Any) -> Row:
         due = engine.settings.schedule.due(step, 0)
         kind = " and ".join(name for name, some in (("send", due.send), ("merge", due.merge)) if some) or "neither"
         place.wait()
-        with _waits(place) as found:
+        with _waits(place) as waits:
             engine.step()
         if step > _SYNC_EVERY:
-            kinds.setdefault(kind, Counter()).update(found)
-    return {"waits": {kind: dict(found) for kind, found in kinds.items()}, "ok": not any(kinds.values())}
+            kinds.setdefault(kind, Counter()).update(waits)
+    return {"waits": {kind: dict(waits) for kind, waits in kinds.items()}, "ok": not any(kinds.values())}
 
 
 def _config(place: Place) -> TrainConfig:
@@ -109,10 +109,10 @@ def _trainer(place: Place) -> Row:
     """Waits in a step of the loop: only that for the loss of the step before is meant to be."""
     totals: list[Counter[str]] = []
     for index, step in enumerate(_steps(place)):
-        with _waits(place) as found:
+        with _waits(place) as waits:
             step()
         if index >= 2 * _SYNC_EVERY:
-            totals.append(found)
+            totals.append(waits)
     together = sum(totals, Counter())
     return {"steps": len(totals), "waits_by_line": dict(together)}
 

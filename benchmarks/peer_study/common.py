@@ -22,8 +22,8 @@ ALPHA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One replica's."""
+class ReplicaSettings:
+    """The settings of one replica."""
 
     name: str
     diary: str
@@ -31,7 +31,7 @@ class Settings:
     url: str
     """The store, or torchft's lighthouse."""
     num_replicas: int
-    """At the start."""
+    """Number of replicas at the start."""
     sync_every: int
     """H."""
     num_fragments: int
@@ -46,9 +46,9 @@ class Settings:
     """Further settings of the system."""
 
 
-def settings_of_arguments() -> Settings:
+def settings_of_arguments() -> ReplicaSettings:
     """The settings on this process's command line, as JSON."""
-    return Settings(**json.loads(sys.argv[1]))
+    return ReplicaSettings(**json.loads(sys.argv[1]))
 
 
 class Diary:
@@ -86,7 +86,7 @@ class Training:
         traffic: bytes sent and received so far.
     """
 
-    def __init__(self, settings: Settings, diary: Diary, traffic: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, settings: ReplicaSettings, diary: Diary, traffic: Callable[[], tuple[int, int]]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = nn.Module()

@@ -15,7 +15,7 @@ _WARM_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """When what happened, on the monotonic clock."""
+    """The times of events, on the monotonic clock."""
 
     begin: float
     death: float
@@ -48,11 +48,11 @@ class Figures:
     gap_seconds: float
     """Longest time without an outer step, between death and join."""
     joined_seconds: float
-    """From the new replica's start to its first inner step."""
+    """Time from the new replica's start to its first inner step."""
     counted_seconds: float
-    """From its start to the first outer step that it was in."""
+    """Time from its start to the first outer step that it was in."""
     kilobytes_up: float
-    """For each outer step, on average over the replicas, before the death."""
+    """Kilobytes sent for each outer step, on average over the replicas, before the death."""
     kilobytes_down: float
 
 

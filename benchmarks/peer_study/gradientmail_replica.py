@@ -4,7 +4,7 @@ import importlib
 from itertools import repeat
 from typing import Any
 
-from peer_study.common import Diary, Settings, Training, settings_of_arguments
+from peer_study.common import Diary, ReplicaSettings, Training, settings_of_arguments
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def _counting(mailbox: type, traffic: list[int], diary: Diary) -> type:
     return Counting
 
 
-def _noting(settings: Settings, training: Training, diary: Diary, *, carries: bool) -> Any:
+def _noting(settings: ReplicaSettings, training: Training, diary: Diary, *, carries: bool) -> Any:
     """A callback that notes rounds, and the steps that aligning with them drops."""
     aligned_steps = [0] * settings.num_fragments
 

@@ -13,7 +13,7 @@ from typing import Any
 from tests.servers import Server
 
 from diloco.training.ancestor import end_with_parent
-from peer_study.common import Settings
+from peer_study.common import ReplicaSettings
 from peer_study.figures import Figures, Times, figures, read
 from peer_study.systems import System, meeting_place, python_of
 
@@ -34,9 +34,9 @@ class Plan:
     quiet_seconds: float
     """Time of training before the death."""
     dead_seconds: float
-    """From the death to the start of the new replica."""
+    """Time from the death to the start of the new replica."""
     joined_seconds: float
-    """From the new replica's first inner step to the end."""
+    """Time from the new replica's first inner step to the end."""
 
 
 class Run:
@@ -84,7 +84,7 @@ class Run:
     def _start(self, name: str) -> None:
         plan, system = self._plan, self._system
         common = {key: value for key, value in asdict(plan).items() if not key.endswith("_seconds")}
-        settings = Settings(
+        settings = ReplicaSettings(
             name=name,
             diary=str(self._diary(name)),
             url=self._url,

@@ -49,7 +49,7 @@ SYSTEMS = {
 
 
 def missing(system: System, gradientmail_python: str | None) -> str | None:
-    """Why a system can't be measured here; None if it can."""
+    """The reason why a system can't be measured here; None if it can."""
     if system.module == "torchft_replica" and importlib.util.find_spec("torchft") is None:
         return "torchft is absent: pip install '.[peers]'"
     if system.module == "gradientmail_replica":
@@ -64,7 +64,7 @@ def missing(system: System, gradientmail_python: str | None) -> str | None:
 
 
 def meeting_place(system: System, server: Server) -> AbstractContextManager[str]:
-    """Where the replicas of a run meet: a new prefix of a bucket, or a lighthouse."""
+    """The place where the replicas of a run meet: a new prefix of a bucket, or a lighthouse."""
     if system.module == "torchft_replica":
         return _lighthouse(system.heartbeat_ms)
     return nullcontext(server.new_url())

@@ -16,12 +16,12 @@ class Fault:
     """A fault of the schedule."""
 
     at_seconds: float
-    """From the storm's beginning."""
+    """Time from the storm's beginning."""
     kind: Kind
     victim: str
     """The replica; an outage is everybody's."""
     seconds: float
-    """How long it lasts; a kill is over at once."""
+    """Duration of the fault; a kill is over at once."""
 
 
 def schedule(faults_an_hour: float, seed: int, outage_seconds: float) -> Iterator[Fault]:

@@ -131,7 +131,7 @@ class Meter:
 
 
 def _queued_seconds() -> float:
-    """How long this thread has been ready to run while other threads had the processors (Linux)."""
+    """Time in which this thread was ready to run while other threads had the processors (Linux)."""
     return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 

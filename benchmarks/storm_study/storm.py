@@ -204,9 +204,9 @@ async def _num_entries(store: Store, num_tokens: float) -> int:
     return state.number
 
 
-def _rate(lines: Sequence[dict[str, Any]], count: str, of: str) -> float:
-    """How much a count grows while another grows by 1, between the first and the last line."""
-    return (lines[-1][count] - lines[0][count]) / (lines[-1][of] - lines[0][of])
+def _rate(lines: Sequence[dict[str, Any]], count: str, unit: str) -> float:
+    """The growth of `count` while `unit` grows by 1, between the first and the last line."""
+    return (lines[-1][count] - lines[0][count]) / (lines[-1][unit] - lines[0][unit])
 
 
 def _made(folder: Path) -> Path:

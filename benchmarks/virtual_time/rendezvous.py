@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.rendezvous import snapshots
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
 from diloco.rendezvous.decide import may_decide
@@ -23,13 +24,12 @@ from diloco.rendezvous.entries import (
     Outer,
     Rules,
     Snapshot,
-    digest,
 )
 from diloco.rendezvous.machine import RunState
 
 
 class Arrival(Protocol):
-    """When a payload is where others can see it."""
+    """The time at which others can see a payload."""
 
     def __call__(self, seat: "Seat", fragment: int, base_round: int) -> float:
         """The virtual time of a payload's arrival, at any time after its offer."""
@@ -59,19 +59,19 @@ class VirtualLog:
     def __post_init__(self) -> None:
         body = Create(format=FORMAT, rules=self.rules, facts={}, creator="")
         entry = _entry(body, author=-1, previous="")
-        self.state = RunState.begin(entry, digest(entry.line()))
+        self.state = RunState.begin(entry, sha256(entry.line()))
         self.decisions: list[Decision] = []
-        """Those since the last snapshots, for joiners."""
+        """The decisions since the last snapshots, for joiners."""
         self.snapshots: dict[int, StoredSnapshot] = {}
         self.facts: Mapping[str, Any] | None = None
         self.checksums: dict[tuple[int, int], int] = {}
-        """By fragment and round."""
+        """The checksums by fragment and round."""
         self._payloads: dict[tuple[int, int], Tensor] = {}
 
     def append(self, body: Body, author: int) -> None:
         """Write an entry, which the state machine checks."""
         entry = _entry(body, author=author, previous=self.state.previous)
-        self.state = self.state.after(entry, digest(entry.line()))
+        self.state = self.state.after(entry, sha256(entry.line()))
 
     def arrived(self, p: int) -> dict[int, Contribution]:
         """The payloads of a fragment that have arrived and were not counted, by replica."""
@@ -146,7 +146,7 @@ class Seat:
     step: int = 0
     news: list[Decision] = field(default_factory=list)
     offers: dict[int, Contribution] = field(default_factory=dict)
-    """By fragment the own payload that was not counted yet."""
+    """The own payload of each fragment that was not counted yet."""
     sent: dict[int, Offer] = field(default_factory=dict)
     """The same as the engine offered it."""
     failure: str | None = None
@@ -203,7 +203,7 @@ class Seat:
         contribution = Contribution(
             replica=self.replica,
             seq=offer.seq,
-            sha256=digest(offer.payloads[0].numpy().data),
+            sha256=sha256(offer.payloads[0].numpy().data),
             base_round=offer.base_round,
             tokens=offer.tokens,
             steps=offer.steps,

@@ -31,7 +31,7 @@ class Setting:
 
     name: str
     text: str
-    """Its words in tables."""
+    """The setting in words, for tables."""
     speeds: tuple[float, ...] = (1.0,) * NUM_REPLICAS
     lags: tuple[int, ...] = (0,) * NUM_REPLICAS
     """Rounds by which each replica's payloads enter late."""
@@ -130,7 +130,7 @@ class Run:
         return Replica(seat, state, world, open_batches(self.config, world, self.corpus))
 
     def _arrival(self, seat: Seat, fragment: int, base_round: int) -> float:
-        """At once, or when the fixed members would begin the round that a late payload is to enter."""
+        """Now, or the time at which the fixed members would begin the round that a late payload is to enter."""
         lag = self.setting.lags[seat.slot]
         if not lag:
             return 0
@@ -139,7 +139,7 @@ class Run:
         return TICK * (self.schedule.send_step(fragment) + (base_round + lag) * self.schedule.sync_every)
 
     def train(self) -> None:
-        """Until the outer steps have counted the budget; then each replica takes those that it does not know."""
+        """Train until outer steps have counted the budget; then each replica takes those that it does not know."""
         ends = [(int(TICK / speed), m) for m, speed in enumerate(self.setting.speeds)]
         heapq.heapify(ends)
         num_fragments = self.log.rules.num_fragments

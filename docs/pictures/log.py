@@ -19,7 +19,7 @@ LIVES = {"a": (1, 10.0), "b": (2, 5.6), "c": (4, 10.0)}
 class Entry(NamedTuple):
     kind: str
     counted: Mapping[str, float] = MappingProxyType({})
-    """Where each counted payload was uploaded, in entries."""
+    """The place of each counted payload's upload, in entries."""
 
 
 ENTRIES = (

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def syncs() -> list:
-    """What is sent and merged within the picture."""
+    """The syncs that are both sent and merged within the picture."""
     return [sync for step in range(1, STEPS + 1 - SCHEDULE.max_overlap) for sync in SCHEDULE.sent(step)]
 
 
@@ -76,7 +76,7 @@ def exchanges(top: int, bottom: int) -> list[str]:
 
 
 def link(name: str, y: int, sends: list[tuple[int, float, str]]) -> list[str]:
-    """What a method puts on the link: a bar a send, as high as its share of the parameters' bits."""
+    """The bytes of a method on the link: a bar a send, as high as its share of the parameters' bits."""
     bars = [
         f'<rect x="{x(step) - 4:.1f}" y="{y + 20 - height}" width="8" height="{height}" fill="{colour}"/>'
         for step, height, colour in sends

@@ -11,8 +11,16 @@ from diloco.integrations.transformers import DiLoCoCallback
 
 replica, num_replicas = int(os.environ["DILOCO_REPLICA"]), int(os.environ["DILOCO_NUM_REPLICAS"])
 set_seed(0)
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **sizes))
+config = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+model = LlamaForCausalLM(config)
 tokens = ((torch.randint(64, (80, 1)) + torch.arange(16)) % 64).tolist()
 dataset = Dataset.from_dict({"input_ids": tokens, "labels": tokens}).train_test_split(test_size=16, seed=0)
 training_args = TrainingArguments(

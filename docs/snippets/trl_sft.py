@@ -14,8 +14,16 @@ from diloco.integrations.transformers import DiLoCoCallback
 
 replica, num_replicas = int(os.environ["DILOCO_REPLICA"]), int(os.environ["DILOCO_NUM_REPLICAS"])
 set_seed(0)
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **sizes))
+config = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+model = LlamaForCausalLM(config)
 words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{str(i): i for i in range(2, 64)}}, "<eos>"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")

@@ -18,6 +18,7 @@ from diloco.errors import FileWriteError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Buffer
 
 
 @contextmanager
@@ -123,12 +124,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(*paths: Path) -> str:
-    """The SHA-256, in hexadecimal, of the bytes of files, one after another."""
+def sha256(*contents: "Path | Buffer") -> str:
+    """The SHA-256, in hexadecimal, of the bytes of files and buffers, one after another."""
     digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
+    for content in contents:
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+        else:
+            digest.update(content)
     return digest.hexdigest()
 
 

@@ -55,7 +55,7 @@ def check_online(field: str, value: str) -> None:
 
 
 def _silence() -> str:
-    """Why the Hub does not answer; empty if it does."""
+    """The reason why the Hub does not answer; empty if it does."""
     try:
         urlopen(Request(endpoint(), method="HEAD"), timeout=_MOST_SECONDS).close()
     except HTTPError:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
 """data_parallel reduces gradients at every step; the others lead from DiLoCo to Streaming DiLoCo, in order."""
 METHODS: tuple[Method, ...] = get_args(Method)
-"""All names."""
+"""The names of all methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class Preset:
     """The default settings of a method; each may still be set by itself."""
 
     fragments: Literal["strided", "whole"]
-    """How blocks form fragments: strided, or all parameters in one."""
+    """The pattern by which blocks form fragments: strided, or all parameters in one."""
     overlap_steps: int
     """τ: inner steps between sending a fragment and merging it."""
     mixing: float

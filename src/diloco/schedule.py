@@ -108,7 +108,7 @@ class Schedule:
         return first + (round - 1) * period
 
     def num_sent(self, fragment: int, step: int) -> int:
-        """How often a fragment is sent up to a step."""
+        """The number of times that a fragment is sent up to a step."""
         elapsed = step - self.send_step(fragment)
         return 1 + elapsed // self.sync_every if elapsed >= 0 else 0
 

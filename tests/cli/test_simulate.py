@@ -98,7 +98,7 @@ def test_the_published_tables_are_shown_cell_by_cell(capsys):
 
 
 def test_sequential_fragments_need_more_bandwidth_at_100b(capsys):
-    """They sync early layers, for which the next forward pass waits first, together."""
+    """Sequential fragments sync early layers, for which the next forward pass waits first, together."""
     size = ["--num-params", "1e11", "--num-layers", "108", "--step-seconds", "4.9", "--method", "streaming"]
     for preset in ("paper", "physical"):
         command = ["simulate", "bandwidth", *size, "--preset", preset, "--targets", "0.99", "--json"]
@@ -232,9 +232,9 @@ def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatc
         raise ModuleNotFoundError(name=module.partition(".")[0])
 
     monkeypatch.setattr("diloco.files.importlib.import_module", no_library)
-    for what in ("timeline", "pictures"):
+    for verb in ("timeline", "pictures"):
         with pytest.raises(SystemExit, match="2"):
-            main(["simulate", what, "--output", str(tmp_path)])
+            main(["simulate", verb, "--output", str(tmp_path)])
         assert "pip install '.[pictures]' in diloco's clone" in capsys.readouterr().err
 
 

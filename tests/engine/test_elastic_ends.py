@@ -1,4 +1,4 @@
-"""How a replica among others ends when something is wrong with it, while the others go on."""
+"""The end of a replica among others when something is wrong with it, while the others go on."""
 
 import logging
 import time

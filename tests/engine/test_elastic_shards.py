@@ -120,8 +120,8 @@ def test_a_sharded_replica_has_the_bits_of_a_whole_one(case: int, fixed_members)
         assert torch.equal(process[1], expected[1]), "θ"
         assert torch.equal(process[2], expected[2]), "Θ"
         assert [sync for sync, *_ in process[3]] == [sync for sync, *_ in expected[3]]
-        norms_and_cosines, those = (np.array([v for _, *v in of[3]], float) for of in (process, expected))
-        np.testing.assert_allclose(norms_and_cosines, those, rtol=1e-5)
+        measured, whole_measured = (np.array([v for _, *v in each[3]], float) for each in (process, expected))
+        np.testing.assert_allclose(measured, whole_measured, rtol=1e-5)
         # Any member may make an average of a share, whoever is first: bytes differ from run to run.
         counts = slice(None) if combine == "gather" else slice(2, None)
         assert process[4][counts] == expected[4][counts], "bytes, and tokens that the run does not know yet"

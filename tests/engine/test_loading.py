@@ -53,7 +53,7 @@ def test_a_state_in_flight_of_other_settings_is_refused_with_both_values():
 
 
 BEFORE = Case(P=4, H=4, tau=2, wire="int4", beta=1.0)
-"""Its run is finished after step 12, and goes on with other settings."""
+"""A case whose run is finished after step 12, and goes on with other settings."""
 COURSES: dict[str, Callable[[nn.Module], dict]] = {
     "H and τ": lambda _: {"schedule": replace(BEFORE, H=7, tau=5).schedule()},
     "offsets": lambda _: {"schedule": replace(BEFORE, offsets=(3, 1, 0, 2)).schedule()},

@@ -46,15 +46,15 @@ def test_logs_of_two_replicas_of_which_one_is_late():
     case = Case(P=1, tau=0, wire="e3m0")
     results = run_replicas(logs_of, 2, case, 1)
     for replica, (before, after, expected, counters) in enumerate(results):
-        peer = f"replica_{1 - replica}"
-        assert set(before) == COUNTERS | {"distance_to_outer", f"last_heard_seconds/{peer}"}
+        other = f"replica_{1 - replica}"
+        assert set(before) == COUNTERS | {"distance_to_outer", f"last_heard_seconds/{other}"}
         assert before["distance_to_outer"] == before["encode_seconds"] == before["num_steps"] == 0
         for name, value in expected.items():
             assert after[name] == pytest.approx(value, rel=1e-5), name
         assert after["num_steps"] == case.H and after["bytes_received"] == after["bytes_sent"] > 0
         assert 0 < after["codec_error"] < 0.5 and after["distance_to_outer"] > 0
         assert 0 < after["encode_seconds"] < 5 and 0 < after["merge_seconds"] < 5
-        assert 0 <= after[f"last_heard_seconds/{peer}"] < SLOWER_SECONDS / 2
+        assert 0 <= after[f"last_heard_seconds/{other}"] < SLOWER_SECONDS / 2
         assert set(after) - set(counters) == {"distance_to_outer", "codec_error"}
         assert all(type(value) is float for value in after.values())
     punctual, late = results[0][1], results[1][1]

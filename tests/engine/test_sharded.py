@@ -230,7 +230,7 @@ def test_a_loop_of_ones_own_saves_and_resumes(tmp_path, wire):
 
 
 class OneRow(nn.Module):
-    """Its weights have fewer rows than there are shards: some are empty."""
+    """A model whose weights have fewer rows than there are shards: some are empty."""
 
     def __init__(self) -> None:
         super().__init__()

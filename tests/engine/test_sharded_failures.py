@@ -76,9 +76,9 @@ def lose_the_link_of_one_shard() -> str:
     """The other shards have theirs, and wait for less long than the link does to fail."""
     ranks = [[0, 1], [2, 3]]
 
-    def group(of: list[list[int]]) -> dist.ProcessGroup:
-        made = [dist.new_group(members, timeout=timedelta(seconds=2)) for members in of]
-        return next(one for one, members in zip(made, of, strict=True) if dist.get_rank() in members)
+    def group(ranks_of_groups: list[list[int]]) -> dist.ProcessGroup:
+        made = [dist.new_group(members, timeout=timedelta(seconds=2)) for members in ranks_of_groups]
+        return next(one for one, members in zip(made, ranks_of_groups, strict=True) if dist.get_rank() in members)
 
     mesh = DeviceMesh.from_group(
         [group([list(others) for others in zip(*ranks, strict=True)]), group(ranks)],

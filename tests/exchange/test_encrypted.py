@@ -74,7 +74,7 @@ def exchange_out_of_order() -> float:
         for sender, payload in pending[key].wait().items():
             assert torch.equal(payload, content(key, sender, exchange.replica)), (key, sender)
     exchange.close()
-    return exchange.peers.heard_at.keys() == set(others)
+    return exchange.answers.heard_at.keys() == set(others)
 
 
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -59,7 +59,7 @@ def test_exchanges_in_flight_together_arrive_whole_in_whatever_order(num_replica
 
 
 def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
-    """How many there are between two replicas, and what is cut into how large chunks."""
+    """The number of connections between two replicas, and the sizes of the chunks of a payload."""
     before = _tcp_connections()
     exchange = ProcessGroupExchange(timeout_seconds=20, num_connections=num_connections)
     share(exchange, "all have connected")

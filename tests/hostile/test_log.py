@@ -12,8 +12,9 @@ from tests.hostile.mutations import generator, mutated_bytes, mutated_json
 from tests.rendezvous.referee import public_key, signed
 from tests.rendezvous.simulated import Run, simulate
 
+from diloco.files import sha256
 from diloco.rendezvous import entries, index
-from diloco.rendezvous.entries import LogError, digest
+from diloco.rendezvous.entries import LogError
 from diloco.rendezvous.machine import RunState
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
@@ -41,11 +42,11 @@ def accept(number: int, data: bytes) -> RunState:
     if number == 0:
         if signature != signed(getattr(entry.body, "creator", ""), entry.line()):
             raise LogError("forged")
-        return RunState.begin(entry, digest(data))
+        return RunState.begin(entry, sha256(data))
     state = real_run().referee.states[number - 1]
     if signature != signed(state.signer(entry), entry.line()):
         raise LogError("forged")
-    return state.after(entry, digest(data))
+    return state.after(entry, sha256(data))
 
 
 def accept_index(number: int, data: bytes) -> index.Index:

@@ -20,9 +20,9 @@ from tests.wire import reference as wire_reference
 from torch import Tensor
 
 from diloco.errors import PayloadError
+from diloco.files import sha256
 from diloco.rendezvous import payloads
 from diloco.rendezvous.averages import AverageHeader
-from diloco.rendezvous.entries import digest
 from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
 from diloco.rendezvous.payloads import Header
 from diloco.rendezvous.verify import check_header, verified
@@ -88,10 +88,10 @@ def test_a_member_that_lies_in_a_share_is_found_by_whoever_averages_it(lie: str,
     """The header names the digest of what lies in the store."""
     change, reason = LIES[lie]
     data = change(step.sent[0][1].numpy().tobytes())
-    sha256 = list(step.headers[0].sha256)
-    sha256[1] = digest(data)
+    digests = list(step.headers[0].sha256)
+    digests[1] = sha256(data)
     with pytest.raises(PayloadError, match=f"payload payloads/0/00000001-1.*({reason})"):
-        taken(step, replace(step.headers[0], sha256=tuple(sha256)), 1, data)
+        taken(step, replace(step.headers[0], sha256=tuple(digests)), 1, data)
 
 
 def test_a_norm_of_a_share_that_pleases_the_log_is_found_by_whoever_averages_it(step: CutStep) -> None:
@@ -107,9 +107,9 @@ def test_a_share_that_holds_nan_is_found_by_whoever_averages_it() -> None:
     step = CutStep(wire="fp32")
     sound = step.sent[0][1].numpy().tobytes()
     data = wire_reference.sealed(sound[:24], sound[32:-4] + np.float32(np.nan).tobytes())
-    sha256 = (*step.headers[0].sha256[:1], digest(data), *step.headers[0].sha256[2:])
+    digests = (*step.headers[0].sha256[:1], sha256(data), *step.headers[0].sha256[2:])
     with pytest.raises(PayloadError, match=r"payload payloads/0/00000001-1.*(NaN|not finite)"):
-        taken(step, replace(step.headers[0], sha256=sha256), 1, data)
+        taken(step, replace(step.headers[0], sha256=digests), 1, data)
 
 
 HEADERS = {

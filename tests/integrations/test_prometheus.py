@@ -42,12 +42,12 @@ def scraped(case: Case) -> tuple[dict[str, float], dict[str, float]]:
 def test_a_scrape_shows_steps_bytes_seconds_and_the_age_of_each_peer():
     case = Case(P=2, T=9, wire="bf16")
     for replica, (_, last) in enumerate(run_replicas(scraped, 2, case)):
-        own, peer = f'{{replica="{replica}"}}', f'{{peer="{1 - replica}",replica="{replica}"}}'
+        own, other = f'{{replica="{replica}"}}', f'{{other_replica="{1 - replica}",replica="{replica}"}}'
         assert last[f"diloco_last_step{own}"] == 9
         assert last[f"diloco_bytes_sent_total{own}"] > last[f"diloco_bytes_received_total{own}"] - 1 > 0
         assert last[f"diloco_encode_seconds_total{own}"] > 0 and last[f"diloco_merge_seconds_total{own}"] > 0
-        assert 0 <= last[f"diloco_peer_age_seconds{peer}"] < 30
-        assert 0 <= last[f"diloco_peer_lateness_seconds{peer}"] < 30
+        assert 0 <= last[f"diloco_last_heard_seconds{other}"] < 30
+        assert 0 <= last[f"diloco_lateness_seconds{other}"] < 30
 
 
 def test_a_port_in_use_is_refused():

@@ -56,7 +56,7 @@ def dataloader(*, dp_world_size: int, dp_rank: int, job_config: Any, **_: Any) -
 
 
 class Validator:
-    """It keeps the loss of a held-out batch."""
+    """A validator that keeps the loss of a held-out batch"""
 
     def __init__(self, **_: Any) -> None:
         self.losses: list[float] = []

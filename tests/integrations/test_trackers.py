@@ -127,7 +127,7 @@ def test_the_trainer_fills_trackers_and_answers_prometheus(tmp_path, small_corpu
     run = tmp_path / "runs" / "tracked"
     for replica, page in pages.items():
         assert f'diloco_last_step{{replica="{replica}"}}' in page
-        assert f'diloco_peer_age_seconds{{peer="{1 - replica}",replica="{replica}"}}' in page
+        assert f'diloco_last_heard_seconds{{other_replica="{1 - replica}",replica="{replica}"}}' in page
         run_id = (run / "trackers" / f"wandb-replica-{replica}").read_text()
         (file,) = run.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
         names = ("tokens_per_second", "mean_loss", "engine/distance_to_outer", "engine/encode_seconds")

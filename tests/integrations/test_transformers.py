@@ -326,7 +326,7 @@ def test_a_state_that_the_disk_can_not_take_names_its_path_and_bytes(tmp_path):
 
 
 class ScheduleFree(torch.optim.SGD):
-    """It has both methods that the Trainer looks for."""
+    """An optimizer with both methods that the Trainer looks for"""
 
     def eval(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """A log that a test writes entry by entry."""
 
-from diloco.rendezvous.entries import Body, Contribution, Create, Entry, Join, Outer, Rules, digest
+from diloco.files import sha256
+from diloco.rendezvous.entries import Body, Contribution, Create, Entry, Join, Outer, Rules
 from diloco.rendezvous.machine import RunState
 
 
@@ -9,7 +10,7 @@ class Log:
 
     def __init__(self, *, creator: str = "", allowed: tuple[str, ...] = (), **rules) -> None:
         body = Create(format=2, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
-        self.state = RunState.begin(self.entry(body, -1, ""), digest(b"0"))
+        self.state = RunState.begin(self.entry(body, -1, ""), sha256(b"0"))
 
     @staticmethod
     def entry(body: Body, author: int, previous: str, keys: int = 0) -> Entry:
@@ -17,7 +18,7 @@ class Log:
 
     def add(self, body: Body, author: int) -> RunState:
         entry = self.entry(body, author, self.state.previous, self.state.keys)
-        self.state = self.state.after(entry, digest(str(self.state.number).encode()))
+        self.state = self.state.after(entry, sha256(str(self.state.number).encode()))
         return self.state
 
     def join(self, *names: str, key: str = "") -> "Log":
@@ -32,7 +33,7 @@ class Log:
         fields = {
             "replica": replica,
             "seq": 1 + max(other.last_seq.get(replica, -1) for other in self.state.fragments),
-            "sha256": digest(b""),
+            "sha256": sha256(b""),
             "base_round": log.round,
             "tokens": 10,
             "steps": 1,

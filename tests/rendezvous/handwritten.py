@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.rendezvous import entries, index, payloads, snapshots
 from diloco.rendezvous.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
@@ -114,7 +115,7 @@ class Handwritten:
         entry = entries.new_entry(body, author=author, previous=previous, keys=keys)
         data = entries.sealed(entry, (signer or self.signer(author)).sign(entry.line()))
         self.path(entries.name_of(number)).write_bytes(data)
-        digest = entries.digest(data)
+        digest = sha256(data)
         self.states.append(self.state.after(entry, digest) if number else RunState.begin(entry, digest))
         return number
 

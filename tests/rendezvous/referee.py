@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.files import sha256
 from diloco.rendezvous import entries
-from diloco.rendezvous.entries import Contribution, Entry, Join, Keys, Leave, Outer, digest
+from diloco.rendezvous.entries import Contribution, Entry, Join, Keys, Leave, Outer
 from diloco.rendezvous.machine import RunState
 
 Vector = NDArray[np.float32]
@@ -48,7 +49,7 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 def payload_digest(values: Vector) -> str:
-    return digest(values.tobytes())
+    return sha256(values.tobytes())
 
 
 def checksum(values: Vector) -> str:
@@ -56,12 +57,12 @@ def checksum(values: Vector) -> str:
 
 
 def public_key(name: str) -> str:
-    return digest(f"key of {name}".encode())
+    return sha256(f"key of {name}".encode())
 
 
 def signed(key: str, line: bytes) -> str:
     """A signature that is worth nothing, in the form of a real one; empty without keys."""
-    return digest(key.encode() + line) * 2 if key else ""
+    return sha256(key.encode() + line) * 2 if key else ""
 
 
 @dataclass
@@ -118,11 +119,11 @@ class Referee:
         assert number == len(self.states), "the log has no holes and no second end"
         entry, signature = opened(data, number=number)
         if number == 0:
-            self.states.append(RunState.begin(entry, digest(data)))
+            self.states.append(RunState.begin(entry, sha256(data)))
             self.outer = OuterParameters.initial(self.state.rules.num_fragments)
         else:
             assert signature == signed(self.state.signer(entry), entry.line())
-            self.states.append(self.state.after(entry, digest(data)))
+            self.states.append(self.state.after(entry, sha256(data)))
         self._note(entry)
         assert self.outer is not None
         self.checksums.append(self.outer.checksums())

@@ -17,6 +17,7 @@ from tests.rendezvous.referee import (
     signed,
 )
 
+from diloco.files import sha256
 from diloco.rendezvous import entries, index
 from diloco.rendezvous.decide import may_decide, turns
 from diloco.rendezvous.entries import (
@@ -26,7 +27,6 @@ from diloco.rendezvous.entries import (
     Leave,
     Outer,
     Snapshot,
-    digest,
     new_entry,
     sealed,
 )
@@ -54,7 +54,7 @@ class Replica:
         self.number = -1
         self.living, self.asleep = True, False
         first = store.objects[entries.name_of(0)]
-        self.state = RunState.begin(opened(first, number=0)[0], digest(first))
+        self.state = RunState.begin(opened(first, number=0)[0], sha256(first))
         self.num_fragments = self.state.rules.num_fragments
         self.outer = OuterParameters.initial(self.num_fragments)
         self.theta = [value.copy() for value in self.outer.theta]
@@ -138,9 +138,9 @@ class Replica:
         log = self.state.fragments[p]
         if log.round > (log.snapshots[-1].round if log.snapshots else 0):
             content = np.concatenate([self.outer.theta[p], self.outer.velocity[p]]).tobytes()
-            name = f"snapshots/{p}/{log.round}-{digest(content)}"
+            name = f"snapshots/{p}/{log.round}-{sha256(content)}"
             self.store.create(name, content, fault)
-            self.append(Snapshot(fragment=p, round=log.round, sha256=(digest(content),)), fault)
+            self.append(Snapshot(fragment=p, round=log.round, sha256=(sha256(content),)), fault)
 
     def write_index(self, fault: Fault) -> None:
         """Write an index, and retire what it makes superfluous."""
@@ -176,7 +176,7 @@ class Replica:
         number = self.state.number
         entry, signature = opened(data, number=number)
         assert signature == signed(self.state.signer(entry), entry.line())
-        before, self.state = self.state, self.state.after(entry, digest(data))
+        before, self.state = self.state, self.state.after(entry, sha256(data))
         is_own = self.proposal is not None and entry.nonce == self.proposal[1]
         if isinstance(entry.body, Outer) and not self._stepped(before, entry.body):
             return True

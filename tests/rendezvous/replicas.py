@@ -117,13 +117,13 @@ class Plan:
     tokens: int = 8
     """In each step."""
     from_entry: int = 0
-    """It starts when the log has this entry."""
+    """The number of the entry with which it starts, once the log has it."""
     kill_at: int = 0
     """The step after which it kills itself with SIGKILL; 0 for never."""
     stops: tuple[str, int, float] | None = None
-    """Whom it stops with SIGSTOP, after which step, and after how many seconds that one goes on."""
+    """The replica that it stops with SIGSTOP, after which step, and the seconds after which that one goes on."""
     clock_hours: float = 0.0
-    """How wrong the process's clock is."""
+    """The error of the process's clock."""
     settings: dict = field(default_factory=dict)
 
 

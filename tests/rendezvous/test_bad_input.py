@@ -17,6 +17,7 @@ from tests.wire import reference as wire_reference
 from torch import nn
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError
+from diloco.files import sha256
 from diloco.rendezvous import payloads
 from diloco.rendezvous.keys import NoKeys
 
@@ -185,7 +186,7 @@ class Rogue:
             num_elements=4,
             num_bytes=len(body),
             norms=(float(np.linalg.norm(delta.astype(np.float64))),),
-            sha256=(payloads.digest(body),),
+            sha256=(sha256(body),),
         )
         return payloads.sealed(header, NoKeys()) + body
 

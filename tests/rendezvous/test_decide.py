@@ -1,4 +1,4 @@
-"""Who may write an outer entry, when, and whom it counts."""
+"""The replicas that may write an outer entry, the time of that, and the contributions that it counts."""
 
 from dataclasses import replace
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.rendezvous.cases import Log
 
+from diloco.files import sha256
 from diloco.rendezvous.entries import (
     MOST_BYTES,
     Create,
@@ -15,7 +16,6 @@ from diloco.rendezvous.entries import (
     Outer,
     Rules,
     Snapshot,
-    digest,
     new_entry,
     opened,
     sealed,
@@ -78,4 +78,4 @@ def test_other_bytes_are_refused(data):
 
 def test_the_digest_is_of_both_lines():
     entry = new_entry(Leave(finished=False), author=0, previous=A)
-    assert digest(sealed(entry, "")) != digest(sealed(entry, "01" * 64))
+    assert sha256(sealed(entry, "")) != sha256(sealed(entry, "01" * 64))

@@ -17,7 +17,7 @@ def test_a_signature_holds_for_its_message_and_key_alone(path, tmp_path):
     signer = KeyFile(path)
     other = write_key(tmp_path / "other.key")
     signature = signer.sign(b"a message")
-    check(signer.public, signature, b"a message", what="entry 7")
+    check(signer.public, signature, b"a message", source="entry 7")
     swapped = signature[64:] + signature[:64]
     for public, mark, message in [
         (signer.public, signature, b"another message"),
@@ -31,14 +31,14 @@ def test_a_signature_holds_for_its_message_and_key_alone(path, tmp_path):
         ("0" * 63, signature, b"a message"),
     ]:
         with pytest.raises(ForgedError, match="entry 7 is forged: its signature is not that of the key"):
-            check(public, mark, message, what="entry 7")
+            check(public, mark, message, source="entry 7")
 
 
 def test_a_signature_for_another_program_is_worth_nothing(path):
     signer = KeyFile(path)
     plain = signer._key.sign(b"a message").hex()
     with pytest.raises(ForgedError, match="is forged"):
-        check(signer.public, plain, b"a message", what="entry 7")
+        check(signer.public, plain, b"a message", source="entry 7")
     # Nor is one of ours worth anything elsewhere: the same library verifies it over the longer message alone.
     key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer.public))
     key.verify(bytes.fromhex(signer.sign(b"a message")), b"diloco log 1\na message")
@@ -46,11 +46,11 @@ def test_a_signature_for_another_program_is_worth_nothing(path):
 
 def test_without_keys_nothing_is_signed(path):
     assert NoKeys().public == NoKeys().sign(b"a message") == ""
-    check("", "", b"a message", what="entry 7")
+    check("", "", b"a message", source="entry 7")
     with pytest.raises(ForgedError, match="entry 7 is signed, in a run without keys"):
-        check("", KeyFile(path).sign(b"a message"), b"a message", what="entry 7")
+        check("", KeyFile(path).sign(b"a message"), b"a message", source="entry 7")
     with pytest.raises(ForgedError, match="entry 7 is not signed: it should be by the key"):
-        check(KeyFile(path).public, "", b"a message", what="entry 7")
+        check(KeyFile(path).public, "", b"a message", source="entry 7")
 
 
 def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.rendezvous.cases import Log
 from tests.rendezvous.simulated import simulate
 
-from diloco.rendezvous.entries import Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot, digest
+from diloco.files import sha256
+from diloco.rendezvous.entries import Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
 from diloco.rendezvous.machine import RunState
 
 A, B, CREATOR = "a" * 64, "b" * 64, "c" * 64
@@ -61,9 +62,9 @@ def test_an_entry_that_is_not_valid_is_refused_with_its_number(log, body, author
 
 
 def test_an_entry_follows_the_one_before_it(log):
-    entry = log.entry(Join(name="d", key=""), 3, digest(b"another"))
+    entry = log.entry(Join(name="d", key=""), 3, sha256(b"another"))
     with pytest.raises(LogError, match="does not follow the entry before it"):
-        log.state.after(entry, digest(b""))
+        log.state.after(entry, sha256(b""))
 
 
 @pytest.mark.parametrize("body", [Leave(finished=False), Snapshot(fragment=0, round=2, sha256=(A,))])
@@ -129,4 +130,4 @@ def test_entry_0_creates_a_run_of_this_format():
         (replace(body, allowed=(A,)), -1, "is not signed"),
     ):
         with pytest.raises(LogError, match=reason):
-            RunState.begin(Log.entry(changed, author, ""), digest(b""))
+            RunState.begin(Log.entry(changed, author, ""), sha256(b""))

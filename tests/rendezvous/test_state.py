@@ -1,4 +1,4 @@
-"""Which replicas are active, which slot a joiner gets, and which payloads and joiners are refused."""
+"""The active replicas, the slot that a joiner gets, and the payloads and joiners that are refused."""
 
 import pytest
 from tests.rendezvous.cases import Log

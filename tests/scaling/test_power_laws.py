@@ -97,10 +97,12 @@ def test_the_published_losses_give_the_published_residuals_at_the_size_left_out(
 
     def farthest(laws: Laws) -> float:
         ours = {error.law: error.by_replicas for error in judgement.held_out_errors(laws)}
-        return max(abs(ours[law][m] - theirs) for law, of in RESIDUALS.items() for m, theirs in of.items())
+        return max(abs(ours[law][m] - theirs) for law, by_m in RESIDUALS.items() for m, theirs in by_m.items())
 
     rounded = [
-        Point(named(size), m, loss) for m, of in LOSS.items() for size, loss in zip(NAMED_SIZES, of, strict=False)
+        Point(named(size), m, loss)
+        for m, losses in LOSS.items()
+        for size, loss in zip(NAMED_SIZES, losses, strict=False)
     ]
     assert farthest(Laws()) < 0.0005  # half of the last printed digit
     assert farthest(Laws(rounded)) > 0.002

@@ -79,7 +79,7 @@ def test_a_run_cannot_end_before_the_step_it_has_reached(num_steps, step):
 
 @pytest.mark.slow
 def test_a_finished_run_is_extended(folder, streaming):
-    """It goes on where it ended: steps, data and Θ; and a plain resume repeats the new phase bit for bit."""
+    """The run goes on where it ended: steps, data and Θ; and a plain resume repeats the new phase bit for bit."""
     extended = shutil.copytree(streaming, folder / "runs" / "extended")
     before = summary(extended)
     num_steps = before["num_steps"]

@@ -1,4 +1,4 @@
-"""How far a run is, asked once a step: each answer may be a wait of all processes of a replica."""
+"""The progress of a run, asked once a step: each answer may be a wait of all processes of a replica."""
 
 from dataclasses import replace
 from types import SimpleNamespace

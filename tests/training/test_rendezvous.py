@@ -13,9 +13,10 @@ from tests.processes import run_replicas
 from tests.training.runs import TIMEOUT_SECONDS, command, lines, run, summary
 
 from diloco.errors import DisagreementError, UserError
+from diloco.files import sha256
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.entries import Join, Leave, digest, opened
+from diloco.rendezvous.entries import Join, Leave, opened
 from diloco.rendezvous.log import begun
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.replay import replayed
@@ -63,7 +64,7 @@ def state_of(store: str) -> RunState:
     for number, path in enumerate(paths[1:], 1):
         data = path.read_bytes()
         entry = opened(data, number=number)[0]
-        state = state.after(entry, digest(data))
+        state = state.after(entry, sha256(data))
     return state
 
 

@@ -1,4 +1,4 @@
-"""How a command ends when something goes wrong: one sentence and an exit code, or a bug's traceback."""
+"""The end of a command when something goes wrong: one sentence and an exit code, or a bug's traceback."""
 
 import os
 import select

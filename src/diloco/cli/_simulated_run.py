@@ -16,7 +16,7 @@ from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Stragglers, replicas_of
 from diloco.training.traits import fields_with
 
-Preset = Literal["physical", "paper"]
+SimulatorKind = Literal["physical", "paper"]
 
 _PHYSICAL = {"physical": True}
 """Metadata of a field that describes machines and links, which the preset paper does not have."""
@@ -46,7 +46,7 @@ class SimulatedRun:
     method's own."""
     num_steps: int | None = None
     """Steps of a run, which ends when everything has arrived; left out, the steady state."""
-    preset: Preset = "physical"
+    preset: SimulatorKind = "physical"
     """physical: replicas on links, as the engine works; paper: the simulator of the paper's table."""
     width: int | None = field(default=None, metadata=_PHYSICAL)
     """D; left out, the width with which 12·L·D² and the embeddings make N (physical)."""

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """How text is written."""
+    """Settings of the text to write."""
 
     max_tokens: int = 200
     """The most tokens to write at a time; the end of a document ends them before."""
     temperature: float = 0.8
-    """Logits are divided by it; 0 takes the likeliest token always."""
+    """Divisor of the logits; 0 takes the likeliest token always."""
     top_k: int = 40
     """The number of the likeliest tokens from which each is drawn."""
     seed: int = 0

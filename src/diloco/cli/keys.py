@@ -22,7 +22,7 @@ ORDER = 12
 _MOST_RACES = 100
 """Entries that others may write first."""
 _PATIENCE_SECONDS = 60.0
-"""How long an outage of the store is borne."""
+"""Longest outage of the store that a command waits out."""
 _URL: TypeAlias = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="URL")]
 _Keys: TypeAlias = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY …")]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from diloco.cli._command import choose
-from diloco.cli._simulated_run import Preset, SimulatedRun, paper_model
+from diloco.cli._simulated_run import SimulatedRun, SimulatorKind, paper_model
 from diloco.errors import UserError
 from diloco.presets import Method
 from diloco.report.terminal.simulation import (
@@ -142,7 +142,7 @@ def _timeline(
     layers_per_fragment: int = 3,
     overlap_steps: int | tuple[int, ...] | None = None,
     num_steps: int = 14,
-    preset: Preset = "physical",
+    preset: SimulatorKind = "physical",
 ) -> None:
     """Draw what replicas and links do in the first steps, with strided and with sequential fragments.
 

@@ -66,7 +66,7 @@ def _print(checked: StoreCheck) -> None:
 def _status(
     url: tyro.conf.Positional[str], watch: bool = False, every_seconds: float = 2.0, json: bool = False
 ) -> None:
-    """Who takes part in a run, how far it is, what it has moved and about what that costs; nothing is written.
+    """Show a run's replicas, its progress, its traffic and about what that costs; nothing is written.
 
     Args:
         url: The run's store.

@@ -38,7 +38,7 @@ class DataConfig:
     prepared: Path | None = field(default=None, metadata={"may_change_on_resume": True})
     """A directory made by `diloco data prepare`, to be read in place of the sources above."""
     cache: Path = Path("data")
-    """Where sources are prepared on demand, each choice of settings in a directory of its own."""
+    """Directory in which sources are prepared on demand, each choice of settings in a directory of its own."""
 
     def __post_init__(self) -> None:
         if not self.train:

@@ -79,11 +79,11 @@ def content(source: str) -> list[Any]:
 def file_digest(path: Path) -> str:
     """SHA-256 of a file in hexadecimal; it is read again only when its size or time has changed."""
     stat = path.stat()
-    return _sha256(path.absolute(), stat.st_size, stat.st_mtime_ns)
+    return _digest_at(path.absolute(), stat.st_size, stat.st_mtime_ns)
 
 
 @cache
-def _sha256(path: Path, size: int, modified_ns: int) -> str:
+def _digest_at(path: Path, size: int, modified_ns: int) -> str:
     return sha256(path)
 
 

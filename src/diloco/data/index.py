@@ -96,7 +96,7 @@ class Index:
     tokenizer_digest: _Digest
     """`Tokenizer.digest` of the tokenizer that made its tokens."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-    """All tokens are below it."""
+    """Number of tokens in the vocabulary: every token is below it."""
     bos_id: Count
     """The token before each document."""
     dtype: Literal["<u2", "<u4"]
@@ -106,7 +106,7 @@ class Index:
     digest: _Digest
     """SHA-256 of all token bytes in order, those of the training split first."""
     held_out_by_position: bool = False
-    """The end of each document is held out, since hashing their ids would leave a split empty."""
+    """True if the end of each document is held out, since hashing their ids would leave a split empty."""
 
     def __post_init__(self) -> None:
         if self.bos_id >= self.vocab_size:

@@ -5,7 +5,6 @@ same bytes as a call that was never interrupted.
 """
 
 import fcntl
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,7 +47,7 @@ SHARD_TOKENS = 2**26
 """Tokens in a shard, by default: 128 MiB of 16 bits each."""
 
 BPE_TRAINING_BYTES = 2**27
-"""A `bpe:SIZE` tokenizer is trained on the beginning of the training split, up to this many bytes of text."""
+"""Bytes of text, at the most, on which a `bpe:SIZE` tokenizer is trained: the beginning of the training split."""
 
 _BATCH_BYTES = 2**20
 
@@ -99,7 +98,7 @@ def _name(settings: PreparationSettings) -> str:
     changed = {
         f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) != f.default
     }
-    return hashlib.sha256(json.dumps({"format": FORMAT} | changed).encode()).hexdigest()[:16]
+    return sha256(json.dumps({"format": FORMAT} | changed).encode())[:16]
 
 
 def prepare(
@@ -141,7 +140,7 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
         held_out_fraction=config.held_out_fraction,
         tokenizer=config.tokenizer,
         tokenizer_file_digest=sha256(tokenizer_file(config.tokenizer)) if is_file(config.tokenizer) else "",
-        source_digest=hashlib.sha256(json.dumps(sources).encode()).hexdigest(),
+        source_digest=sha256(json.dumps(sources).encode()),
         shard_tokens=shard_tokens,
         max_train_bytes=config.max_train_bytes,
         text_field=config.text_field,

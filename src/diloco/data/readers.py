@@ -28,7 +28,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a row becomes a document."""
+    """The way from a row to a document."""
 
     text_field: str = DataConfig.text_field
     """The field that holds the text."""

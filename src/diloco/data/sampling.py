@@ -159,7 +159,7 @@ class SlotBatches:
     slot: int
     """s."""
     start: int
-    """Where the replica begins in its slot, in tokens."""
+    """The replica's first token in its slot."""
     after_step: int = 0
     """Steps that it had taken before."""
     rank: int = 0

@@ -31,7 +31,7 @@ class TokenShards:
     num_bytes: int
     """UTF-8 bytes of the text, by which bits per byte divides."""
     vocab_size: int
-    """All tokens are below it."""
+    """Number of tokens in the vocabulary: every token is below it."""
     bos_id: int
     """The token before each document."""
     digest: str

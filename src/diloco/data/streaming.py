@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from diloco.data.tokenizers import Tokenizer
 
 _MOST_TOKENS_OF_A_CHARACTER = 8
-"""A character takes up to four bytes, which may be a token each, and a tokenizer may put others before them."""
+"""Most tokens of a character: its four bytes may be one each, and a tokenizer may put others before them."""
 
 
 def text_pieces(tokenizer: Tokenizer, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:

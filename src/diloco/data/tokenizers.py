@@ -1,6 +1,5 @@
 """Text ⇄ token ids, behind one small protocol: bytes, Hugging Face's `tokenizer.json`, SentencePiece."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 
 from diloco.data.index import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
-from diloco.files import expanded, require, write_atomically
+from diloco.files import expanded, require, sha256, write_atomically
 from diloco.hub import hub_file
 
 FILES = ("tokenizer.json", "tokenizer.model")
@@ -27,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """Number of ids: every id is below it."""
         ...
 
     @property
@@ -124,7 +123,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     bos_id = 256
-    digest = hashlib.sha256(b"UTF-8 bytes; BOS=256").hexdigest()
+    digest = sha256(b"UTF-8 bytes; BOS=256")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The bytes of each text."""
@@ -149,7 +148,7 @@ class HuggingFaceTokenizer:
             self._backend.no_padding()
             vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.name, self._content = path.name, content
-        self.digest = hashlib.sha256(content).hexdigest()
+        self.digest = sha256(content)
         bos = _find_bos(vocabulary, path)
         self.bos_id = vocabulary[bos]
         self.vocab_size = _checked_size(max(vocabulary.values()) + 1, path)
@@ -195,7 +194,7 @@ class SentencePieceTokenizer:
         with _failures_named(f"{path} is not a SentencePiece model"):
             self._backend.LoadFromSerializedProto(content)
         self.name = path.name
-        self.digest = hashlib.sha256(content).hexdigest()
+        self.digest = sha256(content)
         self.vocab_size = _checked_size(self._backend.vocab_size(), path)
         self.bos_id: int = self._backend.bos_id()
         if self.bos_id < 0:

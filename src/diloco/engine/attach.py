@@ -172,7 +172,7 @@ _STEP_CODE = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def _num_running(optimizer: Optimizer) -> int:
-    """How many calls of an optimizer's step are on the stack."""
+    """The number of calls of an optimizer's step on the stack."""
     count, frame = 0, sys._getframe()
     while frame is not None:
         count += frame.f_code is _STEP_CODE and frame.f_locals.get("self") is optimizer

@@ -43,7 +43,7 @@ class ElasticMembership:
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on."""
+        """The reason why this replica can't go on; None as far as is known."""
         return self._rendezvous.failure
 
     @contextmanager

@@ -62,7 +62,7 @@ class ElasticRounds(ReplicaRounds):
     rendezvous: Rendezvous
     form: Form
     in_flight: dict[int, Flight] = field(default_factory=dict)
-    """By fragment."""
+    """The own payloads without a decision, by fragment."""
     rounds: list[int] = field(default_factory=list)
     """Outer steps of each fragment that this replica has taken."""
     counted: list[tuple[int, int]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class ElasticRounds(ReplicaRounds):
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
-        norms = norms_of(decoded_N, self.form, what=f"step {self.num_steps}: the outer gradient of fragment {p}")
+        norms = norms_of(decoded_N, self.form, source=f"step {self.num_steps}: the outer gradient of fragment {p}")
         then_tokens, then_steps = self.counted[p]
         tokens, steps = self.tokens - then_tokens, self.num_steps - then_steps
         offer = Offer(
@@ -245,7 +245,7 @@ class ElasticRounds(ReplicaRounds):
         return self._described(decision, content, sync)
 
     def _count(self, p: int, flight: Flight) -> None:
-        """An own payload was counted."""
+        """Note that an own payload was counted."""
         self.counted[p] = flight.tokens, flight.step
         if flight.error_N is not None:
             self.keep_error(p, flight.error_N)

@@ -38,7 +38,7 @@ class LeadingMembership(ElasticMembership):
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on, as its other processes read it."""
+        """The reason why this replica can't go on, as its other processes read it."""
         if (failure := super().failure) is not None:
             self._inside.fail(failure)
         return failure
@@ -106,7 +106,7 @@ class FollowingMembership:
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on."""
+        """The reason why this replica can't go on; None as far as is known."""
         return self._inside.failure
 
     def failing_together(self) -> AbstractContextManager[None]:

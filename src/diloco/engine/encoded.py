@@ -28,13 +28,13 @@ class Encoded:
     payloads: tuple[Tensor, ...]
     """The payloads on the device, without headers."""
     error_N: Tensor | None
-    """The error that they leave, of error feedback."""
+    """The error of error feedback that the payloads leave."""
     host_payloads: tuple[Tensor, ...]
     """The payloads where they are sent from."""
     base: int | None
     """The digest of Θ; None where it travels with the payloads."""
     verdicts: Sequence[Verdict]
-    """On merges of before, which travel with the payloads."""
+    """Verdicts on earlier merges, which travel with the payloads."""
     wait: Callable[[], None]
     """Waits for the device; then the host may read the payloads."""
 

@@ -37,7 +37,7 @@ class FixedMembership:
 
     @property
     def failure(self) -> str | None:
-        """Which other replica has failed, and why."""
+        """The other replica that has failed, and its reason; None as far as is known."""
         return self._transport.failure
 
     def failing_together(self) -> AbstractContextManager[None]:

@@ -17,9 +17,9 @@ from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.payload import Key
 
 _MIN_BODY_BYTES = 64
-"""Shorter payloads may be equal by chance."""
+"""Length of the shortest payload that is compared: shorter ones may be equal by chance."""
 _MIN_ELEMENTS = 16
-"""Fewer elements may return to where they were by chance."""
+"""Fewest elements that are judged: fewer may return to where they were by chance."""
 
 
 def refuse_equal_payloads(
@@ -60,7 +60,7 @@ class _Merge:
     """A merge to judge."""
 
     step: int
-    """The inner step after which it was."""
+    """The inner step after which the merge was."""
     resolution: float
     """Smallest move, relative to the parameter, that is no rounding."""
     samples: list[Tensor]
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
 
     fragment: int
     step: int
-    """The inner step after which it was."""
+    """The inner step after which the merge was."""
     is_undone: Tensor
     """A bool on the device of the parameters."""
 

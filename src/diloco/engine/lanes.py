@@ -1,4 +1,4 @@
-"""Lanes: where work runs that training does not wait for.
+"""Lanes: places for work that training does not wait for.
 
 Threads wait for the network, and for a GPU. On a GPU, whose work runs in the order of a stream, outer gradients
 are encoded, copied, decoded and merged on a stream beside that of training.
@@ -42,14 +42,14 @@ class Lane(Protocol):
 
 
 class HereLane:
-    """No other place: the work is done when `run` returns, and raises there.
+    """The training thread itself: the work is done when `run` returns, and raises there.
 
     >>> HereLane().run(lambda: 1 + 1).wait()
     2
     """
 
     def run(self, work: Callable[[], T]) -> Started[T]:
-        """Do it."""
+        """Do the work, and return its result."""
         result: Future[T] = Future()
         result.set_result(work())
         return _Promised(result)
@@ -81,7 +81,7 @@ class QueueLane:
         self._thread: Thread | None = None
 
     def run(self, work: Callable[[], T]) -> Started[T]:
-        """Leave it to the thread."""
+        """Queue the work for the thread."""
         if self._thread is None:
             self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)
             self._thread.start()
@@ -144,19 +144,19 @@ class DeviceLane(Protocol):
 
 
 class SameLane:
-    """No other place: work is queued where training's is. On a CPU it is done at once."""
+    """The training's own queue: on a CPU the work is done at once."""
 
     is_apart = False
 
     def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
-        """Do it."""
+        """Call the function, and return its result."""
         return work()
 
     def join(self) -> None:
-        """All is in order."""
+        """Do nothing: one queue keeps its order."""
 
     def mark(self) -> Callable[[], None]:
-        """Reading waits by itself."""
+        """A function that does nothing: reading a result waits by itself."""
         return _nothing
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class StreamLane:
         self._stream = self._module.Stream(device)
 
     def queue(self, work: Callable[[], T], *, after_training: bool = True) -> T:
-        """Call it with the stream as the current one."""
+        """Call the function with the stream as the current one."""
         if after_training:
             self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):

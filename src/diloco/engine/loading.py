@@ -1,4 +1,4 @@
-"""Which states an engine takes up: a state is checked whole, on all replicas, before anything is changed.
+"""The states that an engine takes up: each is checked whole, on all replicas, before anything is changed.
 
 With nothing in flight a state goes on in an engine with other settings: Θ and the slots of the outer rule are all
 that it hands over, and they are the same on every replica.

@@ -26,10 +26,10 @@ def counters(rounds: ReplicaRounds) -> dict[str, float]:
     if record.exchange_mbit_s is not None:
         name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
         values[name] = record.exchange_mbit_s
-    if (peers := rounds.peers) is not None:
-        lateness, heard_at, now = peers.lateness_seconds, peers.heard_at, time.monotonic()
-        values |= {f"lateness_seconds/replica_{peer}": seconds for peer, seconds in sorted(lateness.items())}
-        values |= {f"last_heard_seconds/replica_{peer}": now - then for peer, then in sorted(heard_at.items())}
+    if (answers := rounds.answers) is not None:
+        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
+        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
+        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
     return {name: float(value) for name, value in values.items()}
 
 

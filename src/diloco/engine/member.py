@@ -25,7 +25,7 @@ def member(
     *,
     offload: bool,
 ) -> Membership:
-    """This replica among those that the exchange joins; every other one is told the settings.
+    """This replica among those that the exchange joins, with which it compares the settings.
 
     Raises:
         UserError: if the settings contradict each other, the model or the exchange.

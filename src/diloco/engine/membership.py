@@ -18,7 +18,7 @@ class Membership(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on; None as far as is known."""
+        """The reason why this replica can't go on; None as far as is known."""
         ...
 
     def failing_together(self) -> AbstractContextManager[None]:

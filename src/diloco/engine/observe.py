@@ -134,7 +134,7 @@ def described(
 def non_finite(step: int, replica: int, fragment: int, parameter: str | None) -> NonFiniteError:
     """The error for an outer gradient that is not finite; `parameter` is None if error feedback made it so."""
     where = f"step {step}: the outer gradient of {parameter or 'some parameter'}"
-    what = "is not finite" if parameter else "is finite, but not with what error feedback adds"
+    reason = "is not finite" if parameter else "is finite, but not with what error feedback adds"
     return NonFiniteError(
-        f"{where} (replica {replica}, fragment {fragment}) {what}; nothing was sent: lower the learning rate"
+        f"{where} (replica {replica}, fragment {fragment}) {reason}; nothing was sent: lower the learning rate"
     )

@@ -56,12 +56,12 @@ class FragmentParameters:
         self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
         """The processes that hold a replica's shards; None if it is one process."""
         self.part = shard_index(self.shard_group), num_shards(self.shard_group)
-        """Which part of the parameters the flat vectors hold, and of how many."""
+        """The part of the parameters that the flat vectors hold, and the number of parts."""
         self.device = self.shards(0)[0].device
         """The device of the flat vectors, and of all parameters."""
         sizes = {name: self.shape_in_flat(parameter).numel() for name, parameter in named.items()}
         self.spans = [block_spans(fragment, sizes) for fragment in fragments]
-        """For each fragment, where its blocks lie in its flat vector."""
+        """The places of each fragment's blocks in its flat vector."""
         self.watch = MergeWatch()
         """Guards the merges."""
         self._merge_hooks: OrderedDict[int, Callable[[tuple[str, ...]], object]] = OrderedDict()

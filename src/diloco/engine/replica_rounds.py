@@ -19,7 +19,7 @@ from diloco.engine.settings import Settings
 from diloco.engine.sharded import shard_index
 from diloco.engine.state import ERROR, OUTER, OuterState
 from diloco.errors import DisagreementError, NonFiniteError, UserError
-from diloco.exchange.messages import Peers
+from diloco.exchange.messages import Answers
 from diloco.kernels.memory import empty
 from diloco.outer.digest import outer_digest_there
 from diloco.outer.mixing import MergeRule
@@ -52,13 +52,13 @@ class ReplicaRounds:
     bytes_received: int = 0
     """Payload bytes of all shards from the other replicas that were merged."""
     blocked_seconds: float = 0.0
-    """How long training has waited for payloads."""
+    """Time in which training has waited for payloads."""
     last_sent: list[int] = field(default_factory=list)
     """For each fragment the step after which it was sent last; 0 if never."""
     record: observe.Record = field(default_factory=observe.Record)
     """Measurements of the syncs, for logs."""
     lane: DeviceLane = field(default_factory=SameLane)
-    """Where outer gradients are encoded, decoded and merged."""
+    """The place where outer gradients are encoded, decoded and merged."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made."""
@@ -80,8 +80,8 @@ class ReplicaRounds:
         return 0.0
 
     @property
-    def peers(self) -> Peers | None:
-        """When the other replicas answered; None where that is not known."""
+    def answers(self) -> Answers | None:
+        """The other replicas' answers; None where they are not known."""
         return None
 
     def is_initial(self, p: int) -> bool:

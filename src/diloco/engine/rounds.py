@@ -23,7 +23,7 @@ from diloco.engine.settings import Settings
 from diloco.engine.sharded import sum_over_shards
 from diloco.engine.state import ERROR, OUTER
 from diloco.errors import DisagreementError, ExchangeError, PayloadError
-from diloco.exchange.messages import Peers
+from diloco.exchange.messages import Answers
 from diloco.exchange.transport import Channel, Tag, Transport
 from diloco.outer.step import OuterStep
 from diloco.reduction import Reduction
@@ -63,11 +63,11 @@ class Rounds(ReplicaRounds):
     cohort: Cohort
     """The replicas of the rounds that begin now."""
     relays: Lane = field(default_factory=ThreadLane)
-    """Where a reduction's second phase follows the first."""
+    """The lane on which a reduction's second phase follows the first."""
     sends: Lane = field(default_factory=HereLane)
-    """Where a GPU is waited for before something is sent."""
+    """The lane on which a GPU is waited for before something is sent."""
     in_flight: list[Round] = field(default_factory=list)
-    """In the order in which they were sent."""
+    """The rounds in flight, in the order in which they were sent."""
     drained_step: int = 0
     """The last step at which `finish` merged everything that was sent."""
 
@@ -90,9 +90,9 @@ class Rounds(ReplicaRounds):
         return torch.device("cpu") if self.lane.is_apart else self.parameters.device
 
     @property
-    def peers(self) -> Peers | None:
-        """When the other replicas answered; None with a transport of one's own that does not know."""
-        return getattr(self.transport, "peers", None)
+    def answers(self) -> Answers | None:
+        """The other replicas' answers; None with a transport of one's own that does not know them."""
+        return getattr(self.transport, "answers", None)
 
     def key(self, sync: Sync) -> Key:
         """The key of this replica's payloads of a round."""

@@ -27,11 +27,11 @@ class Settings:
     fragments: tuple[Fragment, ...]
     """A partition of the parameters."""
     schedule: Schedule
-    """When each fragment is sent and merged."""
+    """The steps at which each fragment is sent and merged."""
     outer: OuterRule
     """The outer rule."""
     mixing: MergeRule
-    """How Θ enters a replica's own parameters."""
+    """The merge rule, by which Θ enters a replica's own parameters."""
     wire: Codec
     """The codec of the outer gradients."""
     combine: str
@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def reduction(self) -> Reduction:
-        """How payloads become an average."""
+        """The way from payloads to an average."""
         return reduction_of(self.combine, self.wire)
 
     def check(self, model: nn.Module, num_replicas: int | None) -> None:

@@ -50,7 +50,7 @@ class EngineView:
 
     @property
     def blocked_seconds(self) -> float:
-        """How long training has waited for payloads."""
+        """Time in which training has waited for payloads."""
         return self._rounds.blocked_seconds
 
     def logs(self) -> dict[str, float]:

@@ -182,7 +182,7 @@ class RemoteBoard:
                 raise ExchangeError(f"the connection to replica 0 broke off: {error}") from None
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

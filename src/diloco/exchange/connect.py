@@ -127,7 +127,7 @@ class _Plain:
         return cast(Group, dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options))
 
     def close(self) -> None:
-        """Nothing: gloo closes what nobody uses."""
+        """Do nothing: gloo closes the groups that nobody uses."""
 
 
 class _Encrypted:

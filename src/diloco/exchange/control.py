@@ -78,7 +78,7 @@ class Abortable(Protocol):
     """A way to the other replicas on which a failure can be posted."""
 
     def abort(self, reason: str) -> None:
-        """Tell it."""
+        """Tell the other replicas the reason of a failure."""
         ...
 
 

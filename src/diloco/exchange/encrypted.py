@@ -44,7 +44,7 @@ class Session:
     ) -> None:
         self.security, self.address = security, address
         self.door = Door(listener, security)
-        """Where other processes come in."""
+        """The listener through which other processes come in."""
         self.resources = ExitStack()
         """The connections, which end with the session."""
         self.resources.callback(self.door.close)

@@ -67,7 +67,7 @@ class Inside:
     def __init__(self, group: Group, timeout_seconds: float) -> None:
         self.group, self.index, self.size = group, group.rank(), group.size()
         self.failure: str | None = None
-        """Which process of this replica has failed, and why."""
+        """The process of this replica that has failed, and its reason."""
         self._timeout_seconds = timeout_seconds
         self._sent: list[_Posted] = []
         self._has_told = False

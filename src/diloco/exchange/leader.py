@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco.errors import DisagreementError
 from diloco.exchange.gloo import Group, tag_bits, wait_for
-from diloco.exchange.messages import Messages, Peers
+from diloco.exchange.messages import Answers, Messages
 from diloco.exchange.notices import Notices, WithNotices
 from diloco.exchange.process_group import GroupExchange
 from diloco.exchange.transport import Channel, Pending, Tag, Transport
@@ -42,8 +42,8 @@ class LeaderExchange(WithNotices, Transport):
         self._replica, self._num_replicas = replica, num_replicas
         # A follower waits for two journeys.
         self._timeout_seconds = timeout_seconds if outside else 2 * timeout_seconds
-        self.peers = outside.peers if outside else Peers()
-        """When each other replica answered the leader; the other processes know nothing of it."""
+        self.answers = outside.answers if outside else Answers()
+        """The other replicas' answers to the leader; the other processes know nothing of them."""
 
     @property
     def replica(self) -> int:
@@ -86,7 +86,7 @@ class LeaderExchange(WithNotices, Transport):
     def messages(self, tag: Tag) -> Messages:
         """Messages inside the replica, yet none."""
         self._notices.expect()
-        return Messages({}, self.device, tag, self._timeout_seconds, self._notices, Peers())
+        return Messages({}, self.device, tag, self._timeout_seconds, self._notices, Answers())
 
 
 class _Leading:

@@ -34,7 +34,7 @@ class Operation:
         self.tag = tag
         self.view = tensor.numpy().data.cast("B") if tensor.numel() else memoryview(b"")
         self.position = 0
-        """How many bytes have come or gone."""
+        """Number of bytes that have come or gone."""
         self.error: str | None = None
         self.over = Event()
         self._link = link

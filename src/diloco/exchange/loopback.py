@@ -29,7 +29,7 @@ class LoopbackExchange:
         """Tell nobody."""
 
     def finishing(self, step: int) -> AbstractContextManager[None]:
-        """Nobody is waited for."""
+        """A context that waits for nobody."""
         return nullcontext()
 
 

@@ -158,7 +158,7 @@ class Meeting:
                 self._wait_a_moment(f"replica 0 of {self.num_replicas}")
 
     def _wait_a_moment(self, for_whom: str) -> None:
-        """Wait, and say for whom from time to time.
+        """Wait for a moment, and name those that are missing from time to time.
 
         Raises:
             ExchangeError: if the time is over.

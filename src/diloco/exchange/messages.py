@@ -12,14 +12,14 @@ from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Channel, Tag
 
 
-class Peers:
-    """The other replicas as the waits of one exchange have met them."""
+class Answers:
+    """The other replicas' answers, as the waits of one exchange have met them."""
 
     def __init__(self) -> None:
         self.heard_at: dict[int, float] = {}
-        """When a message from each replica was last taken, by `time.monotonic()`."""
+        """Time at which a message from each replica was last taken, by `time.monotonic()`."""
         self.lateness_seconds: dict[int, float] = {}
-        """How long the last wait for a payload of each replica took, after those of the replicas before it."""
+        """Duration of the last wait for a payload of each replica, after those of the replicas before it."""
 
 
 class Messages:
@@ -31,7 +31,7 @@ class Messages:
         tag: the exchange that errors name.
         timeout_seconds: how long `wait` waits at the most.
         notices: they end a wait that is in vain.
-        peers: the record of when each replica answered.
+        answers: the record of when each replica answered.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Messages:
         tag: Tag,
         timeout_seconds: float,
         notices: Notices,
-        peers: Peers,
+        answers: Answers,
     ) -> None:
         self.tag = tag
         """The exchange."""
         self.interruption: str | None = None
-        """Why the wait is in vain."""
+        """The reason why the wait is in vain."""
         self._timeout_seconds = timeout_seconds
         self._notices = notices
-        self._peers = peers
+        self._answers = answers
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
         # Kept alive: the transport reads from them until all is sent.
@@ -90,12 +90,12 @@ class Messages:
                     wait(0.01 if self.interruption else max(deadline - start, 0.01))
                     now = time.monotonic()
                     lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
-                    self._peers.heard_at = {**self._peers.heard_at, replica: now}
+                    self._answers.heard_at = {**self._answers.heard_at, replica: now}
                 del self._waits[0]
         if self._missing:
             raise self._error()
         if self.tag.channel is Channel.PAYLOAD:
-            self._peers.lateness_seconds = lateness_seconds
+            self._answers.lateness_seconds = lateness_seconds
         return self.incoming
 
     def interrupt(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from diloco.exchange.transport import Tag
 
 class _Finish(msgspec.Struct):
     finish: int
-    """How many finishes the replica has completed."""
+    """Number of finishes that the replica has completed."""
     step: int
     """The last step after which it sends something."""
 
@@ -60,7 +60,7 @@ class Notices:
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.failure: str | None = None
-        """Which other replica has failed, and why."""
+        """The other replica that has failed, and its reason; None as far as is known."""
         self._store: Store = store
         self._on_close = on_close
         self._replica, self._num_replicas, self._num_processes = replica, num_replicas, num_processes
@@ -132,7 +132,7 @@ class Notices:
             self._in_flight = False  # the store is gone: so are the connections to the process that held it
 
     def _never_comes(self, tag: Tag) -> str | None:
-        """Why an exchange will not take place."""
+        """The reason why an exchange will not take place"""
         if not tag.step:
             return None
         for replica in range(self._num_replicas):
@@ -178,7 +178,7 @@ class WithNotices:
 
     @property
     def failure(self) -> str | None:
-        """Which other replica has failed, and why."""
+        """The other replica that has failed, and its reason; None as far as is known."""
         return self._notices.failure
 
     def abort(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from diloco.errors import UserError
 from diloco.exchange import gloo, nccl
 from diloco.exchange.control import agree
 from diloco.exchange.gloo import Group
-from diloco.exchange.messages import Messages, Peers
+from diloco.exchange.messages import Answers, Messages
 from diloco.exchange.notices import Notices, WithNotices
 from diloco.exchange.transport import Tag, Transport
 
@@ -35,8 +35,8 @@ class GroupExchange(WithNotices, Transport):
         self._notices = notices
         self._timeout_seconds = timeout_seconds
         self._ordered = not is_gloo
-        self.peers = Peers()
-        """When each other replica answered."""
+        self.answers = Answers()
+        """The other replicas' answers."""
 
     @property
     def replica(self) -> int:
@@ -60,7 +60,7 @@ class GroupExchange(WithNotices, Transport):
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Messages:
         """Post every message and return."""
-        messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices, self.peers)
+        messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices, self.answers)
         self._notices.expect()
         if self._ordered:
             assert isinstance(self._groups[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"

@@ -14,7 +14,7 @@ class Site:
     """This process among those of its replica."""
 
     rank: int
-    """From 0."""
+    """The number of this process, from 0."""
     size: int
     """The number of processes."""
     job: str | None

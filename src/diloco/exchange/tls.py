@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from diloco.errors import ExchangeError, UserError
 
 SECONDS_TO_SHAKE_HANDS = 10.0
-"""How long one end waits for the other's part of the handshake."""
+"""Longest wait of one end for the other's part of the handshake."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Security:
     setting: str
     """The proof in messages: where it comes from, and what must be the same on all replicas."""
     server: ssl.SSLContext
-    """For connections that come in."""
+    """The context of connections that come in."""
     client: ssl.SSLContext
-    """For connections that go out."""
+    """The context of connections that go out."""
 
 
 def security_of(secret: str | None, certificates: str | os.PathLike[str] | None) -> Security | None:

@@ -32,7 +32,7 @@ class Tag(NamedTuple):
     fragment: int = 0
     """Index of the fragment, from 0."""
     round: int = 0
-    """How often this fragment, or this channel, has been used, from 1."""
+    """The number of this use of the fragment, or of the channel, from 1."""
     phase: int = 0
     """The leg of an exchange that has several, 0 or 1."""
     shard: int = 0
@@ -94,7 +94,7 @@ class Transport(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Which other replica has failed, and why; None as far as this one knows."""
+        """The other replica that has failed, and its reason; None as far as this one knows."""
         ...
 
     def abort(self, reason: str) -> None:

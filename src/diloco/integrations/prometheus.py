@@ -22,8 +22,9 @@ class MetricsServer:
     """A server in a thread of its own, which reads the counters when it is asked for them.
 
     A scrape shows each counter under its name, such as `diloco_bytes_sent_total`, the step as `diloco_last_step`,
-    and of each other replica `diloco_peer_age_seconds` (since a message of it was taken) and
-    `diloco_peer_lateness_seconds` (how long the last wait took). Every sample has this replica as a label.
+    and with the label `other_replica` the gauges `diloco_last_heard_seconds` (since a message of that replica was
+    taken) and `diloco_lateness_seconds` (how long the last wait for it took). Every sample has this replica as the
+    label `replica`.
 
     Args:
         engine: whose counters are shown.
@@ -78,18 +79,17 @@ class _EngineCollector(Collector):
         """The families of all counters, and one for each fact about the other replicas."""
         values = self._engine.counters()
         yield self._family(GaugeMetricFamily, "last_step", "Inner steps taken", {(): values.pop("num_steps")})
-        peers: dict[str, dict[tuple[str, ...], float]] = {}
+        others: dict[str, dict[tuple[str, ...], float]] = {}
         for name, value in values.items():
-            kind, _, peer = name.partition("/replica_")
-            if peer:
-                peers.setdefault(kind, {})[peer,] = value
+            kind, _, other = name.partition("/replica_")
+            if other:
+                others.setdefault(kind, {})[other,] = value
             elif name.startswith("exchange_"):
                 yield self._family(GaugeMetricFamily, name, "Mbit/s of the last exchange", {(): value})
             else:
                 yield self._family(CounterMetricFamily, name, f"{name.replace('_', ' ')} so far", {(): value})
-        for kind, by_peer in peers.items():
-            name, meaning = _PEER_METRICS[kind]
-            yield self._family(GaugeMetricFamily, name, meaning, by_peer, "peer")
+        for kind, by_other in others.items():
+            yield self._family(GaugeMetricFamily, kind, _MEANINGS[kind], by_other, "other_replica")
 
     def _family(
         self,
@@ -105,7 +105,8 @@ class _EngineCollector(Collector):
         return family
 
 
-_PEER_METRICS = {
-    "last_heard_seconds": ("peer_age_seconds", "Seconds since a message of the other replica was taken"),
-    "lateness_seconds": ("peer_lateness_seconds", "Seconds that the last wait for the other replica took"),
+_MEANINGS = {
+    "last_heard_seconds": "Seconds since a message of the other replica was taken",
+    "lateness_seconds": "Seconds that the last wait for the other replica took",
 }
+"""The meaning of each fact about another replica, by the counter's name."""

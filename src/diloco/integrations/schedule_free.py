@@ -67,7 +67,7 @@ class _Sequences(NamedTuple):
     parameter: Tensor
     """y, or x in evaluation."""
     z: Tensor | None
-    """None before the first step."""
+    """z; None before the first step."""
     beta: float
     """β; 1 in evaluation, where the parameter is x itself."""
 

@@ -36,13 +36,13 @@ class DiLoCo:
     leader: bool = False
     """Let the first process exchange for all, where all hold the same parameters: not with FSDP."""
     timeout_seconds: float = 600.0
-    """How long to wait for the other replicas, in seconds."""
+    """Longest wait for the other replicas, in seconds."""
     sync_every: int = 100
     """H: inner steps between two syncs of the same fragment."""
     overlap_steps: int = 0
     """τ: inner steps between sending a fragment and merging it."""
     fragments: Literal["strided", "sequential", "whole"] = "strided"
-    """How the model's layers form fragments."""
+    """The pattern by which the model's layers form fragments."""
     layers_per_fragment: int = 3
     """Layers in a strided or sequential fragment."""
     outer_learning_rate: float = 0.4

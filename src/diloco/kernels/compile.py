@@ -1,6 +1,5 @@
 """Compile native.c for this processor, and keep the library in the user's cache."""
 
-import hashlib
 import os
 import platform
 import shlex
@@ -8,6 +7,8 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from diloco.files import sha256
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -26,7 +27,7 @@ def compiled_library() -> Path:
     if not compiler:
         raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
     identity = repr((_SOURCE.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
-    name = f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    name = f"native-{sha256(identity.encode())[:16]}.so"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
     if (cache / name).exists():
         return cache / name

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _RETURNED_BYTES = 32 << 20
-"""From this size on, glibc returns freed memory to the system, which writes zeros before it gives it again."""
+"""Size from which on glibc returns freed memory to the system, which writes zeros before it gives it again."""
 _spare: list[np.ndarray] = []
 
 

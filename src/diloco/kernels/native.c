@@ -22,9 +22,12 @@ INLINE int32_t limit(int32_t x, int32_t least, int32_t most) { return x < least 
 // 2^(byte − 127)
 INLINE float power_of_two(int32_t byte) { return float_of(byte ? (uint32_t)byte << 23 : 0x400000); }
 
-// A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_factor (of a block's values;
-// infinite for a scale that is never written), NAME_value and NAME_bad (true for a code that is never written), and
-// NAME_code, or steps towards them: loops that narrow or widen by half fill vector registers best.
+// Elements between rounding and packing, whose codes lie in the cache.
+#define RUN 256
+
+// A format offers NAME_scale (from the bits of a block's largest magnitude), NAME_factor (of a block's values; infinite
+// for a scale that is never written), NAME_codes, and NAME_values, which writes the values of codes under a factor, or
+// adds them, and returns 1 if a code is never written. Loops that narrow or widen by half fill vector registers best.
 
 typedef struct { float inverse, step; uint8_t byte; } Scale;
 
@@ -50,6 +53,37 @@ INLINE uint16_t e3m0_code(uint16_t head) {
     k = k < 7 ? k : 7;
     return k | (k ? head >> 6 & 8 : 0);
 }
+INLINE void e3m0_codes(const float *x, int64_t n, Scale s, uint8_t *code) {
+    uint16_t head[RUN];
+    for (int64_t i = 0; i < n; i++) head[i] = e3m0_head(x[i], s);
+    for (int64_t i = 0; i < n; i++) head[i] = e3m0_code(head[i]);
+    for (int64_t i = 0; i < n; i++) code[i] = (uint8_t)head[i];
+}
+// Without a mantissa the upper 16 bits of a float are its value.
+INLINE int e3m0_values(const uint8_t *code, int64_t n, float factor, float *x, int add) {
+    uint16_t head[RUN];
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t c = code[i], k = c & 7;
+        head[i] = (uint16_t)((c & 8) << 12 | (k ? (k + 120) << 7 : 0));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float value = float_of((uint32_t)head[i] << 16) * factor;
+        x[i] = add ? x[i] + value : value;
+    }
+    return 0;
+}
+
+// NAME_values of a format with NAME_value and with NAME_bad, which is true for a code that is never written.
+#define VALUES(NAME) \
+    INLINE int NAME##_values(const uint8_t *code, int64_t n, float factor, float *x, int add) { \
+        int bad = 0; \
+        for (int64_t i = 0; i < n; i++) { \
+            float value = NAME##_value(code[i]) * factor; \
+            x[i] = add ? x[i] + value : value; \
+            bad |= NAME##_bad(code[i]); \
+        } \
+        return bad; \
+    }
 
 // A float of `bits` bits, `m` of them mantissa, laid out as in IEEE 754; its largest exponent holds numbers too.
 INLINE uint8_t float_code(float unit, int bits, int m, int bias, uint32_t most) {
@@ -71,9 +105,12 @@ INLINE float float_value(uint8_t c, int bits, int m, int bias) {
 #define FLOAT(NAME, BITS, M, BIAS, EXPONENT, MOST) \
     INLINE Scale NAME##_scale(uint32_t top) { return e8m0((int32_t)(top >> 23) - EXPONENT); } \
     INLINE float NAME##_factor(const uint8_t *scale) { return e8m0_factor(scale, EXPONENT); } \
-    INLINE uint8_t NAME##_code(float x, Scale s) { return float_code(x * s.inverse, BITS, M, BIAS, MOST); } \
+    INLINE void NAME##_codes(const float *x, int64_t n, Scale s, uint8_t *code) { \
+        for (int64_t i = 0; i < n; i++) code[i] = float_code(x[i] * s.inverse, BITS, M, BIAS, MOST); \
+    } \
     INLINE float NAME##_value(uint8_t c) { return float_value(c, BITS, M, BIAS); } \
-    INLINE int NAME##_bad(uint8_t c) { return (c & ((1 << (BITS - 1)) - 1)) > MOST; }
+    INLINE int NAME##_bad(uint8_t c) { return (c & ((1 << (BITS - 1)) - 1)) > MOST; } \
+    VALUES(NAME)
 FLOAT(e4m3, 8, 3, 7, 8, 0x7E)
 FLOAT(e5m2, 8, 2, 15, 15, 0x7B)
 FLOAT(e2m1, 4, 1, 1, 2, 7)
@@ -89,13 +126,18 @@ FLOAT(e2m1, 4, 1, 1, 2, 7)
         memcpy(&step, scale, 4); \
         return step <= MOST_STEP ? step : INFINITY; \
     } \
-    INLINE int32_t NAME##_whole(float x, Scale s) { \
-        float most = (1 << (BITS - 1)) - 1, q = rintf(x / (s.step > 0 ? s.step : 1)); \
-        q = q < -most ? -most : q > most ? most : q; \
-        return (int32_t)q; \
+    INLINE void NAME##_codes(const float *x, int64_t n, Scale s, uint8_t *code) { \
+        int16_t whole[RUN]; \
+        for (int64_t i = 0; i < n; i++) { \
+            float most = (1 << (BITS - 1)) - 1, q = rintf(x[i] / (s.step > 0 ? s.step : 1)); \
+            q = q < -most ? -most : q > most ? most : q; \
+            whole[i] = (int16_t)(int32_t)q; \
+        } \
+        for (int64_t i = 0; i < n; i++) code[i] = (uint8_t)(whole[i] & ((1 << BITS) - 1)); \
     } \
     INLINE float NAME##_value(uint8_t c) { return (float)((int32_t)((uint32_t)c << (32 - BITS)) >> (32 - BITS)); } \
-    INLINE int NAME##_bad(uint8_t c) { return c == 1 << (BITS - 1); }
+    INLINE int NAME##_bad(uint8_t c) { return c == 1 << (BITS - 1); } \
+    VALUES(NAME)
 INTEGER(int8, 8, 0x1.020406p+121f)
 INTEGER(int4, 4, 0x1.249248p+125f)
 INTEGER(int2, 2, 0x1.fffffep+127f)
@@ -106,8 +148,7 @@ INLINE void prefetch(const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += 16) __builtin_prefetch((const char *)((uintptr_t)x + 4 * (uintptr_t)i));
 }
 
-// The codes of a run, one a byte, in the cache between rounding and packing. A word holds one packed byte's codes.
-#define RUN 256
+// The codes of a run, one a byte. A word holds one packed byte's codes.
 typedef union { uint8_t code[RUN]; uint16_t pair[RUN / 2]; uint32_t four[RUN / 4]; } Codes;
 
 INLINE void join(const Codes *from, int64_t n, int bits, uint8_t *packed) {
@@ -127,60 +168,6 @@ INLINE void split(const uint8_t *packed, int64_t n, int bits, Codes *to) {
         uint32_t word = (packed[i] | (uint32_t)packed[i] << 12) & 0x000F000F;
         to->four[i] = (word | word << 6) & 0x03030303;
     }
-}
-
-INLINE void e3m0_codes(const float *x, int64_t n, Scale s, uint8_t *code) {
-    uint16_t head[RUN];
-    for (int64_t i = 0; i < n; i++) head[i] = e3m0_head(x[i], s);
-    for (int64_t i = 0; i < n; i++) head[i] = e3m0_code(head[i]);
-    for (int64_t i = 0; i < n; i++) code[i] = (uint8_t)head[i];
-}
-#define CODES(NAME) \
-    INLINE void NAME##_codes(const float *x, int64_t n, Scale s, uint8_t *code) { \
-        for (int64_t i = 0; i < n; i++) code[i] = NAME##_code(x[i], s); \
-    }
-CODES(e4m3)
-CODES(e5m2)
-CODES(e2m1)
-#define INTEGER_CODES(NAME, BITS) \
-    INLINE void NAME##_codes(const float *x, int64_t n, Scale s, uint8_t *code) { \
-        int16_t whole[RUN]; \
-        for (int64_t i = 0; i < n; i++) whole[i] = (int16_t)NAME##_whole(x[i], s); \
-        for (int64_t i = 0; i < n; i++) code[i] = (uint8_t)(whole[i] & ((1 << BITS) - 1)); \
-    }
-INTEGER_CODES(int8, 8)
-INTEGER_CODES(int4, 4)
-INTEGER_CODES(int2, 2)
-
-// NAME_values writes the values of codes under a factor, or adds them; it returns 1 if a code is never written.
-#define VALUES(NAME) \
-    INLINE int NAME##_values(const uint8_t *code, int64_t n, float factor, float *x, int add) { \
-        int bad = 0; \
-        for (int64_t i = 0; i < n; i++) { \
-            float value = NAME##_value(code[i]) * factor; \
-            x[i] = add ? x[i] + value : value; \
-            bad |= NAME##_bad(code[i]); \
-        } \
-        return bad; \
-    }
-VALUES(e4m3)
-VALUES(e5m2)
-VALUES(e2m1)
-VALUES(int8)
-VALUES(int4)
-VALUES(int2)
-// Without a mantissa the upper 16 bits of a float are its value.
-INLINE int e3m0_values(const uint8_t *code, int64_t n, float factor, float *x, int add) {
-    uint16_t head[RUN];
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t c = code[i], k = c & 7;
-        head[i] = (uint16_t)((c & 8) << 12 | (k ? (k + 120) << 7 : 0));
-    }
-    for (int64_t i = 0; i < n; i++) {
-        float value = float_of((uint32_t)head[i] << 16) * factor;
-        x[i] = add ? x[i] + value : value;
-    }
-    return 0;
 }
 
 INLINE uint32_t largest(const float *x, int64_t n) {

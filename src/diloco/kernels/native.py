@@ -106,7 +106,7 @@ class Native:
         """
         num_elements = vector_N.numel()
         bits, scale_bytes = (
-            c_int.in_dll(self._library, f"{name}_{what}").value for what in ("bits", "scale_bytes")
+            c_int.in_dll(self._library, f"{name}_{constant}").value for constant in ("bits", "scale_bytes")
         )
         assert block > 0 and block * bits % 8 == 0, "a block ends with a byte"
         _check_reach("the vector", vector_N, torch.float32, num_elements)

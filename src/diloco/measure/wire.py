@@ -23,11 +23,11 @@ class WireSpeed:
     num_threads: int
     """CPU threads of torch; on a GPU they do not matter."""
     copy_gbyte_s: float
-    """Copying the vector, measured just before."""
+    """Speed of copying the vector, measured just before."""
     encode_gbyte_s: float
-    """From the vector to a payload."""
+    """Speed from the vector to a payload."""
     decode_add_gbyte_s: float
-    """From a payload, added to a vector."""
+    """Speed from a payload to its sum with a vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class WireMeasurement:
     relative_error: float
     """‖decode(encode(Δ)) − Δ‖ / ‖Δ‖ on a real outer gradient."""
     speeds: tuple[WireSpeed, ...]
-    """With one thread, and with all."""
+    """Speeds with one thread, and with all."""
 
 
 def measure_wire(

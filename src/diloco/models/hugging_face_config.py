@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FIXED = tyro.conf.Fixed
 _WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
 _MOST_BYTES = 1 << 20
-"""More than a config takes."""
+"""Size of the largest file that is read: no config takes as much."""
 _MOST_LAYERS = 4096
 
 
@@ -48,7 +48,7 @@ class HuggingFaceConfig(ModelConfig):
     hf: _FIXED[tyro.conf.Suppress[str]] = field(
         default="", metadata={"incidental": True, "own_to_a_replica": True, "may_change_on_resume": True}
     )
-    """Its directory, its `config.json`, or its name on the Hugging Face Hub."""
+    """The model's directory, its `config.json`, or its name on the Hugging Face Hub."""
     weights: _FIXED[tyro.conf.Suppress[str]] = ""
     """SHA-256 of the weights that training starts from; empty where the seed draws them."""
     lora: _FIXED[tyro.conf.Suppress[str | None]] = None
@@ -100,11 +100,12 @@ class HuggingFaceConfig(ModelConfig):
         )
         return self
 
-    def _check_fits(self, name: str, needed: int, of: str, at_fault: str) -> None:
+    def _check_fits(self, name: str, needed: int, unit: str, at_fault: str) -> None:
         least = getattr(_text(transformers_config(self.architecture)), name, None)
         if isinstance(least, int) and 0 < least < needed:
             raise UserError(
-                f"model.hf={self.hf} has {name}={least}, fewer than the {needed} {of}: choose another {at_fault}",
+                f"model.hf={self.hf} has {name}={least}, fewer than the {needed} {unit}: choose another "
+                f"{at_fault}",
                 *(at_fault, "model.hf"),
             )
 
@@ -115,7 +116,7 @@ class HuggingFaceConfig(ModelConfig):
 
     @property
     def num_trained_params(self) -> int:
-        """The same, or those of the adapters."""
+        """The parameters that are trained, and so exchanged: those of the whole model, or of the adapters."""
         return self._module().num_matrix_params(self, trained=True)
 
     @property

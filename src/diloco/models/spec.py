@@ -93,7 +93,7 @@ class ModelConfig(ABC):
 
     @property
     def num_trained_params(self) -> int:
-        """Those of them that are trained, and so exchanged."""
+        """The parameters that are trained, and so exchanged, of those that `num_matrix_params` counts."""
         return self.num_matrix_params
 
     @property

@@ -78,7 +78,7 @@ class Translation:
     needs_previous = True
 
     def facts(self) -> Mapping[str, float | str]:
-        """No settings."""
+        """An empty mapping: there are no settings."""
         return {}
 
     def merge(self, theta_N: FlatFP32, outer_N: FlatFP32, previous_N: FlatFP32 | None) -> FlatFP32:

@@ -22,7 +22,7 @@ class OuterStep:
     sync: Sync
     """Fragment, round, and the step after which it was sent."""
     blocked_seconds: float
-    """How long this replica waited for the others' payloads."""
+    """Time in which this replica waited for the others' payloads."""
     make_average: Callable[[], Tensor]
     """Makes Δ_p again from what the replicas sent."""
     make_deltas: Callable[[], Iterator[Tensor]]

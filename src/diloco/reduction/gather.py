@@ -35,7 +35,7 @@ class Gather:
         return dict.fromkeys(cohort.members, payloads[0])
 
     def relay(self, received: Mapping[int, Tensor], num_elements: int, key: Key, cohort: Cohort) -> Tensor:
-        """Never called: there is one phase."""
+        """Refuse to relay: there is one phase."""
         raise AssertionError("gather has one phase")
 
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:

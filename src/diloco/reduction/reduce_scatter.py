@@ -75,7 +75,7 @@ class ReduceScatter:
     def each(
         self, received: Mapping[int, Tensor], num_elements: int, key: Key, device: torch.device
     ) -> Iterator[Tensor]:
-        """Nothing: a replica sees the others' outer gradients in its own share alone."""
+        """No vectors: a replica sees the others' outer gradients in its own share alone."""
         return iter(())
 
     def bytes_sent(self, num_elements: int, num_replicas: int) -> int:

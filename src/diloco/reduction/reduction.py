@@ -38,7 +38,7 @@ class Reduction(Protocol):
 
     @property
     def spec(self) -> str:
-        """Its name and its second codec's, as `reduction_of` reads it."""
+        """The names of the reduction and of its second codec, as `reduction_of` reads them."""
         ...
 
     @property

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.rendezvous import index, snapshots
 from diloco.rendezvous.contract import StoredSnapshot
 from diloco.rendezvous.entries import MOST_BYTES as MOST_ENTRY_BYTES
-from diloco.rendezvous.entries import Keys, LogError, Snapshot, digest
+from diloco.rendezvous.entries import Keys, LogError, Snapshot
 from diloco.rendezvous.entries import name_of as entry_name
 from diloco.rendezvous.entries import opened as opened_entry
 from diloco.rendezvous.keys import Signer, check
@@ -22,10 +23,10 @@ _RETIRED = ("payloads", "averages", "snapshots", "index")
 
 async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
     """Upload a fragment's vectors after a round; returns the entry that says so."""
-    buffers, sha256 = await asyncio.to_thread(snapshots.sealed, vectors)
-    name = snapshots.name_of(fragment, last_round, sha256)
+    buffers, digest = await asyncio.to_thread(snapshots.sealed, vectors)
+    name = snapshots.name_of(fragment, last_round, digest)
     await store.create(name, buffers, patience_seconds=FOR_EVER)
-    return Snapshot(fragment=fragment, round=last_round, sha256=(sha256,))
+    return Snapshot(fragment=fragment, round=last_round, sha256=(digest,))
 
 
 async def newest_snapshot(
@@ -80,9 +81,9 @@ async def newest_state(store: Store, first: RunState) -> RunState:
         allowed = await _ever_allowed(store, first, state)
         if state.members[made.author].key not in allowed:
             raise LogError(f"{source} is by a replica whose key the run's creator has not allowed")
-    check(state.members[made.author].key, signature, made.line(), what=source)
+    check(state.members[made.author].key, signature, made.line(), source=source)
     before = await store.get(entry_name(number - 1), most_bytes=MOST_ENTRY_BYTES)
-    if before is None or digest(bytes(before)) != state.previous:
+    if before is None or sha256(bytes(before)) != state.previous:
         raise LogError(f"{source} does not follow entry {number - 1}: the log or the index was changed")
     _check_newest_keys(bytes(before), state, source)
     return state
@@ -98,7 +99,7 @@ def _check_newest_keys(before: bytes, state: RunState, source: str) -> None:
     if not -1 <= entry.author < len(state.members):
         raise LogError(f"{source} leaves out replica {entry.author}")
     key = state.creator if entry.author == -1 else state.members[entry.author].key
-    check(key, signature, entry.line(), what=f"entry {number} of the log")
+    check(key, signature, entry.line(), source=f"entry {number} of the log")
     if state.keys != (number if isinstance(entry.body, Keys) else entry.keys):
         raise LogError(f"{source} leaves out a change of the allow-list")
 
@@ -111,7 +112,7 @@ async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple
         if data is None:
             raise LogError(f"entry {number} of the log, which changes the allow-list, is not in the store")
         entry, signature = opened_entry(bytes(data), number=number)
-        check(first.creator, signature, entry.line(), what=f"entry {number} of the log")
+        check(first.creator, signature, entry.line(), source=f"entry {number} of the log")
         if not isinstance(entry.body, Keys):
             raise LogError(f"entry {number} of the log does not change the allow-list, and an index says so")
         allowed = [k for k in dict.fromkeys((*allowed, *entry.body.allowed)) if k not in entry.body.revoked]

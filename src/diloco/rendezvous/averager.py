@@ -73,7 +73,7 @@ class Averager:
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
         self._own, self._poll_seconds, self._newest = own, poll_seconds, newest
         self._seconds = 0.0
-        """How long it took to make the last average."""
+        """Time that it took to make the last average."""
         self._scratch_S = torch.empty(max(map(form.share_size, range(len(form.sizes)))))
         self._computing = asyncio.Lock()  # one at a time, in the scratch memory
 
@@ -123,7 +123,7 @@ class Averager:
                 await asyncio.sleep(self._poll_seconds)
 
     def _turn(self, ref: OuterRef, share: int, state: RunState) -> int:
-        """How many replicas try to make an average before this one."""
+        """The number of replicas that try to make an average before this one."""
         members = [counted.replica for counted in ref.body.contributions]
         if self._own not in members:
             return 2 * len(members)  # it can't sign for the entry, and makes the average for itself

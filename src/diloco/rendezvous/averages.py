@@ -16,12 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.kernels.memory import empty
 from diloco.reduction.cohort import Cohort
 from diloco.reduction.reduction import Average, add_up
 from diloco.reduction.shares import join_shares, key_of_average
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Digest, Outer, Positive, digest
+from diloco.rendezvous.entries import Digest, Outer, Positive
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.payloads import body_tensor
 from diloco.rendezvous.signed import MOST_HEAD_BYTES, Kind, line_of
@@ -133,7 +134,7 @@ def header_of(
         num_elements=form.share_size(ref.body.fragment),
         norm=norm,
         num_bytes=payload.numel(),
-        sha256=digest(payload.numpy().data),
+        sha256=sha256(payload.numpy().data),
     )
 
 
@@ -173,11 +174,11 @@ def opened(
     for field, value in expected.items():
         if (actual := getattr(header, field)) != value:
             _KIND.refuse(name, f"it has {field} {actual}, where {value} is expected")
-    if len(body) != header.num_bytes or digest(body) != header.sha256:
+    if len(body) != header.num_bytes or sha256(body) != header.sha256:
         _KIND.refuse(name, "its body does not match its header: it was cut short, damaged or changed")
     key = _key(form, ref.body.fragment, ref.body.round, state.cohort(ref.body.contributions))._replace(part=share)
     payload, to_S = body_tensor(body), empty(size, torch.float32, torch.device("cpu"))
-    checked_norm(second, payload, to_S, key, what=f"average {name}", norm=header.norm)
+    checked_norm(second, payload, to_S, key, source=f"average {name}", norm=header.norm)
     most = state.rules.norm_bound * max(c.norm for c in ref.body.contributions)
     if header.norm > most:
         _KIND.refuse(name, f"its norm is {header.norm:.4g}, more than {most:.4g}")

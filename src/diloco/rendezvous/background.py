@@ -32,18 +32,23 @@ class Background:
         """Call a function in the loop, soon."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, what: str) -> _T:
+    def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, name: str) -> _T:
         """The result of work in the loop.
 
+        Args:
+            work: a coroutine.
+            seconds: bound of the wait.
+            name: of the other side, for the error.
+
         Raises:
-            ExchangeError: that `what` gave no answer, if it takes longer.
+            ExchangeError: if there is no result within that time.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds)
         except FutureTimeoutError:
             future.cancel()
-            raise ExchangeError(f"{what} gave no answer within {seconds:g} s") from None
+            raise ExchangeError(f"{name} gave no answer within {seconds:g} s") from None
 
     def stop(self) -> None:
         """Cancel all work and end the thread, bounded in time."""

@@ -19,7 +19,7 @@ from diloco.errors import UserError
 from diloco.rendezvous.store import Store, StoreError
 
 FOLDER = "check"
-"""Where the objects of a check lie below the store's URL, each check's in a folder of its own."""
+"""The place of a check's objects below the store's URL, each check's in a folder of its own."""
 _PATIENCE_SECONDS = 20.0
 _BARRIER_SECONDS = 120.0
 _NUM_TIMED = 20
@@ -32,9 +32,9 @@ class Lap:
     """One racer's part in one race."""
 
     was_absent: bool
-    """The name was absent before the race."""
+    """True if the name was absent before the race."""
     won: bool
-    """The store said that this racer had created the object."""
+    """True if the store said that this racer had created the object."""
     read: bytes | None
     """The object's bytes, or None if it was absent, as this racer read them after its own create."""
 
@@ -65,7 +65,7 @@ class StoreCheck:
     """Requests that a run makes beside creating and reading, and that the store refuses."""
 
     def refusal(self) -> str | None:
-        """Why a run can't use the store; None if it can."""
+        """The reason why a run can't use the store; None if it can."""
         return _refusal(self.url, self.several_won, self.none_won, self.wrong_reads, self.num_races)
 
 

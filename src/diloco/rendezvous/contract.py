@@ -78,7 +78,7 @@ class Offer:
     base: int
     """The digest of that Θ_p."""
     tokens: int
-    """Read since the last send of the fragment that was counted."""
+    """Tokens read since the last send of the fragment that was counted."""
     steps: int
     """Inner steps since then."""
     position: int
@@ -95,7 +95,7 @@ class StoredSnapshot:
 
     round: int
     name: str
-    """In the store; it holds the SHA-256."""
+    """The name of its object in the store, which holds the SHA-256."""
     data: "Buffer"
 
 
@@ -104,7 +104,7 @@ class Content:
     """The outer gradients of an outer step: everybody's payloads, or the averages of the shares."""
 
     payloads: Mapping[int, Tensor] = field(default_factory=dict)
-    """By member; empty if there are averages."""
+    """The payloads by member; empty if there are averages."""
     averages: tuple[Tensor, ...] = ()
     """The payload of each share's average, in their order; empty with gather."""
     bytes_received: int
@@ -146,7 +146,7 @@ class Joined:
     slot: int
     """This replica's part of the text."""
     snapshots: Mapping[int, StoredSnapshot]
-    """For each fragment that has one."""
+    """The newest snapshot of each fragment that has one."""
     form: Form
     """The form of payloads, with the run's number of shares."""
     num_decisions: int
@@ -163,12 +163,12 @@ class Rendezvous(Protocol):
 
     @property
     def timeout_seconds(self) -> float:
-        """How long joining, leaving, or a decision that is waited for, may take; known before `join`."""
+        """Longest time that joining, leaving, or a decision that is waited for, may take; known before `join`."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on; None as far as is known."""
+        """The reason why this replica can't go on; None as far as is known."""
         ...
 
     @property

@@ -34,7 +34,7 @@ class CountedPayloads:
     store: Store
     form: Form
     state: RunState
-    """After the last entry."""
+    """The state after the last entry."""
     bases: Sequence[Mapping[int, str]]
     """For each fragment the digest of Θ_p by round, as far as the log tells it."""
     present: frozenset[str]

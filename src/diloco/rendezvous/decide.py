@@ -1,9 +1,10 @@
-"""When a replica may write a fragment's next outer entry, and whose payloads it counts."""
+"""The conditions for a replica to write a fragment's next outer entry, and the payloads that it counts."""
 
 from collections.abc import Iterable, Mapping
 
 from diloco.errors import DisagreementError
-from diloco.rendezvous.entries import Contribution, digest
+from diloco.files import sha256
+from diloco.rendezvous.entries import Contribution
 from diloco.rendezvous.machine import RunState
 
 
@@ -81,4 +82,4 @@ def turns(previous: str, replicas: Iterable[int]) -> tuple[int, ...]:
     >>> turns("00" * 32, [0, 1, 2]), turns("01" * 32, [0, 1, 2])
     ((1, 0, 2), (0, 1, 2))
     """
-    return tuple(sorted(replicas, key=lambda replica: (digest(f"{previous} {replica}".encode()), replica)))
+    return tuple(sorted(replicas, key=lambda replica: (sha256(f"{previous} {replica}".encode()), replica)))

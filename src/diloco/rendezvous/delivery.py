@@ -49,9 +49,9 @@ class Delivery:
         poll_seconds: float,
     ) -> None:
         self.decisions: deque[Decision] = deque()
-        """For the training thread."""
+        """The decisions for the training thread, in the log's order."""
         self.news = threading.Condition()
-        """Notified when a decision is ready."""
+        """The condition that is notified when a decision is ready."""
         self._store, self._form, self._inbox, self._own = store, form, inbox, own
         self._content_of, self._state, self._newest = content_of, state, newest
         self._poll_seconds = poll_seconds

@@ -4,7 +4,6 @@ An entry is two lines: compact JSON, and the Ed25519 signature of that line in h
 SHA-256 of both lines stands in the next entry as `previous`: none can be changed, taken out or put between.
 """
 
-import hashlib
 import json
 import re
 import secrets
@@ -47,13 +46,13 @@ class LogError(FileError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How the run decides; fixed by entry 0."""
+    """The rules by which the run decides; fixed by entry 0."""
 
     num_fragments: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
     """P."""
     quorum: Literal["majority", "all"] = "majority"
-    """Whose payloads a decision needs: all active replicas' always suffice, at t + τ the majority's, at
-    t + τ + patience the decider's own; with `all` nothing less than all."""
+    """The replicas whose payloads a decision needs: all active ones always suffice, at t + τ the majority, at
+    t + τ + patience the decider alone; with `all` nothing less than all."""
     num_replicas: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 1
     """Replicas that must have joined before the first inner step."""
     weights: Literal["tokens", "tokens_squared_per_step"] = "tokens"
@@ -108,7 +107,7 @@ class Contribution:
     steps: Positive
     """Inner steps since then."""
     position: Count
-    """Where the replica stood in its slot of the text, in tokens."""
+    """The replica's place in its slot of the text, in tokens."""
     norm: Norm
     """‖Δ‖₂ as decoded."""
 
@@ -123,7 +122,7 @@ class Outer:
     before: Checksum
     """The digest of Θ_p before it."""
     contributions: tuple[Contribution, ...]
-    """By replica, ascending, at most one each."""
+    """The contributions by replica, ascending, at most one each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +241,3 @@ def opened(data: bytes, *, number: int) -> tuple[Entry, str]:
             str(error) if isinstance(error, FileError) else f"{source} can't be read: {error}"
         ) from None
     return entry, signature
-
-
-def digest(data: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()

@@ -46,11 +46,11 @@ class RunFacts:
 
     form: Form
     outer: OuterRule | None
-    """None for a rule that is not diloco's own."""
+    """The outer rule; None for one that is not diloco's own."""
     outer_name: str
     """The name of the rule's class."""
     places: Mapping[str, Place]
-    """By parameter name."""
+    """The places by parameter name."""
     initial_sha256: str
     """SHA-256 of the initial parameters."""
 

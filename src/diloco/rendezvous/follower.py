@@ -38,7 +38,7 @@ class Pace:
     patience: int
     """Inner steps after t + τ, from which on a replica decides with whoever is there."""
     drain_seconds: float
-    """The same after the last inner step, when no more are taken."""
+    """Seconds after the last inner step, from which on a replica decides with whoever is there."""
 
 
 class Follower:
@@ -56,13 +56,13 @@ class Follower:
     def __init__(self, store: Store, log: Log, own: int, form: Form, signer: Signer, pace: Pace) -> None:
         self.step = 0
         self.draining_since: float | None = None
-        """When the training thread took the last of its `step` inner steps; None while it takes more."""
+        """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
         self.bases: dict[int, tuple[int, int]] = {}
         """For each fragment the round that the training thread has applied, and the digest of Θ_p after it."""
         self.wanted: Sequence[int] = ()
         """Fragments whose open round has another's payload."""
         self.failure: str | None = None
-        """Why this replica can't go on."""
+        """The reason why this replica can't go on."""
         self._store, self._log, self._own, self._form = store, log, own, form
         self._signer, self._pace = signer, pace
         self._changed = asyncio.Event()

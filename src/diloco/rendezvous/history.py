@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from diloco.errors import UserError
-from diloco.files import expanded
-from diloco.rendezvous.entries import MOST_BYTES, Create, Entry, LogError, digest, name_of, opened
+from diloco.files import expanded, sha256
+from diloco.rendezvous.entries import MOST_BYTES, Create, Entry, LogError, name_of, opened
 from diloco.rendezvous.keys import check
 from diloco.rendezvous.log import begun
 from diloco.rendezvous.machine import RunState
@@ -73,8 +73,8 @@ async def entries_after(
             if data is None:
                 return
             entry, signature = opened(data, number=number)
-            check(state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
-            state = state.after(entry, digest(data))
+            check(state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
+            state = state.after(entry, sha256(data))
             yield number, entry, state
 
 

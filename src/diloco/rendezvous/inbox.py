@@ -25,7 +25,7 @@ from diloco.rendezvous.verify import check_header, verified
 
 _LOG = logging.getLogger("diloco")
 _SLOWER = 16
-"""A replica that is not active is asked so much less often."""
+"""Factor by which a replica that is not active is asked less often."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Arrived:
 
     header: Header
     contribution: Contribution
-    """Its place in an outer entry."""
+    """The payload's place in an outer entry."""
     payloads: tuple[Tensor, ...] = ()
     """One a share, flat uint8: own ones, which are kept until they are counted."""
 
@@ -64,7 +64,7 @@ class Inbox:
         on_arrival: Callable[[], None],
     ) -> None:
         self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
-        """By fragment and replica."""
+        """The payloads that are here, by fragment and replica."""
         self._store, self._form, self._run, self._own = store, form, run, own
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
         self._cache = PayloadCache(memory_bytes)

@@ -152,7 +152,7 @@ async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
 
 async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
     """Wait until as many replicas have joined as the run begins with; after a moment, say how many are missing."""
-    begin, said = time.monotonic(), 0
+    begin, last_count = time.monotonic(), 0
     while not log.state.is_complete:
         seconds, count, least = time.monotonic() - begin, len(log.state.names), log.state.rules.num_replicas
         if seconds > wish.timeout_seconds:
@@ -160,9 +160,9 @@ async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
                 f"{count} of {least} replicas have joined within {wish.timeout_seconds:g} s: start the others, "
                 "each with a name of its own"
             )
-        if seconds > _SECONDS_OF_SILENCE and count != said:
+        if seconds > _SECONDS_OF_SILENCE and count != last_count:
             _LOG.warning("%d of %d replicas have joined: waiting for the others …", count, least)
-            said = count
+            last_count = count
         await asyncio.sleep(0.05)
         for _, entry in await log.read(patience_seconds=wish.timeout_seconds):
             log.state.check_goes_on(own, entry)

@@ -51,7 +51,7 @@ class NoKeys:
     public = ""
 
     def sign(self, message: bytes) -> str:
-        """No signature."""
+        """The empty text."""
         return ""
 
 
@@ -108,24 +108,24 @@ def write_key(path: Path) -> str:
     return key.public_key().public_bytes_raw().hex()
 
 
-def check(public: str, signature: str, message: bytes, *, what: str) -> None:
+def check(public: str, signature: str, message: bytes, *, source: str) -> None:
     """Check the signature of a message.
 
     Args:
         public: the key in hexadecimal; empty in a run without keys, whose signatures are empty.
         signature: in hexadecimal, lower case.
         message: that was signed.
-        what: the message in words, for the error.
+        source: the message in words, for the error.
 
     Raises:
         ForgedError: if the signature is not that of the key and the message.
     """
     if not public:
         if signature:
-            raise ForgedError(f"{what} is signed, in a run without keys")
+            raise ForgedError(f"{source} is signed, in a run without keys")
         return
     if not signature:
-        raise ForgedError(f"{what} is not signed: it should be by the key {public}")
+        raise ForgedError(f"{source} is not signed: it should be by the key {public}")
     try:
         if not re.fullmatch("[0-9a-f]{128}", signature):
             raise InvalidSignature
@@ -133,7 +133,7 @@ def check(public: str, signature: str, message: bytes, *, what: str) -> None:
             bytes.fromhex(signature), _DOMAIN + message
         )
     except (InvalidSignature, ValueError):
-        raise ForgedError(f"{what} is forged: its signature is not that of the key {public}") from None
+        raise ForgedError(f"{source} is forged: its signature is not that of the key {public}") from None
 
 
 def _read_key(path: Path) -> Ed25519PrivateKey:

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, digest, name_of, new_entry, opened, sealed
+from diloco.files import sha256
+from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, name_of, new_entry, opened, sealed
 from diloco.rendezvous.keys import Signer, check
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
@@ -20,7 +21,7 @@ class Log:
 
     def __init__(self, store: Store, signer: Signer, state: RunState) -> None:
         self.state = state
-        """After all entries that were read."""
+        """The state after all entries that were read."""
         self._store, self._signer = store, signer
 
     async def read(self, *, patience_seconds: float = FOR_EVER) -> list[tuple[int, Entry]]:
@@ -55,7 +56,7 @@ class Log:
         entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
         data = sealed(entry, self._signer.sign(entry.line()))
         # Refuse here what everybody else would have to refuse.
-        self.state.after(opened(data, number=self.state.number)[0], digest(data))
+        self.state.after(opened(data, number=self.state.number)[0], sha256(data))
         name = name_of(self.state.number)
         other = await self._store.create(name, data, patience_seconds=patience_seconds)
         return self._taken(data if other is None else other), other is None
@@ -64,8 +65,8 @@ class Log:
         """Check an entry, and go on to the state after it."""
         number = self.state.number
         entry, signature = opened(data, number=number)
-        check(self.state.signer(entry), signature, entry.line(), what=f"entry {number} of the log")
-        self.state = self.state.after(entry, digest(data))
+        check(self.state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
+        self.state = self.state.after(entry, sha256(data))
         return number, entry
 
 
@@ -81,6 +82,6 @@ def begun(data: bytes) -> RunState:
         LogError: if it is damaged, or does not create a run.
     """
     entry, signature = opened(data, number=0)
-    state = RunState.begin(entry, digest(data))
-    check(state.creator, signature, entry.line(), what="entry 0 of the log")
+    state = RunState.begin(entry, sha256(data))
+    check(state.creator, signature, entry.line(), source="entry 0 of the log")
     return state

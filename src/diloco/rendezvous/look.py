@@ -28,7 +28,7 @@ class Look:
         self._facts: RunFacts
         self._with_timeline, self._most_entries = with_timeline, most_entries
         self.timeline: Timeline | None = None
-        """Up to the last look, if it was asked for."""
+        """The timeline up to the last look, if it was asked for."""
         self.is_behind = False
         """Whether there is more to read than a look takes."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from diloco.files import sha256
 from diloco.rendezvous import payloads
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.entries import LogError, Outer
@@ -28,7 +29,7 @@ class Outbox:
         self, store: Store, signer: Signer, form: Form, *, run: str, own: int, start: int, inbox: Inbox
     ) -> None:
         self.offers: dict[int, Offer] = {}
-        """Those that are in the store and were not counted yet, by fragment."""
+        """The offers that are in the store and were not counted yet, by fragment."""
         self.num_pending = 0
         """Uploads that are not over."""
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
@@ -69,7 +70,7 @@ class Outbox:
             num_elements=self._form.sizes[offer.fragment],
             num_bytes=bodies[0].nbytes,
             norms=offer.norms,
-            sha256=await asyncio.to_thread(lambda: tuple(map(payloads.digest, bodies))),
+            sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
         )
         head = payloads.sealed(header, self._signer)
         if header.num_shares == 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _LOG = logging.getLogger("diloco")
 DISK_OVER_MEMORY = 16
-"""Payloads in files take at most so many times the memory."""
+"""Largest size of the payloads in files, as a multiple of the memory."""
 
 
 class PayloadCache:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.files import sha256
 from diloco.rendezvous.entries import (
     MOST_NORM,
     MOST_SHARES,
@@ -21,7 +22,6 @@ from diloco.rendezvous.entries import (
     Digest,
     Norm,
     Positive,
-    digest,
 )
 from diloco.rendezvous.keys import Signer
 from diloco.rendezvous.signed import Kind, line_of
@@ -53,7 +53,7 @@ class Header:
     steps: Positive
     """Inner steps since then."""
     position: Count
-    """Where the replica stood in its slot of the text, in tokens."""
+    """The replica's place in its slot of the text, in tokens."""
     wire: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_:=,.+-]{0,199}\Z")]
     """The codec with its options, as its `format` has them."""
     num_elements: Count
@@ -139,7 +139,7 @@ def check_share(header: Header, share: int, payload: "Buffer") -> None:
     whole = memoryview(payload).cast("B")
     if len(whole) != header.num_bytes:
         _KIND.refuse(name, f"its body should have {header.num_bytes:,} bytes, and has {len(whole):,}")
-    if digest(whole) != header.sha256[share]:
+    if sha256(whole) != header.sha256[share]:
         _KIND.refuse(name, "its body does not match the SHA-256 in its header: it was damaged or changed")
 
 
@@ -148,7 +148,7 @@ def contribution(header: Header) -> Contribution:
     return Contribution(
         replica=header.replica,
         seq=header.seq,
-        sha256=digest(header.line()),
+        sha256=sha256(header.line()),
         base_round=header.base_round,
         tokens=header.tokens,
         steps=header.steps,

@@ -12,14 +12,14 @@ class Prices:
 
     name: str
     per_million_creates: float
-    """PUT and LIST."""
+    """The price of a million requests PUT and LIST."""
     per_million_gets: float
     per_gb_down: float
-    """For each 10⁹ bytes that leave the provider's region."""
+    """The price of 10⁹ bytes that leave the provider's region."""
 
 
 _BYTES_OF_A_SHARE_IN_A_HEADER = 90
-"""A digest and a norm."""
+"""Length of a share's digest and norm in a header."""
 
 
 # S3 Standard in us-east-1, the first 10 TB a month to the internet: https://aws.amazon.com/s3/pricing/, 2026-11.
@@ -39,7 +39,7 @@ class Traffic:
     bytes_down: float
 
     def dollars(self, prices: Prices) -> float:
-        """Its price.
+        """The price of the traffic.
 
         >>> traffic = Traffic(creates=1e6, gets=1e6, bytes_up=1e12, bytes_down=1e12)
         >>> traffic.dollars(S3), traffic.dollars(R2)
@@ -49,7 +49,7 @@ class Traffic:
         return round(requests / 1e6 + self.bytes_down / 1e9 * prices.per_gb_down, 6)
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        """The traffic of both."""
+        """The sum of two traffics."""
         return Traffic(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 

@@ -74,11 +74,11 @@ class Replay:
         from_snapshot: bool = False,
     ) -> None:
         self.checked = Checked()
-        """So far: after an error, up to it."""
+        """The counts so far: after an error, up to it."""
         self.notes: list[str] = []
         """Sentences on what could not be checked."""
         self.state: RunState
-        """After the last entry."""
+        """The state after the last entry."""
         self.facts: Mapping[str, Any] = {}
         """The facts of entry 0."""
         self._store, self._initial, self._outer, self._from_snapshot = store, initial, outer, from_snapshot
@@ -90,7 +90,7 @@ class Replay:
         self._scratch: Tensor
 
     async def run(self) -> None:
-        """Replay.
+        """Read the log, and take its outer steps again, in order.
 
         Raises:
             UserError: if the store holds no run, the initial parameters are others, or the memory is too small.
@@ -176,10 +176,10 @@ class Replay:
         if data is None:
             return  # it was retired a moment ago
         stored, signature = index.opened(bytes(data), number=state.number)
-        what = f"index {state.number} of the log"
-        check(state.members[stored.author].key, signature, stored.line(), what=what)
+        source = f"index {state.number} of the log"
+        check(state.members[stored.author].key, signature, stored.line(), source=source)
         if stored.state != state:
-            raise LogError(f"{what} does not say what the entries 0 to {state.number - 1} say: delete it")
+            raise LogError(f"{source} does not say what the entries 0 to {state.number - 1} say: delete it")
         self.checked.indexes += 1
 
     async def _start(self, counted: CountedPayloads) -> None:
@@ -238,13 +238,13 @@ class Replay:
         self._rounds[p] = body.round
         self.checked.steps += 1
 
-    def _compare_base(self, p: int, last_round: int, what: str) -> None:
+    def _compare_base(self, p: int, last_round: int, source: str) -> None:
         """Compare Θ_p after a round with what the log says of it, if it says so already."""
         base = self._bases[p].get(last_round)
         own = f"{outer_digest(self._vectors[p]['outer']):016x}"
         if base is not None and base != own:
             raise LogError(
-                f"{what}: the outer parameters of fragment {p} after round {last_round} are {own}, and the log "
+                f"{source}: the outer parameters of fragment {p} after round {last_round} are {own}, and the log "
                 f"says {base}"
             )
 

@@ -1,4 +1,4 @@
-"""Which objects of the store nobody needs any more."""
+"""The objects of the store that nobody needs any more."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _INDEX = re.compile(r"index/(\d{10})")
 
 
 def retirable(state: RunState, names: Iterable[str]) -> list[str]:
-    """The objects which nobody needs any more.
+    """The objects that nobody needs any more
 
     A joiner reads the newest index, the last two snapshots of each fragment, the payloads and averages of the
     outer entries since the first of them, and the entries after the index. A replica that was away for longer does

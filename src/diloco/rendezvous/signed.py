@@ -67,7 +67,7 @@ class Kind:
         """
         text = signature.hex() if signature != _UNSIGNED else ""
         try:
-            check(public, text, self._signed(line), what=f"{self.word} {name}")
+            check(public, text, self._signed(line), source=f"{self.word} {name}")
         except FileError as error:
             raise PayloadError(str(error)) from None
 

@@ -6,10 +6,9 @@ anew from the names, and compares it with the one that is there.
 Shapes: N elements of one fragment.
 """
 
-import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import FileError
+from diloco.files import sha256
 from diloco.rendezvous.payloads import body_tensor
 from diloco.schema import decoded
 from diloco.wire.payload import is_finite, plain
@@ -62,7 +62,7 @@ def sealed(vectors: Mapping[str, Tensor]) -> tuple[list[memoryview], str]:
     assert all(vector.dtype == torch.float32 and vector.dim() == 1 for vector in vectors.values())
     contents = (vectors[name].detach().cpu().contiguous().view(torch.uint8) for name in sorted(vectors))
     buffers = [memoryview(_head(vectors, num_elements)), *(vector.numpy().data for vector in contents)]
-    return buffers, _sha256(buffers)
+    return buffers, sha256(*buffers)
 
 
 def opened(data: "Buffer", *, name: str, num_elements: int) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def opened(data: "Buffer", *, name: str, num_elements: int) -> dict[str, Tensor]
             vectors of N elements, or hold NaN or an infinity.
     """
     whole = memoryview(data).cast("B")
-    if _sha256([whole]) != name[-64:]:
+    if sha256(whole) != name[-64:]:
         _refuse(name, "it does not match the SHA-256 in its name: it was cut short, damaged or changed")
     names = _names(whole, name)
     head = _head(names, num_elements)
@@ -139,13 +139,6 @@ def _head(names: Iterable[str], num_elements: int) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
-
-
-def _sha256(buffers: Sequence[memoryview]) -> str:
-    digest = hashlib.sha256()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.hexdigest()
 
 
 def _refuse(name: str, reason: str) -> NoReturn:

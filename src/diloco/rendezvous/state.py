@@ -28,7 +28,7 @@ _MOST_TOKENS = 1 << 40
 MOST_NORMS = 64
 """Norms of which the running median is taken."""
 _FEWEST_NORMS = 8
-"""With fewer, no norm is refused."""
+"""Norms that there must be before one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class Member:
     name: Name
     key: Key
     slot: Count
-    """Its part of the text."""
+    """The replica's part of the text."""
     start: Count
-    """Where in the slot it began, in tokens."""
+    """The replica's first token in the slot."""
     joined: Count
     """Outer entries before its join."""
     last_outer: Count
     """Outer entries up to its last contribution, or its join."""
     tokens: Count = 0
-    """Counted, over all fragments: P times those of whole rounds."""
+    """Counted tokens, over all fragments: P times those of whole rounds."""
     steps: Count = 0
     left: bool = False
-    """It has left: nobody waits for it, and what it has uploaded still counts."""
+    """True once the replica has left: nobody waits for it, and its uploads still count."""
     fenced: bool = False
-    """Its name or its slot went to a later joiner, or its key was revoked: its payloads count no more."""
+    """True once its name or slot went to a later joiner, or its key was revoked: its payloads count no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class FragmentLog:
     last_round: dict[Count, Count] = field(default_factory=dict)
     """For each slot the newest round that counted a replica which held it."""
     snapshots: tuple[SnapshotRef, ...] = ()
-    """The last two."""
+    """The last two snapshots."""
     since: tuple[OuterRef, ...] = ()
-    """The outer entries since the first of them."""
+    """The outer entries since the older of the two snapshots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,9 @@ class RunRecord:
     kept: tuple[Count, ...] = ()
     """Entries that changed the allow-list: who starts from an index reads them, since the creator alone may."""
     members: tuple[Member, ...] = ()
-    """By number."""
+    """The members by number."""
     positions: dict[Count, Count] = field(default_factory=dict)
-    """Where each slot of the text stands, in tokens."""
+    """The place that is reached in each slot of the text, in tokens."""
     fragments: tuple[FragmentLog, ...]
     num_outer: Count = 0
     """Outer entries."""
@@ -168,7 +168,7 @@ class RunRecord:
         return slot if rank(slot) < 3 else None
 
     def refusal(self, fragment: int, contribution: Contribution) -> str | None:
-        """Why a payload can't enter the fragment's next outer step; None if it can."""
+        """The reason why a payload can't enter the fragment's next outer step; None if it can"""
         log, replica = self.fragments[fragment], contribution.replica
         if replica >= len(self.members) or self.members[replica].fenced:
             return f"replica {replica} has not joined, or was replaced"
@@ -182,7 +182,7 @@ class RunRecord:
         return self._refusal_of_amounts(contribution) or self._refusal_of_norm(log.norms, contribution.norm)
 
     def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
-        """Why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
+        """The reason why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
         member = self.members[contribution.replica]
         most = max(self.positions.get(member.slot, 0), member.start) + _MOST_TOKENS
         if not member.start <= contribution.position <= most:
@@ -194,7 +194,7 @@ class RunRecord:
         return None
 
     def _refusal_of_norm(self, norms: tuple[float, ...], norm: float) -> str | None:
-        """Why a norm is out of bounds; with quorum "all" none is, since nobody can be left out."""
+        """The reason why a norm is out of bounds; with quorum "all" none is, since nobody can be left out."""
         if self.rules.quorum == "all" or len(norms) < _FEWEST_NORMS:
             return None
         most = self.rules.norm_bound * statistics.median(norms)
@@ -211,7 +211,7 @@ class RunRecord:
         return Cohort.weighted({c.replica: c.tokens**2 / c.steps if squared else c.tokens for c in contributions})
 
     def refusal_of_joiner(self, body: Join) -> str | None:
-        """Why a replica can't join; None if it can."""
+        """The reason why a replica can't join; None if it can."""
         if self.finished:
             return "joins a run that has ended"
         if self.creator and body.key not in self.allowed:

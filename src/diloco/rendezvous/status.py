@@ -1,4 +1,4 @@
-"""A run at one moment, from the state that its log makes: who takes part, how far it is, what it has moved."""
+"""A run at one moment, from the state that its log makes: its replicas, its progress, its traffic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ class ReplicaStatus:
     standing: Standing
     """inactive: nobody waits for it; replaced: another took its name or slot, or its key was revoked."""
     slot: int
-    """Its part of the text."""
+    """The replica's part of the text."""
     tokens: int
-    """Counted, on average over the fragments."""
+    """Counted tokens, on average over the fragments."""
     steps: int
-    """Inner steps, the same."""
+    """Counted inner steps, on average over the fragments."""
     counted: int
-    """Outer steps of the last ones in which it was."""
+    """Number of the last outer steps in which it was."""
     staleness: float | None
     """Rounds between the base of its payloads and the Θ that they updated, on average over the last ones."""
     lag: int
@@ -36,25 +36,25 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """All replicas and fragments."""
+    """A run: its replicas and fragments."""
 
     entries: int
     outer_steps: int
     rounds: tuple[int, ...]
     """Outer steps of each fragment."""
     tokens: int
-    """Counted, on average over the fragments."""
+    """Counted tokens, on average over the fragments."""
     steps: int
-    """Inner steps of all replicas, the same."""
+    """Counted inner steps of all replicas, on average over the fragments."""
     finished: bool
     """Whether the token budget is spent."""
     replicas: tuple[ReplicaStatus, ...]
     last: int
-    """How many outer steps the last ones are."""
+    """Number of outer steps over which averages are taken: the last ones."""
     contributors: float
-    """Replicas in one of them, on average."""
+    """Replicas in an outer step, on average over the last ones."""
     traffic: Traffic
-    """About what it has moved so far, looks for something new left out."""
+    """Estimated traffic so far, looks for something new left out."""
 
     @property
     def num_active(self) -> int:

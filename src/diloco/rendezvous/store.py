@@ -33,7 +33,7 @@ __all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError", "TooLargeEr
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
 SLOWEST_BYTES_S = 1 << 17
-"""A request gets the time that its bytes take at this rate, about 1 Mbit/s, beside the store's time limit."""
+"""Lowest rate of a request's bytes, about 1 Mbit/s: it has the time for them beside the store's time limit."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 3.0
 
@@ -79,7 +79,7 @@ class Store:
 
     @property
     def outage_seconds(self) -> float:
-        """How long no request has succeeded; 0.0 if the last one did."""
+        """Time in which no request has succeeded; 0.0 if the last one did."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     async def get(self, name: str, *, most_bytes: int, patience_seconds: float = 60.0) -> "obstore.Bytes | None":

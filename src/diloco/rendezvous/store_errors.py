@@ -43,7 +43,7 @@ class StoreError(DilocoError):
 
 
 class NoCredentialsError(StoreError):
-    """Nobody has said who asks a store."""
+    """A store needs credentials, and there are none."""
 
     exit_code = UserError.exit_code
 

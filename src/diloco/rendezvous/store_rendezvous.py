@@ -98,12 +98,12 @@ class StoreRendezvous(StoreView):
 
     @property
     def timeout_seconds(self) -> float:
-        """How long joining, leaving, or a decision that is waited for, may take."""
+        """Longest time that joining, leaving, or a decision that is waited for, may take."""
         return self._timeout_seconds
 
     @property
     def failure(self) -> str | None:
-        """Why this replica can't go on; None as far as is known."""
+        """The reason why this replica can't go on; None as far as is known."""
         return self._aborted or self._following.failure
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:

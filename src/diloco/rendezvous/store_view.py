@@ -33,7 +33,7 @@ class StoreView:
 
     @property
     def start(self) -> int:
-        """Where in the slot this replica began, in tokens."""
+        """This replica's first token in its slot."""
         return self.state.members[self.replica].start
 
     @property

@@ -36,13 +36,13 @@ class Timeline:
     """A run."""
 
     lives: list[Life] = field(default_factory=list)
-    """By the replicas' numbers."""
+    """The replicas' lives, by their numbers."""
     contributors: list[int] = field(default_factory=list)
     """Replicas in each outer step."""
     tokens: list[int] = field(default_factory=list)
     """Tokens counted after each outer step, on average over the fragments."""
     state: RunState
-    """After the last entry."""
+    """The state after the last entry."""
 
     def add(self, entry: Entry, state: RunState) -> None:
         """Go on by one entry, to the state after it."""

@@ -19,7 +19,7 @@ from diloco.wire.payload import Codec, Key, base_of
 _TOLERANCE = 1e-3
 """Largest relative difference between a norm in a header and the norm of the decoded values."""
 _ELEMENTS_AT_ONCE = 1 << 18
-"""So many that their squares in FP64 stay in a cache."""
+"""Elements of a piece, whose squares in FP64 stay in a cache."""
 
 
 def check_header(header: Header, *, form: Form, fragment: int, replica: int) -> None:
@@ -65,18 +65,18 @@ def verified(
             header's.
     """
     name = name_of(header.replica, header.seq, share if form.num_shares > 1 else None)
-    what, size = f"payload {name}", form.share_size(header.fragment)
+    source, size = f"payload {name}", form.share_size(header.fragment)
     to_S = empty(size, torch.float32, torch.device("cpu")) if scratch_N is None else scratch_N[:size]
     key = form.key(header.fragment, header.base_round, header.replica, share)
-    norm = checked_norm(form.codec, payload, to_S, key, what=what, norm=header.norms[share])
+    norm = checked_norm(form.codec, payload, to_S, key, source=source, norm=header.norms[share])
     if (base := base_of(payload)) and base != int(header.base, 16):
         raise PayloadError(
-            f"{what} was taken against the outer parameters {base:016x}, and its header says {header.base}"
+            f"{source} was taken against the outer parameters {base:016x}, and its header says {header.base}"
         )
     return norm
 
 
-def checked_norm(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, what: str, norm: float) -> float:
+def checked_norm(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, source: str, norm: float) -> float:
     """The norm of the values that a payload stands for.
 
     Args:
@@ -84,7 +84,7 @@ def checked_norm(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, what:
         payload: flat uint8.
         to_S: a vector that is overwritten with the values, flat FP32 (S).
         key: of the payload.
-        what: the payload in words, for errors.
+        source: the payload in words, for errors.
         norm: the norm in its header.
 
     Raises:
@@ -94,12 +94,12 @@ def checked_norm(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, what:
     try:
         codec.decode_into(to_S, payload, key)
     except PayloadError as error:
-        raise PayloadError(f"{what}: {error}") from None
+        raise PayloadError(f"{source}: {error}") from None
     actual = norm_of(to_S)
     if not math.isfinite(actual):
-        raise PayloadError(f"{what} holds NaN or an infinity")
+        raise PayloadError(f"{source} holds NaN or an infinity")
     if not math.isclose(actual, norm, rel_tol=_TOLERANCE):
-        raise PayloadError(f"{what} has the norm {actual:.6g}, and its header says {norm:.6g}")
+        raise PayloadError(f"{source} has the norm {actual:.6g}, and its header says {norm:.6g}")
     return actual
 
 
@@ -109,13 +109,13 @@ def norm_of(vector_N: Tensor) -> float:
     return math.sqrt(math.fsum(float(piece.double().square_().sum()) for piece in pieces))
 
 
-def norms_of(decoded_N: Tensor, form: Form, *, what: str) -> tuple[float, ...]:
+def norms_of(decoded_N: Tensor, form: Form, *, source: str) -> tuple[float, ...]:
     """‖Δ‖₂ of each share of an own outer gradient.
 
     Args:
         decoded_N: as its payloads stand for it, flat FP32.
         form: the run's.
-        what: the outer gradient in words, for errors.
+        source: the outer gradient in words, for errors.
 
     Raises:
         NonFiniteError: if all shares together have a norm that no run can add up.
@@ -123,7 +123,7 @@ def norms_of(decoded_N: Tensor, form: Form, *, what: str) -> tuple[float, ...]:
     norms = tuple(norm_of(share_S.cpu()) for share_S in cut(decoded_N, form.num_shares))
     if (norm := math.hypot(*norms)) > MOST_NORM:
         raise NonFiniteError(
-            f"{what} has the norm {norm:.3g}, and the run takes none above {MOST_NORM:g}: this replica's training "
-            "has diverged; it was not sent"
+            f"{source} has the norm {norm:.3g}, and the run takes none above {MOST_NORM:g}: this replica's "
+            "training has diverged; it was not sent"
         )
     return norms

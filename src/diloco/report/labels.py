@@ -29,10 +29,10 @@ class Label:
 
     name: str
     settings: str
-    """Those in which the runs differ, where they are few; else empty."""
+    """The settings in which the runs differ, where they are few; else empty."""
 
     def __str__(self) -> str:
-        """All of it."""
+        """The name and the settings."""
         return ", ".join(part for part in (self.name, self.settings) if part)
 
 

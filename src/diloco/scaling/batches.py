@@ -35,7 +35,7 @@ def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[f
     own = _lowest(by_rate[best.settings.get("outer_learning_rate")], quantity)
     if min(own) < best.settings[quantity] < max(own):
         return own
-    tried = (_lowest(of, quantity) for of in by_rate.values())
+    tried = (_lowest(points, quantity) for points in by_rate.values())
     return max(tried, key=lambda losses: (len(losses), -min(losses.values())))
 
 

@@ -45,7 +45,7 @@ def held_out_errors(laws: Laws, quantity: str = "loss") -> list[Residual]:
             by_replicas[point.replicas] = log_residual(laws.value(point, quantity), predicted)
     fitted_kinds = [by_replicas for by_replicas in errors.values() if by_replicas]
     common = set.intersection(*map(set, fitted_kinds)) if fitted_kinds else set()
-    return _ranked({kind: {m: of[m] for m in of if m in common} for kind, of in errors.items()})
+    return _ranked({kind: {m: by_m[m] for m in by_m if m in common} for kind, by_m in errors.items()})
 
 
 def forms(laws: Laws) -> tuple[list[tuple[ParametricFit, Residual]], dict[str, str]]:
@@ -82,7 +82,7 @@ def _largest(laws: Laws) -> list[Point]:
 
 
 def _ranked(values: Mapping[str, dict[int, float]]) -> list[Residual]:
-    residuals = [Residual(law, statistics.mean(of.values()), of) for law, of in values.items() if of]
+    residuals = [Residual(law, statistics.mean(by_m.values()), by_m) for law, by_m in values.items() if by_m]
     return sorted(residuals, key=lambda residual: residual.mean)
 
 
@@ -99,9 +99,9 @@ class Crossing:
     low: float | None = None
     """Lower end of the 95 % interval of N."""
     high: float | None = None
-    """Upper end of it."""
+    """Upper end of the 95 % interval of N."""
     reason: str | None = None
-    """Why there is no interval."""
+    """The reason why there is no interval."""
 
 
 def crossing(laws: Laws, num_replicas: int) -> Crossing:

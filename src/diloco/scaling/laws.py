@@ -47,7 +47,7 @@ class Laws:
         chosen = self.chosen(num_replicas, kind)
         if len({point.params for point in chosen}) < 2:
             sizes = {m: {point.params for point in self.chosen(m, "independent")} for m in self.replicas}
-            known = ", ".join(str(m) for m, of in sizes.items() if len(of) > 1) or "none"
+            known = ", ".join(str(m) for m, params in sizes.items() if len(params) > 1) or "none"
             raise UserError(
                 f"M = {num_replicas} was run at {chosen[0].params:g} parameters only: there are independent laws "
                 f"for M = {known}",
@@ -84,8 +84,8 @@ class Laws:
             if "outer_learning_rate" in p.settings:
                 of_size = rates.setdefault(p.replicas, {}).setdefault(p.params, set())
                 of_size.add(p.settings["outer_learning_rate"])
-        numbers = {m: {n: len(tried) for n, tried in sorted(of.items())} for m, of in sorted(rates.items())}
-        return {m: of for m, of in numbers.items() if len(set(of.values())) > 1}
+        numbers = {m: {n: len(tried) for n, tried in sorted(by_n.items())} for m, by_n in sorted(rates.items())}
+        return {m: by_n for m, by_n in numbers.items() if len(set(by_n.values())) > 1}
 
     def _step(self, best: Sequence[Point], quantity: str) -> float:
         """The least factor between values tried beside the best; 1 if the law's points do not lie on a grid."""

@@ -42,7 +42,7 @@ class Form:
     ranges: dict[str, tuple[float, float]]
     """The range of each coefficient's uniformly random start; the fit stays within `_BOUNDS`."""
     evaluate: Callable[[Array, Array, Array], tuple[Array, list[Array]]]
-    """From coefficients, N and M to the loss and its derivative by each coefficient."""
+    """The loss and its derivative by each coefficient, from coefficients, N and M."""
 
     def predict(self, coefficients: Array, num_params: Array, num_replicas: Array) -> Array:
         """The loss at each point."""

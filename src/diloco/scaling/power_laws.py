@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
     reason: str | None = None
-    """Why there is no interval."""
+    """The reason why there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ class PowerLawFit:
         means_Rxg = residuals_Rxn @ self._mean_gxn.T
         within_Rxn = residuals_Rxn - means_Rxg[:, self._size_of_n]
         squares = (np.bincount(self._size_of_n) * means_Rxg**2).sum(1), (within_Rxn**2).sum(1)
-        parts = [w * of / freedom for w, of, freedom in zip(weights, squares, self._freedom, strict=True) if w]
+        parts = [
+            w * square / freedom for w, square, freedom in zip(weights, squares, self._freedom, strict=True) if w
+        ]
         return np.sum(parts, axis=0)
 
     @cached_property

@@ -12,7 +12,7 @@ from diloco.scaling.published import LOSS, NUM_PARAMS
 from diloco.schema import read_bytes
 
 MOST_TABLE_BYTES = 64 << 20
-"""A larger CSV is no table of runs."""
+"""Size of the largest CSV that is read: a larger one is no table of runs."""
 
 _OF_THE_OUTER_STEP = ("outer_learning_rate", "sync_every")
 _OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every", "tokens")

@@ -8,7 +8,7 @@ from diloco.presets import METHODS, PRESETS, Method
 from diloco.schedule import Schedule
 
 Pattern = Literal["strided", "sequential"]
-"""How layers form fragments: strided, every P-th layer; sequential, layers that follow each other."""
+"""The pattern by which layers form fragments: strided, every P-th layer; sequential, neighbouring layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class MethodSettings:
     layers_per_fragment: int = 3
     """Layers in a fragment, at the most; only the streaming methods have several fragments."""
     fragments: Pattern = "strided"
-    """How layers form the fragments of the streaming methods."""
+    """The pattern by which layers form the fragments of the streaming methods."""
     overlap_steps: int | tuple[int, ...] | None = None
     """τ, one number or one a replica; None is the method's own."""
     first_sync: Literal["full_period", "early"] = "full_period"
-    """As in `Schedule`; it changes short runs only."""
+    """The first sync of a fragment, as in `Schedule`; it changes short runs only."""
     offsets: tuple[int, ...] | None = None
     """t_p, one a fragment, as in `Schedule`."""
 
@@ -81,7 +81,7 @@ class MethodSettings:
         return tuple(range(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
 
     def schedule(self, num_fragments: int) -> Schedule:
-        """When each fragment is sent and merged; data_parallel syncs at every step."""
+        """The steps at which each fragment is sent and merged; data_parallel syncs at every step."""
         if self.method == "data_parallel":
             period, overlap = 1, 0
         else:

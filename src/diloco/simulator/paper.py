@@ -114,9 +114,9 @@ class PaperRun:
         self._layers = model.settings.layers(model.num_layers)
         self._part_seconds = model.step_seconds / (3 * model.num_layers - 1)
         self.clock_B = np.zeros_like(gbit_s_B)
-        """When the last step ended."""
+        """Time at which the last step ended."""
         self.free_B = np.zeros_like(gbit_s_B)
-        """When the network has carried everything."""
+        """Time at which the network has carried everything."""
         self.awaited: dict[int, dict[int, Times]] = {}
         """The end of the reduction that a forward pass waits for, by step and by layer from 0."""
 

@@ -62,7 +62,7 @@ class PhysicalModel:
     combine: str = "gather"
     """gather, reduce_scatter, or reduce_scatter:CODEC."""
     stragglers: Stragglers | None = None
-    """How step times vary; None is not at all."""
+    """The distribution of step times; None if they do not vary."""
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -98,7 +98,7 @@ class PhysicalModel:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """When each fragment is sent and merged."""
+        """The steps at which each fragment is sent and merged."""
         return self.settings.schedule(len(self.fragment_params))
 
     @cached_property

@@ -56,9 +56,9 @@ class PhysicalRun:
         """E of the last step."""
         num_phases = len(lane_bits)
         self.free_QxBxMxM = np.zeros((num_phases + (num_phases > 1), *lane_BxMxM.shape))
-        """When each lane has sent everything of a phase; with several phases, the last queue is all of them."""
+        """Time at which each lane has sent all of a phase; with several phases, the last queue is all of them."""
         self.arrived: dict[int, Times] = {}
-        """When each replica has all payloads, (B, M), by the step that sent them; until all have merged them."""
+        """Time at which each replica has all payloads, (B, M), by their step; kept until all have merged them."""
 
     def advance(self, compute_SxM: NDArray[np.float64]) -> None:
         """Take S steps with given compute times."""
@@ -70,7 +70,7 @@ class PhysicalRun:
         self.num_steps = end
 
     def end_seconds(self) -> Times:
-        """When the last replica has merged everything that was sent, (B,)."""
+        """Time at which the last replica has merged everything that was sent, (B,)."""
         return np.stack([self.ready_BxM, *self.arrived.values()]).max((0, 2))
 
     def period_seconds(self, compute_M: NDArray[np.float64]) -> Times:

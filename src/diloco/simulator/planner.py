@@ -19,14 +19,14 @@ from diloco.wire.formats import parse
 
 SYNC_EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 MIN_STEPS = 2 * SYNC_EVERY[0]
-"""In a shorter run no replica syncs twice."""
+"""Fewest steps of a run: in a shorter one no replica syncs twice."""
 OVERLAP_STEPS = (0, 1, 2, 5, 10, 20)
 WIRES = ("fp32", "bf16", "int8", "e3m0")
 """The codecs without a measured cost to quality, finest first; every coarser one has a cost."""
 LAYERS_PER_FRAGMENT = (3, 2, 4, 1, 6, 8, 12)
-"""By preference: the paper finds 3 the best compromise."""
+"""Layers in a fragment, by preference: the paper finds 3 the best compromise."""
 _DAY_SECONDS, _POLL_SECONDS = 86400.0, 0.5
-"""The latter between two looks of a replica into a bucket, by default."""
+"""Length of a day, and time between two looks of a replica into a bucket, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def combine(self) -> str:
-        """How payloads are combined."""
+        """The reduction: gather or reduce_scatter."""
         return self.model.combine
 
     @cached_property

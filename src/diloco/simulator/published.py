@@ -105,9 +105,9 @@ class Cell:
     """A published bandwidth beside ours, in Gbit/s."""
 
     published: float
-    """Infinite if no point of the grid is enough."""
+    """The published bandwidth; infinite if no point of the grid is enough."""
     ours: float | None
-    """None if no point of the grid is enough."""
+    """Our bandwidth; None if no point of the grid is enough."""
 
     @property
     def distance(self) -> int:

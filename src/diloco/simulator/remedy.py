@@ -52,7 +52,7 @@ _GBIT_S = np.logspace(-3, 5, 161)
 
 
 def _most_latency_seconds(plan: Plan) -> float | None:
-    """By bisection, to 1 % of the largest latency."""
+    """The largest latency that is low enough, by bisection, to 1 % of the largest possible one."""
 
     def is_enough(latency_seconds: float) -> bool:
         return _reaches_with(plan, lambda replica: replace(replica, latency_seconds=latency_seconds))
@@ -68,7 +68,7 @@ def _most_latency_seconds(plan: Plan) -> float | None:
 
 
 def _least_step_factor(plan: Plan) -> float | None:
-    """By bisection, since longer steps never lower utilization; the shorter run must still fit H twice."""
+    """The smallest factor of the steps, by bisection: longer ones lower no utilization; H must still fit twice."""
     allowed = _FACTORS[plan.task.num_steps / _FACTORS >= 2 * plan.model.settings.sync_every]
 
     def is_enough(factor: float) -> bool:

@@ -22,7 +22,7 @@ class Interval(NamedTuple):
     start_seconds: float
     end_seconds: float
     layers: tuple[int, ...]
-    """Counted from 0; L is everything outside the blocks."""
+    """The layers, counted from 0; L is everything outside the blocks."""
 
 
 def paper_timeline(model: PaperModel, *, gbit_s: float, num_steps: int) -> list[Interval]:

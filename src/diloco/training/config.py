@@ -22,7 +22,7 @@ from diloco.training.sections import (
 from diloco.training.traits import get, trait
 
 _MOST_PROCESSES = 1 << 16
-"""More than a run can mean of processes, or of connections; what is counted by them stays small."""
+"""Largest number of processes, or of connections: what is counted by them stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = field(
         default="auto", metadata=trait(own_to_a_replica=True, may_change_on_resume=True)
     )
-    """Where the replicas compute; auto is cuda where there is a GPU."""
+    """Device on which the replicas compute; auto is cuda where there is a GPU."""
     precision: Literal["auto", "bf16", "fp32", "bf16-params"] = field(
         default="auto", metadata=trait(own_to_a_replica=True)
     )
@@ -94,7 +94,7 @@ class TrainConfig:
         default=("tensorboard",),
         metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True),
     )
-    """Where each replica's curves go, beside its file of metrics."""
+    """Trackers to which each replica's curves go, beside its file of metrics."""
     prometheus_port: int | None = field(
         default=None, metadata=trait(incidental=True, own_to_a_replica=True, may_change_on_resume=True)
     )

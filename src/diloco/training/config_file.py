@@ -18,7 +18,7 @@ from diloco.training.resolve import asked_again
 from diloco.training.traits import from_json, to_json
 
 _MOST_BYTES = 1 << 20
-"""More than a config takes."""
+"""Size of the largest file that is read: no config takes as much."""
 
 
 def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget | None]:

@@ -82,7 +82,7 @@ class DataParallel(ABC):
         return ()
 
     def finish(self) -> tuple[OuterStep, ...]:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""
         return ()
 
     def logs(self) -> dict[str, float]:
@@ -150,7 +150,7 @@ class ReplicatedDataParallel(DataParallel):
 
     @contextmanager
     def passes(self, is_last: bool) -> Iterator[None]:
-        """As in the base class."""
+        """The context of a pass, as in the base class."""
         with nullcontext() if is_last else self._wrapped.no_sync():
             yield
         if is_last:
@@ -186,7 +186,7 @@ class ShardedDataParallel(DataParallel):
 
     @contextmanager
     def passes(self, is_last: bool) -> Iterator[None]:
-        """As in the base class."""
+        """The context of a pass, as in the base class."""
         self._is_last = is_last
         yield
         begin = self._now() if self._in_flight else 0.0

@@ -20,7 +20,7 @@ class Forecast:
     num_params: int
     """Parameters of the model."""
     num_trained_params: int
-    """Those of them that are trained, and so exchanged."""
+    """Parameters that are trained, and so exchanged."""
     state_bytes: int
     """A process's share of parameters, gradients, Adam's two moments, Θ and its momentum, all FP32."""
     logits_bytes: int

@@ -23,7 +23,7 @@ class OuterStepMetrics:
     fragment: Count
     """The fragment that was merged."""
     round: Count
-    """Its round, from 1."""
+    """The fragment's round, from 1."""
     sent_step: Count
     """The step after which the outer gradient was sent."""
     blocked_seconds: Seconds
@@ -164,7 +164,7 @@ class MetricsLog:
 
 
 _MOST_BYTES = 1 << 32
-"""A larger file is not read; some million steps."""
+"""Size of the largest file that is read: some million steps."""
 
 
 def _lines(path: Path) -> list[str]:

@@ -31,11 +31,11 @@ class Bin:
     seconds: float
     blocked_seconds: float
     loss: float
-    """Sum over the steps."""
+    """Sum of the losses of the steps."""
     bytes_sent: int
     bytes_received: int
     eval_loss: float
-    """Sum over the evaluations."""
+    """Sum of the held-out losses of the evaluations."""
     num_evals: int
 
     def plus(self, other: "Bin") -> "Bin":
@@ -68,7 +68,7 @@ class ReplicaFollower:
         self.merged: dict[int, int] = {}
         """For each fragment, the step after which what was merged last had been sent."""
         self.changed = 0.0
-        """When the file was written last, in seconds since the epoch."""
+        """Time at which the file was written last, in seconds since the epoch."""
         self.is_behind = False
         """Whether there is more to read than a look takes."""
 

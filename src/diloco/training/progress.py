@@ -1,4 +1,4 @@
-"""How far a run is: in a fixed group by steps, where replicas come and go by the tokens in the log."""
+"""The progress of a run: in a fixed group by steps, where replicas come and go by the tokens in the log."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ class Standing:
     tokens: int
     """Tokens that all replicas together have read."""
     next_tokens: int
-    """Those that they will have read after step t + 1, which set its learning rate."""
+    """Tokens that all replicas will have read after step t + 1, which set its learning rate."""
     is_over: bool
     """Whether t was the last step of this replica."""
 

@@ -15,7 +15,7 @@ from diloco.training.config import TrainConfig
 from diloco.training.resolve import facts_with_rendezvous
 
 _SECONDS_TO_LEAVE = 25.0
-"""Less than the launcher, torchrun, and providers of spot instances wait before they kill."""
+"""Time to leave a run: less than the launcher, torchrun, and providers of spot instances wait before they kill."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from diloco.training.summary import SUMMARY_FILE, Summary
 
 _SILENT_SECONDS = 60.0
 _SILENT_STEPS = 20
-"""A run is silent after the longer of these seconds and the time of these steps."""
+"""Seconds, and steps, of which the longer time must pass before a run is called silent."""
 
 
 class RunFollower:
@@ -32,13 +32,13 @@ class RunFollower:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config: TrainConfig | None = None
-        """None before the run has begun."""
+        """The run's config; None before the run has begun."""
         self.replicas: dict[int, ReplicaFollower] = {}
-        """Those whose metrics are on this machine."""
+        """The replicas whose metrics are on this machine, by number."""
         self.summary: Summary | None = None
-        """Once the run is finished."""
+        """The run's summary; None before it is finished."""
         self.trouble = ""
-        """Why the last look could not read the directory."""
+        """The reason why the last look could not read the directory."""
         self._schedule: Schedule | None = None
         self._stamp: tuple[int, int] | None = None
 

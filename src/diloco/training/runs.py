@@ -21,7 +21,7 @@ from diloco.training.world import World
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
 _MOST_BYTES = 1 << 20
-"""More than a config takes."""
+"""Size of the largest file that is read: no config takes as much."""
 
 
 def check_unclaimed(directory: Path) -> None:

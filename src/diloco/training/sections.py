@@ -19,13 +19,13 @@ class AdamWConfig:
     """The inner optimizer and its learning-rate schedule."""
 
     learning_rate: float = field(default=2e-3, metadata=trait(column=True, begins_a_phase=True))
-    """Peak, reached at the end of the warm-up."""
+    """Peak of the learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.99
     """Decay of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     weight_decay: float | None = field(default=None, metadata=trait(filled_in=True))
     """Decoupled weight decay; None is 1/T for a run of T steps."""
     warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True, filled_in=True))
@@ -83,7 +83,7 @@ class DilocoConfig:
     first_sync: Literal["full_period", "early"] = "full_period"
     """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
     fragments: Literal["strided", "sequential", "whole"] | None = field(default=None, metadata=trait(planned=True))
-    """How blocks form fragments; None is the method's own."""
+    """Pattern by which blocks form fragments; None is the method's own."""
     layers_per_fragment: int = field(default=3, metadata=trait(planned=True))
     """Blocks in a strided or sequential fragment."""
     outer_learning_rate: float = field(default=0.4, metadata=trait(column=True))
@@ -120,7 +120,7 @@ class ElasticConfig:
     """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
     patience, and then for nobody. all: it waits for all, as in a fixed group. None is the run's, or majority."""
     patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
-    """Inner steps; None is sync_every."""
+    """Inner steps after t + τ in which a decision still waits for the majority; None is sync_every."""
     weights: Literal["tokens", "tokens_squared_per_step"] | None = None
     """Weight of a replica's outer gradient in the average; None is the run's, or tokens."""
     max_stale: int | None = None

@@ -44,8 +44,8 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
         },
         **{"evaluation.batch": config.evaluation.batch},
     }
-    for fields, (num_bytes, what) in needs.items():
-        _check({name: values[name] for name in fields}, num_bytes, what, here=here)
+    for fields, (num_bytes, content) in needs.items():
+        _check({name: values[name] for name in fields}, num_bytes, content, here=here)
 
 
 def check_model(model: ModelConfig, *, here: bool) -> None:
@@ -54,14 +54,14 @@ def check_model(model: ModelConfig, *, here: bool) -> None:
     _check(values, 4 * model.num_matrix_params, "parameters", here=here)
 
 
-def _check(values: Mapping[str, int | str], num_bytes: int, what: str, *, here: bool) -> None:
+def _check(values: Mapping[str, int | str], num_bytes: int, content: str, *, here: bool) -> None:
     memory = memory_bytes() if here else _LARGEST_MEMORY_BYTES
     whose = "this machine has" if here else "no machine has more than"
     if num_bytes > memory:
         asked = ", ".join(f"{name}={value}" for name, value in values.items())
         raise UserError(
-            f"{asked}: the {what} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of memory: choose "
-            "smaller sizes",
+            f"{asked}: the {content} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of memory: "
+            "choose smaller sizes",
             *sorted(values, key=lambda name: (isinstance(size := values[name], int) and size) or 0, reverse=True),
         )
 

@@ -43,7 +43,7 @@ class TrainState:
     sync: Synchronizer
     """Θ, the outer momentum and what is in flight; or the baseline."""
     progress: Progress
-    """How far the whole run is."""
+    """The progress of the whole run."""
     passes: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext()
     """Context of a forward and backward pass, given whether the pass is the last of its step."""
     frozen: Callable[[int], Iterable[nn.Parameter]] = lambda step: ()
@@ -53,11 +53,11 @@ class TrainState:
     step: int = 0
     """Inner steps taken."""
     standing: Standing = field(init=False)
-    """The whole run after the last of them."""
+    """The standing of the whole run after the last step taken."""
     seconds: float = 0.0
-    """Time that they took, in every part of a run that was interrupted."""
+    """Time that the steps took, in every part of a run that was interrupted."""
     blocked_seconds: float = 0.0
-    """The part of it in which a process of this replica waited for other replicas."""
+    """The part of `seconds` in which a process of this replica waited for other replicas."""
 
     def __post_init__(self) -> None:
         """Ask how far the run is."""

@@ -50,7 +50,7 @@ class Summary:
     eval_loss: float
     """Held-out loss of the outer parameters, nats a token."""
     eval_standard_error: float | None
-    """Its standard error over sequences; None for a single one."""
+    """Standard error of that loss over sequences; None for a single one."""
     eval_bits_per_byte: float
     """The loss in bits a byte of text."""
     bytes_sent_per_replica: Count
@@ -74,7 +74,7 @@ class Summary:
     wall_seconds: Seconds = 0.0
     """Time of all steps."""
     compute_utilization: float = 1.0
-    """The share of it in which training did not wait for other replicas."""
+    """The share of that time in which training did not wait for other replicas."""
     tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Tokens a second of all replicas, at the pace of replica 0."""
     model_flops_utilization: float | None = None
@@ -82,7 +82,7 @@ class Summary:
     peak_memory_bytes: Count | None = None
     """The most memory that tensors of a process took on its GPU."""
     device: str = ""
-    """Where the replicas computed."""
+    """Device on which the replicas computed."""
     precision: str = ""
     """bf16, bf16-params or fp32."""
     contributors: Mapping[str, Contributor] = field(default_factory=dict)

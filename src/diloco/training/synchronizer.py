@@ -40,11 +40,11 @@ class Synchronizer(Protocol):
         ...
 
     def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """The same, computed as of now and read later: by calling what is returned."""
+        """Begin to compute `logs` as of now; the function that is returned reads them."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """Those of them that any process and thread may ask for at any time."""
+        """The part of `logs` that any process and thread may ask for at any time."""
         ...
 
     def outer_parameters(self) -> dict[str, Tensor]:

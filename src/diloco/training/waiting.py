@@ -43,7 +43,7 @@ def store_with_all(
     store.set_timeout(timeout)
     store.set(_key(rank), "")
     missing = _missing(store, [*range(world_size)])
-    begin, said = time.monotonic(), ""
+    begin, last_names = time.monotonic(), ""
     while missing:
         seconds, names = time.monotonic() - begin, ", ".join(map(name_of, missing[:8]))
         if seconds > timeout_seconds:
@@ -51,9 +51,9 @@ def store_with_all(
                 f"{names} did not come within {timeout_seconds:g} s: start the replicas within that time of each "
                 "other, or raise timeout_seconds"
             )
-        if rank == 0 and seconds > _SECONDS_OF_SILENCE and names != said:
+        if rank == 0 and seconds > _SECONDS_OF_SILENCE and names != last_names:
             _LOG.warning("waiting for %s …", names)
-            said = names
+            last_names = names
         time.sleep(_SECONDS_BETWEEN_LOOKS)
         missing = _missing(store, missing)
     return store

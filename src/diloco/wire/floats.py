@@ -54,7 +54,7 @@ class _Unscaled(formats.Unscaled, Codec):
         return torch.stack(are_finite).all()
 
     def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
-        """Whether the elements are finite."""
+        """True if the elements are finite."""
         self.check_body(body, num_elements)
         return is_finite(body.view(self.dtype))
 

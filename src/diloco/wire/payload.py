@@ -30,7 +30,7 @@ class Key(NamedTuple):
     fragment: int = 0
     """Index of the fragment, below 2^16."""
     round: int = 0
-    """How often the fragment has been sent, below 2^32."""
+    """Number of times that the fragment has been sent, below 2^32."""
     replica: int = 0
     """The replica that encodes, below 2^16 − 1; masks ignore it, so that all replicas keep the same places."""
     part: int = 0

@@ -53,7 +53,7 @@ class _Sparse(formats.Sparse, Codec):
         return are_places & are_values
 
     def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
-        """Whether places and values are; none of the values is written."""
+        """True if the places and the values are sound; none of the values is written."""
         self.check_body(body, num_elements)
         end, kept = self.places_bytes(num_elements), self.num_kept(num_elements)
         are_values = codec_class(self.values)().is_sound(body[end:].clone(), kept, key)

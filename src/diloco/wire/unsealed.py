@@ -1,7 +1,7 @@
 """Payloads without a header: a GPU writes their bodies, and the host seals them when they have come to it.
 
-The host need not wait for the GPU: what the GPU has found out travels in the place of the header, bools of a byte
-each, and the base at its own place.
+The host need not wait for the GPU: results that only the GPU has, a byte for each bool, travel in the place of the
+header, and the base at its own place.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Unsealed(Codec):
     name = "unsealed"
 
     def body_bytes(self, num_elements: int) -> int:
-        """Those of the codec."""
+        """Length of the codec's body."""
         return self.wire.body_bytes(num_elements)
 
     def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
@@ -70,9 +70,9 @@ class Unsealed(Codec):
             self.wire.seal(payload, num_elements, base=base_of(payload) if base is None else base)
 
     def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
-        """As the codec."""
+        """Call the codec's own method."""
         return self.wire.pack(delta_N, body, key)
 
     def unpack(self, body: Tensor, to_N: Tensor, key: Key, *, add: bool) -> Tensor:
-        """As the codec."""
+        """Call the codec's own method."""
         return self.wire.unpack(body, to_N, key, add=add)

@@ -35,10 +35,12 @@ def flops(row: Row) -> float:
     return float(row["flops"]) if "flops" in row else 6.0 * float(row["num_params"]) * float(row["num_tokens"])
 
 
-def change(rows: Sequence[Row], of: Mapping[str, Any], to: Mapping[str, Any], y: str = "eval_loss") -> "Change":
-    """How much higher `y` is in the rows labelled `of` than in those labelled `to`, seed by seed."""
-    one, other = ({row["seed"]: float(row[y]) for row in chosen(rows, **labels)} for labels in (of, to))
-    return Change({seed: one[seed] / other[seed] - 1 for seed in sorted(one.keys() & other.keys())})
+def change(
+    rows: Sequence[Row], one: Mapping[str, Any], other: Mapping[str, Any], y: str = "eval_loss"
+) -> "Change":
+    """The relative difference of `y` between the rows labelled `one` and those labelled `other`, seed by seed."""
+    ours, theirs = ({row["seed"]: float(row[y]) for row in chosen(rows, **labels)} for labels in (one, other))
+    return Change({seed: ours[seed] / theirs[seed] - 1 for seed in sorted(ours.keys() & theirs.keys())})
 
 
 class Change(NamedTuple):

@@ -31,7 +31,7 @@ class Panel:
     """Points by the label of their curve."""
     x_log: bool = False
     published: bool = False
-    """The numbers are the paper's, not ours."""
+    """True if the numbers are the paper's, not ours."""
 
 
 class Finding(NamedTuple):
@@ -54,11 +54,11 @@ class Experiment:
     panels: Callable[[Sequence[Row]], list[Panel]]
     finding: Callable[[Sequence[Row]], Finding]
     with_accuracy: bool = False
-    """The paper reports zero-shot accuracies, too."""
+    """True if the paper reports zero-shot accuracies, too."""
     parameters: tuple[str, ...] = ()
     """`replica`, `average` or both: parameters whose loss is compared with the outer parameters'."""
     with_curves: bool = False
-    """Its rows have the cosines between outer gradients as curves over training."""
+    """True if the rows have the cosines between outer gradients as curves over training."""
 
 
 Recipe = Callable[[Tier], Experiment]

@@ -14,7 +14,7 @@ for _module in iter_modules(papers.__path__):
 EXPERIMENTS: dict[str, Recipe] = {
     name: recipe for name, (_, recipe) in sorted(REGISTERED.items(), key=lambda item: item[1][0])
 }
-"""In the order of the papers."""
+"""The experiments by name, in the order of the papers."""
 
 
 def experiment(name: str, tier: Tier) -> Experiment:

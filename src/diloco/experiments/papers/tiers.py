@@ -71,7 +71,7 @@ class Tier:
     layers_per_fragment: tuple[int, ...]
     """Numbers of blocks in a fragment."""
     seeds: tuple[int, ...]
-    """Every run is made with each."""
+    """Seeds, with each of which every run is made."""
     gpu_bytes: float | None = None
     """Memory of each GPU for which commands have shards and micro-batches; None leaves both as they are."""
 
@@ -274,7 +274,7 @@ _ARCHITECTURES = (
 )
 
 _BYTES_PER_TOKEN = 5
-"""More than a token of a vocabulary of 32,000 has, so that no text is read twice."""
+"""Bytes of a token: more than one of a vocabulary of 32,000 has, so that no text is read twice."""
 
 TIERS = {"small": small, "paper": paper}
 """Tiers by name; each takes sources of training and held-out text, and has its own where they are left out."""

@@ -3,7 +3,6 @@
 Only fields that differ from their defaults are digested, so that a new field renames no stored run.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from diloco.data.config import DataConfig
 from diloco.data.corpora import content, file_digest
 from diloco.data.index import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
-from diloco.files import expanded
+from diloco.files import expanded, sha256
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import identity
 from diloco.training.traits import differences_from_defaults, fields_with
@@ -25,13 +24,13 @@ def run_name(config: TrainConfig) -> str:
 
 
 def base_name(config: TrainConfig) -> str:
-    """The same for a sweep's base, without the fields that have a column: its runs belong in one table."""
+    """The name of a sweep's base, whose runs belong in one table: its digest leaves out fields with a column."""
     with_a_column = fields_with(TrainConfig, "column")
     return f"base-{_digest({name: value for name, value in _facts(config).items() if name not in with_a_column})}"
 
 
 def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return sha256(json.dumps(facts, sort_keys=True).encode())[:12]
 
 
 def _facts(config: TrainConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How far a grid is: the runs that are over, that run now, and that are left."""
+"""The progress of a grid: the runs that are over, that run now, and that are left."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class GridProgress:
     labels: Mapping[Path, str]
     """The labels of each run that differ within the grid."""
     results: Mapping[Path, Mapping[str, Any]]
-    """Those of the runs that are over."""
+    """The results of the runs that are over."""
     preparing: PrepareProgress | None = None
     """The text that is being prepared."""
 

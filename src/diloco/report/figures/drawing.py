@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "x")
-"""Curves differ in style, marker and darkness."""
+"""Markers of the curves, which differ in style and darkness, too."""
 
 
 def new_figure(width: float, height: float) -> "Figure":

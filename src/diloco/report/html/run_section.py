@@ -29,7 +29,7 @@ class RunRecord:
 
     config: TrainConfig
     summary: Summary | None
-    """None before the end."""
+    """The content of `summary.json`; None before the end."""
     metrics: dict[int, _Metrics]
     """The steps of each replica that has taken one on this machine; at least one has."""
 

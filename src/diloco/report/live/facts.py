@@ -45,9 +45,9 @@ def _in_flight(flights: Mapping[int, Mapping[int, int]]) -> str:
         for fragment, step in sent.items():
             replicas.setdefault((step, fragment), []).append(replica)
     parts = [
-        f"fragment {fragment} of replica{'s' * (len(those) > 1)} {' '.join(map(str, those[:_MOST_FLIGHTS]))}"
-        f"{' …' * (len(those) > _MOST_FLIGHTS)} since step {step:,}"
-        for (step, fragment), those in sorted(replicas.items())
+        f"fragment {fragment} of replica{'s' * (len(senders) > 1)} {' '.join(map(str, senders[:_MOST_FLIGHTS]))}"
+        f"{' …' * (len(senders) > _MOST_FLIGHTS)} since step {step:,}"
+        for (step, fragment), senders in sorted(replicas.items())
     ]
     return "; ".join(parts[:_MOST_FLIGHTS]) + " …" * (len(parts) > _MOST_FLIGHTS)
 

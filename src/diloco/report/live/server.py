@@ -107,7 +107,7 @@ def _handler(resources: dict[str, tuple[str, Callable[[], bytes]]]) -> type[Base
                 self.wfile.write(content)
 
         def version_string(self) -> str:
-            """No version for strangers."""
+            """The program's name alone: strangers need no version."""
             return "diloco"
 
         def log_message(self, format: str, *args: object) -> None:

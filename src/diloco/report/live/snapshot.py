@@ -26,7 +26,7 @@ class Series:
     """A curve."""
 
     label: str
-    """Empty for a curve that the legend leaves out."""
+    """The curve's name; empty for one that the legend leaves out."""
     color: int
     """Number of the colour; -1 is black."""
     points: Points
@@ -53,10 +53,10 @@ class Card:
 
     title: str
     color: int
-    """That of its curves; -1 for none."""
+    """Number of the colour of its curves; -1 for none."""
     standing: str
     part: float | None = None
-    """The share that is over."""
+    """The share of the run that is over."""
     facts: dict[str, str] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
@@ -125,7 +125,7 @@ def _of_replicas(run: RunFollower) -> _Curves:
 
 def _of_runs(runs: Sequence[RunFollower], names: Sequence[str]) -> _Curves:
     started: list[list[ReplicaFollower]] = [run.started for run in runs]
-    return [(names[i], i, [one.bins for one in those]) for i, those in enumerate(started) if those]
+    return [(names[i], i, [one.bins for one in replicas]) for i, replicas in enumerate(started) if replicas]
 
 
 def _mean(curves: list[Points]) -> Points:

@@ -30,13 +30,13 @@ class StoreFollower:
     def __init__(self, url: str) -> None:
         self.url = url
         self.status: RunStatus | None = None
-        """At the last look that could read the store."""
+        """The status at the last look that could read the store."""
         self.before: RunStatus | None = None
-        """At the look at which outer steps had been taken last."""
+        """The status at the newest earlier look at which there were new outer steps."""
         self.seconds = 0.0
-        """Between the two."""
+        """Time from `before` to `status`."""
         self.trouble = ""
-        """Why the last look could not read the store."""
+        """The reason why the last look could not read the store."""
         self._look: Look | None = None
         self._base: tuple[RunStatus | None, float] = (None, 0.0)
 
@@ -82,7 +82,7 @@ class Watched:
 
     @property
     def runs(self) -> list[RunFollower]:
-        """In the order in which they were named; those of a directory by name."""
+        """The runs, in the order in which they were named; those of a directory by name."""
         return list(self._runs.values())
 
     @property
@@ -92,7 +92,7 @@ class Watched:
 
     @property
     def stores(self) -> list[StoreFollower]:
-        """In the order in which they were named."""
+        """The stores, in the order in which they were named."""
         return list(self._stores.values())
 
     def again(self) -> None:
@@ -131,7 +131,7 @@ class Watched:
 
 
 def _is_store(source: str) -> bool:
-    """As `is_store`; False for a directory that can't be read."""
+    """True as `is_store` has it; False for a directory that can't be read."""
     try:
         return is_store(source)
     except OSError:

@@ -23,7 +23,7 @@ class GridView:
     def __init__(self, name: str) -> None:
         self._name = name
         self.progress: GridProgress | None = None
-        """The newest; set it whenever there is news."""
+        """The newest progress; set it whenever there is news."""
         self._runs: dict[Path, RunFollower] = {}
         self._start: tuple[float, float] | None = None
         self._lock = threading.Lock()

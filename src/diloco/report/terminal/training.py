@@ -114,7 +114,7 @@ class TrainingProgress:
         )
 
     def _run_step(self, metrics: StepMetrics) -> float:
-        """How far the run is, in steps of the global batch."""
+        """The run's progress, in steps of the global batch"""
         return metrics.tokens / self._config.tokens_per_step
 
     def _eta(self, metrics: StepMetrics) -> str:
