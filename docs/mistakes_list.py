@@ -7,11 +7,13 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from diloco.training.running import running
 
-PORT = 8899
+PORT, OTHER_PORT = 8899, 8898
+"""Two, since the process of another mistake may keep one open for a while."""
 TRAIN = "diloco train tiny --data.train text.jsonl"
 PREPARED = (f"{TRAIN} --num-tokens 10240 --name first", f"{TRAIN} --num-tokens 10240 --rendezvous store --name a")
 """The runs that are there before a mistake is made."""
@@ -62,10 +64,10 @@ def write_files() -> None:
 
 
 @contextmanager
-def _a_busy_port() -> Iterator[None]:
+def _busy(port: int) -> Iterator[None]:
     with socket.socket() as other:
         with suppress(OSError):  # then it is in use by somebody else
-            other.bind(("127.0.0.1", PORT))
+            other.bind(("127.0.0.1", port))
             other.listen()
         yield
 
@@ -152,7 +154,7 @@ _RUNS = (
         f"ulimit -f 1000; {TRAIN} --num-replicas 1 --num-tokens 10240 --name big",
         "a file may have 1,000 KiB; a full disk is alike",
     ),
-    Mistake(f"{TRAIN} --prometheus-port {PORT}", "the port is in use", _a_busy_port),
+    Mistake(f"{TRAIN} --prometheus-port {PORT}", "the port is in use", partial(_busy, PORT)),
     Mistake("torchrun --nproc-per-node 1 -m diloco train tiny --data.train text.jsonl --name x", has_report=True),
 )
 _STORE = (
@@ -191,7 +193,9 @@ _FINISHED = (
     Mistake("HF_HUB_OFFLINE=1 diloco export runs/first --to hf --output new --push-to-hub me/model"),
     Mistake("diloco report notes", "a directory without runs"),
     Mistake("diloco report table.csv", "a table that no experiment wrote"),
-    Mistake(f"diloco watch runs/first --serve --port {PORT}", "the port is in use", _a_busy_port),
+    Mistake(
+        f"diloco watch runs/first --serve --port {OTHER_PORT}", "the port is in use", partial(_busy, OTHER_PORT)
+    ),
 )
 _PLANS = (
     Mistake("diloco plan --num-params 1e9"),

@@ -4,6 +4,7 @@ import pytest
 from tests.cli.commands import refusal
 
 from diloco.cli.main import main
+from diloco.files import sha256
 from diloco.rendezvous.entries import (
     FORMAT,
     Create,
@@ -11,7 +12,6 @@ from diloco.rendezvous.entries import (
     Keys,
     Leave,
     Rules,
-    digest,
     name_of,
     new_entry,
     opened,
@@ -39,7 +39,7 @@ class Run:
         data = sealed(entry, signer.sign(entry.line()))
         (self.url / name_of(self.number)).write_bytes(data)
         self.keys = self.number if isinstance(body, Keys) else self.keys
-        self.previous, self.number = digest(data), self.number + 1
+        self.previous, self.number = sha256(data), self.number + 1
         return data
 
     def create(self, signer: Signer, *allowed: str) -> None:
@@ -99,7 +99,7 @@ def test_keys_are_allowed_and_revoked_by_signed_entries(run, capsys):
     state = begun((run.url / name_of(0)).read_bytes())
     for number in (1, 2, 3):
         data = (run.url / name_of(number)).read_bytes()
-        state = state.after(opened(data, number=number)[0], digest(data))
+        state = state.after(opened(data, number=number)[0], sha256(data))
     assert state.allowed == (second,) and state.members[0].fenced and state.kept == (2, 3)
 
 
