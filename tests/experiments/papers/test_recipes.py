@@ -8,6 +8,7 @@ import pytest
 from tests.experiments.papers.made_up import made_up
 
 from diloco.errors import UserError
+from diloco.experiments.papers import scale
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
 from diloco.training.engine_settings import check
@@ -113,3 +114,21 @@ def test_an_unknown_name_is_refused_with_those_that_there_are():
     for name, hint in (("scale", r"did you mean scaling\?"), ("x", "choose from .*scaling")):
         with pytest.raises(UserError, match=f"'{name}' is not an experiment: {hint}"):
             experiment(name, TIERS["small"]())
+
+
+def test_cosines_that_fall_far_from_the_papers_do_not_agree():
+    one = experiment("outer_cosine", TIERS["small"]())
+    rows = made_up(one)
+    assert one.finding(rows).verdict == "agrees"
+    far = [{name: v + 0.5 if name.startswith("cosine_at_") else v for name, v in row.items()} for row in rows]
+    assert one.finding(far).verdict == "disagrees"
+
+
+def test_an_overtrained_run_is_timed_by_its_own_period(monkeypatch):
+    periods = []
+    monkeypatch.setattr(
+        scale, "wall_clock_panels", lambda rows, series, replicas, period: periods.append(period) or []
+    )
+    one = experiment("overtraining", TIERS["paper"]())
+    one.panels(made_up(one))
+    assert [periods[0]({"size": size}) for size in ("1B", "100M")] == [100, 30]
