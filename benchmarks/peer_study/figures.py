@@ -68,6 +68,11 @@ def figures(
     """A run's figures."""
     quiet, dead = (times.begin + _WARM_SECONDS, times.death), (times.death, times.join)
     steps = [_seconds_of_steps(diary, quiet) for diary in survivors]
+    if not all(steps):
+        raise ValueError(
+            f"a replica made no step between the first {_WARM_SECONDS:g} seconds, which are left out, and the "
+            f"death, {quiet[1] - times.begin:.1f} s after the begin: raise --quiet-seconds"
+        )
     median = statistics.median([seconds for part in steps for seconds in part])
     stalls = [max(_seconds_of_steps(diary, dead), default=dead[1] - dead[0]) for diary in survivors]
     lost_steps = sum(line["lost_steps"] for diary in survivors for line in _within(diary, "merge", quiet))

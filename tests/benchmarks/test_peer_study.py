@@ -55,6 +55,13 @@ def test_survivors_that_never_step_again_stall_for_all_the_time():
     assert row.counted_seconds != row.counted_seconds, "the new replica was in no outer step"
 
 
+def test_a_death_before_the_warm_seconds_are_over_is_refused():
+    diary = survivor(stall_seconds=0.0, failed_steps=0.0)
+    early = Times(begin=0.5, death=6.0, join=20.0, end=30.0)
+    with pytest.raises(ValueError, match=r"no step .* first 5 seconds.*5\.5 s after .* raise --quiet-seconds"):
+        figures([diary], diary, [line("step", 21.0)], early, num_fragments=2)
+
+
 def test_a_diary_may_end_in_the_middle_of_a_line(tmp_path: Path):
     whole = line("step", 1.0, sent=0, received=0)
     (tmp_path / "0.jsonl").write_text(json.dumps(whole) + '\n{"event": "st')

@@ -101,10 +101,11 @@ def undisturbed_replica() -> str:
 
 @pytest.mark.timeout(600)  # Ray starts a dozen processes, most of which import torch
 @pytest.mark.filterwarnings("default")  # of ray
-def test_two_replicas_are_killed_and_resume(tmp_path):
+def test_two_replicas_are_killed_and_resume(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         module = example()
         module.train_loop_per_worker = killing(str(tmp_path))
