@@ -61,12 +61,8 @@ format: env
 
 .PHONY: docs docs-serve
 # The pages, in site/; a broken link, or a command with an unknown flag, fails.
-docs docs-serve: .venv/docs
+docs docs-serve: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter docs,$@),build,serve)
-
-.venv/docs: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	touch $@
 
 clean:
 	rm -rf .venv

@@ -6,22 +6,22 @@ A page asks for a table or a section with a comment: `<!-- generate: commands --
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
+import io
 import itertools
 import logging
 import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 import types
 import typing
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import griffe
 from mkdocs.exceptions import PluginError
@@ -114,10 +114,9 @@ def all_help() -> dict[str, str]:
     """The text of `--help` by verb; "" is that of `diloco` itself, and of the recipes only `tiny` is shown."""
     top = help_of("")
     verbs = re.findall(r"^ {2,6}([a-z][a-z-]*)(?: {2,}\S|$)", top.partition("COMMAND\n")[2], re.MULTILINE)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        of_verbs = dict(zip(verbs, pool.map(help_of, verbs), strict=True))
-        below = [f"{verb} {name}" for verb, text in of_verbs.items() for name in subcommands(text)]
-        of_all = of_verbs | dict(zip(below, pool.map(help_of, below), strict=True))
+    of_verbs = {verb: help_of(verb) for verb in verbs}
+    below = [f"{verb} {name}" for verb, text in of_verbs.items() for name in subcommands(text)]
+    of_all = of_verbs | {names: help_of(names) for names in below}
     return {"": top} | {name: of_all[name] for verb in verbs for name in sorted(of_all) if name.split()[0] == verb}
 
 
@@ -136,14 +135,19 @@ def offered(text: str) -> list[str]:
 
 def help_of(verb: str) -> str:
     """The output of `diloco VERB --help`, without the frames around its parts."""
-    environment = os.environ | {"COLUMNS": "82", "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run(
-        [sys.executable, "-m", "diloco", *verb.split(), "--help"], capture_output=True, text=True, env=environment
-    )
-    if process.returncode:
-        raise PluginError(f"diloco {verb} --help failed: {process.stderr}")
+    from diloco.cli.main import main
+
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # by its encoding, frames have their characters
+    environment = {"COLUMNS": "82", "NO_COLOR": "1"}
+    with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(output):
+        try:
+            main([*verb.split(), "--help"])
+        except SystemExit as end:
+            if end.code:
+                raise PluginError(f"diloco {verb} --help failed") from end
     lines = []
-    for line in process.stdout.rstrip().splitlines():
+    output.seek(0)
+    for line in output.read().rstrip().splitlines():
         title = re.fullmatch(r"╭─ (.*?) ─*╮", line)
         if title:
             lines.append(f"\n{title[1]}:")
