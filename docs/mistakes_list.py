@@ -162,7 +162,7 @@ _STORE = (
     Mistake(f"{TRAIN} --rendezvous s3:/bucket/run --name b"),
     Mistake(f"{TRAIN} --rendezvous az://container/run --name b", "no credentials"),
     Mistake(f"{TRAIN} --rendezvous missing/run --name b"),
-    Mistake(f"{TRAIN} --rendezvous store --name a", "the name of a replica that was here"),
+    Mistake(f"{TRAIN} --rendezvous store --name a", "a replica is started again, with another budget"),
     Mistake(f"{TRAIN} --rendezvous store --name b", "the run has another budget"),
     Mistake(f"{TRAIN} --num-tokens 10240 --rendezvous store --name b", "the run is over"),
     Mistake("diloco store status s3://bucket/run", "no credentials"),

@@ -8,7 +8,7 @@ from diloco.training.budget import Budget
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
-from diloco.training.runs import read_config
+from diloco.training.runs import claim, own_run, read_config
 from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig
 
 
@@ -106,3 +106,19 @@ def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_
     with pytest.raises(UserError, match="under torchrun set name") as error:
         prepare_run(tiny, resume=None)
     assert error.value.fields == ("name",)
+
+
+def test_the_command_of_a_stores_replica_continues_it(tiny, folder, tmp_path):
+    for name in ("store", "other"):
+        (tmp_path / name).mkdir()
+    asked = replace(tiny, name="again", runs=tmp_path, num_replicas=1, rendezvous=str(tmp_path / "store"))
+    config = prepare_run(asked, resume=None)
+    assert own_run(asked) is None
+    claim(config)
+    assert own_run(asked) == config.directory and prepare_run(asked, resume=None) == config
+    slower = prepare_run(replace(asked, replica_batch=2), resume=None)
+    assert (slower.replica_batch, slower.micro_batch) == (2, 2), "its own batch may change"
+    with pytest.raises(UserError, match=r"num_tokens=20480 with .*: the run's log says 30720 to all replicas"):
+        prepare_run(replace(asked, num_tokens=20_480), resume=None)
+    with pytest.raises(UserError, match="already holds a run"):
+        prepare_run(replace(asked, rendezvous=str(tmp_path / "other")), resume=None)

@@ -314,26 +314,30 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
     """A terminal sends Ctrl-C to all processes of the command; others send SIGTERM to its first."""
     bucket = f"bucket-{number.name}"
     flags = ["--rendezvous", bucket, "--runs", f"elastic-{number.name}"]
-    with subprocess.Popen(
-        command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            wait_for(folder / flags[-1] / "stopped" / "metrics-0.jsonl", num_lines=25)
-            stop(process.pid, number)
-            errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == exit_code
-    trust, stopped = errors.splitlines()
-    assert trust.startswith("this run trusts everybody who can write to ")
-    assert re.fullmatch(rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped", stopped)
-    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False]
+    metrics = folder / flags[-1] / "stopped" / "metrics-0.jsonl"
+    for start in (1, 2):  # by the same command
+        with subprocess.Popen(
+            command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                wait_for(metrics, num_lines=25 * start)
+                stop(process.pid, number)
+                errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == exit_code
+        *_, stopped = errors.splitlines()
+        assert ("this run trusts everybody who can write to " in errors) == (start == 1)
+        end = rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped"
+        assert re.fullmatch(end, stopped)
+    assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped"] * 2
+    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False] * 2
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")
     assert refused.returncode == 2
     assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr

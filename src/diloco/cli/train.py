@@ -128,25 +128,25 @@ def _start(command: Command, budget: Budget | None) -> None:
     from diloco.training.launcher import prepared, under_a_launcher
     from diloco.training.prepare import prepare_run
     from diloco.training.running import check_not_running, running
-    from diloco.training.runs import CONFIG_FILE
+    from diloco.training.runs import CONFIG_FILE, own_run
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours
+    resume = command.resume or own_run(command.config)
     with nullcontext() if command.dry_run else prepared():
         with preparation_progress(Console(stderr=True)) as progress:
             config = prepare_run(command.config, resume=command.resume, budget=budget, progress=progress)
         if command.dry_run:
             _print_forecast(config, budget)
             return
-        is_resume = command.resume is not None
         file = config.directory / CONFIG_FILE
-        was_there = file.exists() and not is_resume  # then the run in the directory is another one
-        _print_start(config, budget, resume=command.resume)
+        was_there = file.exists() and resume is None  # then the run in the directory is another one
+        _print_start(config, budget, resume=resume)
         is_first = os.environ.get("RANK", "0") == "0"
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory) if is_first else nullcontext()
         with hinted(hint, when=lambda: file.exists() and not was_there), lock:
-            _train(config, is_resume=is_resume)
+            _train(config, is_resume=resume is not None)
 
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:

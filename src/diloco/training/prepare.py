@@ -21,7 +21,7 @@ from diloco.training.engine_settings import check, checked_settings
 from diloco.training.launcher import under_a_launcher
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve, with_method_values
-from diloco.training.runs import check_data, check_unclaimed, resume_config
+from diloco.training.runs import check_data, check_unclaimed, own_run, resume_config
 from diloco.training.summary import held_out_windows
 from diloco.training.traits import differences
 
@@ -59,7 +59,8 @@ def prepare_run(
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
     asked = replace(asked, name=asked.name or _name(asked))
-    if not under_a_launcher():
+    own = own_run(asked)
+    if own is None and not under_a_launcher():
         check_unclaimed(asked.directory)
     _check_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
@@ -68,7 +69,7 @@ def prepare_run(
     check(config)
     epoch_tokens(config, directory)
     held_out_windows(open_split(directory, "held_out"), config)
-    return config
+    return config if own is None else resume_config(own, config)
 
 
 def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:

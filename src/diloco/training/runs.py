@@ -14,6 +14,7 @@ from diloco.files import make_directory, write_atomically, write_json
 from diloco.schema import Count, converted, read_json
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
+from diloco.training.launcher import under_a_launcher
 from diloco.training.resolve import shared_facts
 from diloco.training.traits import differences, fields_with, from_json, get, to_json
 from diloco.training.world import World
@@ -32,6 +33,21 @@ def check_unclaimed(directory: Path) -> None:
     """
     if (directory / CONFIG_FILE).exists():
         raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
+
+
+def own_run(asked: TrainConfig) -> Path | None:
+    """The directory of a store's replica that was here before: the command that started it also continues it.
+
+    None where another run, or none, is in the directory, and under a launcher, whose processes would not look at the
+    same time.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    directory = asked.directory
+    if asked.rendezvous is None or not asked.name or under_a_launcher() or not (directory / CONFIG_FILE).exists():
+        return None
+    return directory if read_config(directory).rendezvous == asked.rendezvous else None
 
 
 def claim(config: TrainConfig) -> None:
@@ -195,7 +211,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
         if name in of_the_schedule and asked.rendezvous is not None:
             raise UserError(
                 f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
-                "leave it out",
+                "set it to that, or leave it out",
                 *(name, "rendezvous"),
             )
         begins_a_phase |= name in of_the_schedule

@@ -51,3 +51,11 @@ def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
     assert "57,792 parameters, 2 replicas" in text and "steps  60 of 512 tokens" in text
     assert ("first sent after step 10, 13, 16" in text) == (method != "data_parallel")
     assert "0.1 Gbit/s each way" in text
+
+
+def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path):
+    (tmp_path / "store").mkdir()
+    one = replace(asked, num_replicas=1, rendezvous=str(tmp_path / "store"))
+    config = prepare_run(one, resume=None)
+    *_, syncs, last = forecast_lines(config, forecast(config))
+    assert syncs.startswith("syncs  H = 10") and last == "bytes  depend on how many replicas take part"

@@ -57,7 +57,8 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     trained = ""
     if forecast.num_trained_params < forecast.num_params:
         trained = f", of which {forecast.num_trained_params:,} are trained"
-    yield f"model  {forecast.num_params:,} parameters{trained}, {config.num_replicas} replicas"
+    replicas = f"{config.num_replicas} replicas" if config.rendezvous is None else "as many replicas as join"
+    yield f"model  {forecast.num_params:,} parameters{trained}, {replicas}"
     yield (
         f"memory at least {least} a process: {state} of parameters, gradients, Adam and outer state, {logits} of "
         f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"
@@ -65,6 +66,9 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
     yield _rate_line(config)
     yield _syncs_line(config, forecast)
+    if config.rendezvous is not None:
+        yield "bytes  depend on how many replicas take part"
+        return
     yield (
         f"bytes  {megabytes(forecast.bytes_sent)} sent by a replica, {megabytes(max(forecast.sync_bytes))} in the "
         f"largest sync; Data-Parallel: {megabytes(forecast.data_parallel_bytes)}"

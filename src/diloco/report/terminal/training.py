@@ -145,8 +145,7 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
         **({"contributors": _shares(summary["contributors"])} if "contributors" in summary else {}),
         "compute utilization": f"{summary['compute_utilization']:.1%}",
         "sent per replica": megabytes(sent),
-        "Data-Parallel": f"would have sent {megabytes(data_parallel)} in FP32"
-        + (f", {data_parallel / sent:,.0f}× as much" if sent else ""),
+        **({"Data-Parallel": _of_data_parallel(data_parallel, sent)} if data_parallel else {}),
         "outer hash": summary["outer_hash"][:16],
         "files": str(config.directory),
     }
@@ -159,6 +158,11 @@ def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None
     """A GPU's utilization and memory, as far as they are known."""
     mfu, peak = model_flops_utilization, peak_memory_bytes
     return ([] if mfu is None else [f"MFU {mfu:.1%}"]) + ([] if peak is None else [f"memory {megabytes(peak)}"])
+
+
+def _of_data_parallel(data_parallel: float, sent: float) -> str:
+    more = f", {data_parallel / sent:,.0f}× as much" if sent else ""
+    return f"would have sent {megabytes(data_parallel)} in FP32{more}"
 
 
 def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
