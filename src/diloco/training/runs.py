@@ -38,8 +38,8 @@ def check_unclaimed(directory: Path) -> None:
 def own_run(asked: TrainConfig) -> Path | None:
     """The directory of a store's replica that was here before: the command that started it also continues it.
 
-    None where another run, or none, is in the directory, and under a launcher, whose processes would not look at the
-    same time.
+    None where another run, or none, is in the directory, and under a launcher, whose processes would not look at
+    the same time.
 
     Raises:
         UserError: as `read_config`.
