@@ -95,7 +95,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rendezvous/contract.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/counted.py": "rendezvous/test_replay.py",
     "rendezvous/signed.py": "rendezvous/test_payloads.py",
-    "rendezvous/inbox.py": "rendezvous/test_elastic.py",
     "rendezvous/log.py": "rendezvous/test_elastic.py",
     "rendezvous/store_view.py": "rendezvous/test_store_rendezvous.py",
     "rendezvous/facts.py": "rendezvous/test_replay.py",

@@ -244,12 +244,12 @@ def _break(replica: Replica, how: str) -> None:
 
 ENDS = {
     "not_finite": (
-        "NonFiniteError: step [789]: the outer gradient of blocks.1.weight",
-        "ExchangeError: process 0 of this replica failed: step [789]: the outer gradient of blocks.1.weight",
+        r"NonFiniteError: step ([789]|1\d): the outer gradient of blocks.1.weight",
+        r"ExchangeError: process 0 of this replica failed: step ([789]|1\d): the outer gradient of blocks.1.weight",
     ),
     "replaced": (
-        "ExchangeError: process 1 of this replica failed: step [789]: parameter blocks.1.weight was replaced",
-        "UserError: step [789]: parameter blocks.1.weight was replaced",
+        r"ExchangeError: process 1 of this replica failed: step ([789]|1\d): parameter blocks.1.weight was replaced",
+        r"UserError: step ([789]|1\d): parameter blocks.1.weight was replaced",
     ),
     "killed": ("ExchangeError: process 1 of this replica does not answer", None),
     "loaded": (

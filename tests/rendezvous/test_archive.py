@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.rendezvous.archive import newest_state
+from diloco.rendezvous import archive
+from diloco.rendezvous.archive import newest_state, write_index
 from diloco.rendezvous.entries import Keys, LogError, name_of
 from diloco.rendezvous.keys import KeyFile, write_key
 from diloco.rendezvous.log import begun
 from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.store import Store
+from diloco.rendezvous.store import Store, StoreUnreachableError
 
 
 @pytest.fixture
@@ -53,3 +54,28 @@ def test_a_revoked_replica_can_not_hide_its_revocation(run: Handwritten) -> None
     forge()
     with pytest.raises(LogError, match="index 6 of the log leaves out a change of the allow-list"):
         joined_from(run)
+
+
+def test_a_stray_file_and_an_index_that_was_deleted_keep_nobody_out(run: Handwritten, monkeypatch) -> None:
+    run.index()
+    for name in ("notes.txt", "0000000099.bak"):
+        (run.directory / "index" / name).write_text("by hand")
+    assert joined_from(run) == run.state
+    list_all = Store.list
+
+    async def list_late(store: Store, prefix: str, **limits: float) -> list[tuple[str, int]]:
+        return [*await list_all(store, prefix, **limits), ("index/0000000099", 1)]
+
+    monkeypatch.setattr(Store, "list", list_late)
+    monkeypatch.setattr(archive, "_LISTING_SECONDS", 0.001)
+    assert joined_from(run) == run.states[0], "the log is read from its beginning"
+
+
+def test_what_can_not_be_deleted_now_is_left_to_the_next(run: Handwritten, monkeypatch, caplog) -> None:
+    async def list_in_vain(store: Store, prefix: str, **limits: float) -> list[tuple[str, int]]:
+        raise StoreUnreachableError("can't list payloads within 60 s")
+
+    monkeypatch.setattr(Store, "list", list_in_vain)
+    asyncio.run(write_index(Store.open(str(run.directory)), run.signers[0], run.state, author=0))
+    assert "can't list payloads within 60 s: what nobody needs is deleted later" in caplog.text
+    assert (run.directory / "index" / f"{run.state.number:010d}").exists()

@@ -15,8 +15,10 @@ class OneObject:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.num_reads = 0
 
     async def get(self, name: str, **limits: float) -> bytes | None:
+        self.num_reads += name == self.name
         return b"Theta" if name == self.name else None
 
 
@@ -25,24 +27,42 @@ def state_with(*rounds: int) -> SimpleNamespace:
     return SimpleNamespace(fragments=[SimpleNamespace(snapshots=refs)])
 
 
-@pytest.mark.parametrize(("newest", "expected"), [(12, 12), (8, None)])
-def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected):
+def delivery_of(store: OneObject, state: SimpleNamespace, newest: SimpleNamespace) -> Delivery:
     async def read_to_the_end() -> SimpleNamespace:
-        return state_with(4, newest)
+        return newest
 
-    delivery = Delivery(
-        OneObject(snapshots.name_of(0, 12, f"{12:064x}")),
+    return Delivery(
+        store,
         SimpleNamespace(sizes=[3]),
         None,
         own=0,
         content_of=None,
-        state=lambda: state_with(4, 8),
+        state=lambda: state,
         newest=read_to_the_end,
         poll_seconds=0.01,
     )
+
+
+@pytest.mark.parametrize(("newest", "expected"), [(12, 12), (8, None)])
+def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected):
+    store = OneObject(snapshots.name_of(0, 12, f"{12:064x}"))
+    delivery = delivery_of(store, state_with(4, 8), state_with(4, newest))
     ref = SimpleNamespace(number=20, body=SimpleNamespace(fragment=0, round=7))
     if expected is None:
         with pytest.raises(LogError, match=r"snapshots/0/8-0+8 is not in the store, though the log names it"):
             asyncio.run(delivery._snapshot_after(ref))
     else:
         assert asyncio.run(delivery._snapshot_after(ref)).round == expected
+
+
+@pytest.mark.parametrize("known", [(), (4,)])
+def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_outer_steps(known):
+    store = OneObject(snapshots.name_of(0, 12, f"{12:064x}"))
+    delivery = delivery_of(store, state_with(*known), state_with(8, 12))
+
+    async def snapshots_after(*rounds: int) -> list[int]:
+        refs = [SimpleNamespace(number=9, body=SimpleNamespace(fragment=0, round=r)) for r in rounds]
+        return [(await delivery._snapshot_after(ref)).round for ref in refs]
+
+    assert asyncio.run(snapshots_after(7, 8, 12)) == [12, 12, 12]
+    assert store.num_reads == 1

@@ -4,8 +4,11 @@ import asyncio
 import json
 import time
 
+import pytest
+import torch
 from tests.rendezvous.replicas import P, Replica
 
+import diloco
 from diloco.rendezvous.store import Store
 
 
@@ -31,3 +34,28 @@ def test_no_snapshot_and_no_farewell_is_lost_while_an_outer_entry_is_written(tmp
     assert len(rounds["leave"]) == 1
     early = {(p, number) for p, number in rounds["outer"] if number <= 6}
     assert early <= rounds["snapshot"]
+
+
+def test_a_replica_whose_outer_gradient_is_left_out_for_ever_ends(tmp_path):
+    replica = Replica(str(tmp_path / "store"), sync_every=4)
+    for _ in range(60):
+        replica.step(pause_seconds=0.004)
+    with torch.no_grad():
+        for parameter in replica.model.parameters():
+            parameter.add_(100.0)
+    with pytest.raises(diloco.ExchangeError, match=r"leaves out .* its norm is .* under another name"):
+        for _ in range(200):
+            replica.step(pause_seconds=0.004)
+
+
+def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_path):
+    url = tmp_path / "store"
+    replica = Replica(str(url), sync_every=4)
+    for _ in range(24):
+        replica.step(pause_seconds=0.004)
+    url.rename(tmp_path / "mounted")
+    url.mkdir()
+    with pytest.raises(diloco.ExchangeError, match=r"log/\d+ is not in .* emptied, or unmounted"):
+        for _ in range(200):
+            replica.step(pause_seconds=0.004)
+    assert not (url / "log").exists()

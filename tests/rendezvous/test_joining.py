@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from tests.rendezvous.replicas import Replica, wait_for_entry
+from tests.rendezvous.replicas import H, P, Replica, new_model, wait_for_entry
 
-from diloco.errors import DilocoError
+import diloco
+from diloco.errors import DilocoError, ExchangeError
 from diloco.rendezvous.store import Store
 
 LATENCY_SECONDS = 0.03
@@ -60,3 +61,32 @@ def test_a_run_with_rules_that_can_not_be_read_is_not_created(tmp_path):
     with pytest.raises(DilocoError, match=r"entry 0 of the log can't be read: .*num_slots"):
         Replica(str(tmp_path / "run"), num_slots=0)
     assert not (tmp_path / "run" / "log").exists()
+
+
+def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
+    url, rules = str(tmp_path / "store"), {"quorum": "all", "num_replicas": 2, "timeout_seconds": 0.5}
+    for name in ("first", "second"):
+        with pytest.raises(ExchangeError, match="1 of 2 replicas have joined"):
+            Replica(url, name=name, **rules)
+
+
+def test_a_join_is_tried_once(tmp_path):
+    Replica(str(tmp_path / "store"))
+    exchange = diloco.StoreRendezvous(str(tmp_path / "store"), name="b")
+    model = new_model()
+    fragments = diloco.sequential(model, layers_per_fragment=1)
+    for sync_every, expected in ((H + 1, "differs from the run in sync_every"), (H, "has joined already")):
+        with pytest.raises(diloco.UserError, match=expected):
+            diloco.StreamingDiLoCo(
+                model,
+                fragments=fragments,
+                schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P),
+                exchange=exchange,
+            )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}])
+def test_facts_that_are_not_json_are_refused(tmp_path, value):
+    with pytest.raises(diloco.UserError, match="must hold finite numbers and strings") as refusal:
+        diloco.StoreRendezvous(str(tmp_path / "store"), facts={"lr": value})
+    assert refusal.value.fields == ("facts",)

@@ -95,6 +95,23 @@ def test_patience_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
     assert 0 < store.outage_seconds < 2
 
 
+def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = Store.open(str(tmp_path / "store"))
+    asyncio.run(store.create("log/0", b"mine"))
+
+    async def full(*arguments: object, **options: object) -> None:
+        raise GenericError("Server returned non-2xx status code: 507 Insufficient Storage")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("diloco.rendezvous.store.obstore.put_async", full)
+        store.url = "s3://bucket/run"
+        with pytest.raises(StoreUnreachableError, match="507 Insufficient Storage"):
+            asyncio.run(store.create("log/1", b"mine", patience_seconds=0.1))
+    assert asyncio.run(store.get("log/0", most_bytes=9)) is not None and store.outage_seconds > 0.05
+    asyncio.run(store.create("log/1", b"mine"))
+    assert store.outage_seconds == 0
+
+
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def hang(*arguments: object, **options: object) -> None:
         await asyncio.sleep(1000)

@@ -1,6 +1,7 @@
 """Snapshots and indexes, from which a joiner starts, and the end of what nobody needs any more."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -16,9 +17,11 @@ from diloco.rendezvous.keys import Signer, check
 from diloco.rendezvous.log import FOR_EVER
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.retiring import retirable
-from diloco.rendezvous.store import Store
+from diloco.rendezvous.store import Store, StoreUnreachableError
 
+_LOG = logging.getLogger("diloco")
 _RETIRED = ("payloads", "averages", "snapshots", "index")
+_MOST_LISTINGS, _LISTING_SECONDS = 10, 0.5
 
 
 async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
@@ -52,8 +55,11 @@ async def write_index(store: Store, signer: Signer, state: RunState, *, author: 
     made = index.Index(author=author, state=state)
     data = index.sealed(made, signer.sign(made.line()))
     await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
-    names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
-    await store.delete(retirable(state, names))
+    try:
+        names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
+        await store.delete(retirable(state, names))
+    except StoreUnreachableError as error:  # training goes on; whoever writes the next index deletes more
+        _LOG.warning("%s: what nobody needs is deleted later", error)
 
 
 async def newest_state(store: Store, first: RunState) -> RunState:
@@ -66,14 +72,20 @@ async def newest_state(store: Store, first: RunState) -> RunState:
     Raises:
         LogError: if the index is damaged, or forged.
     """
-    names = [name for name, _ in await store.list("index")]
-    if not names:
-        return first
-    number = int(names[-1].removeprefix("index/"))
-    data = await store.get(names[-1], most_bytes=index.MOST_BYTES)
-    if data is None:
-        return await newest_state(store, first)  # a newer one has taken its place meanwhile
-    made, signature = index.opened(bytes(data), number=number)
+    for _ in range(_MOST_LISTINGS):
+        numbers = [index.number_of(name) for name, _ in await store.list("index")]
+        if (number := max((n for n in numbers if n is not None), default=None)) is None:
+            return first
+        data = await store.get(index.name_of(number), most_bytes=index.MOST_BYTES)
+        if data is not None:
+            return await _state_of(store, first, number, bytes(data))
+        await asyncio.sleep(_LISTING_SECONDS)  # a newer one has taken its place, which the listing may show later
+    return first
+
+
+async def _state_of(store: Store, first: RunState, number: int, data: bytes) -> RunState:
+    """The state of an index, compared with entry 0 and with the entry before the index."""
+    made, signature = index.opened(data, number=number)
     state, source = made.state, f"index {number} of the log"
     if (state.run, state.rules, state.creator) != (first.run, first.rules, first.creator):
         raise LogError(f"{source} is of another run")

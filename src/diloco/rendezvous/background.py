@@ -47,8 +47,9 @@ class Background:
         try:
             return future.result(seconds)
         except FutureTimeoutError:
-            future.cancel()
             raise ExchangeError(f"{name} gave no answer within {seconds:g} s") from None
+        finally:
+            future.cancel()  # also where Ctrl-C ends the wait
 
     def stop(self) -> None:
         """Cancel all work and end the thread, bounded in time."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from diloco.rendezvous.archive import newest_snapshot
 from diloco.rendezvous.contract import Content, Decision, Form, StoredSnapshot
@@ -56,6 +57,8 @@ class Delivery:
         self._content_of, self._state, self._newest = content_of, state, newest
         self._poll_seconds = poll_seconds
         self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
+        self._snapshots: dict[int, StoredSnapshot] = {}
+        """By fragment, the one that stands for several outer steps."""
 
     def put(self, author: int, ref: OuterRef) -> None:
         """Take an outer entry and its author, −1 if it was read before this replica joined; called in the loop."""
@@ -86,6 +89,8 @@ class Delivery:
 
     async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
         state, body, parts = self._state(), ref.body, ref.body.contributions
+        if content is not None:
+            self._snapshots.pop(body.fragment, None)
         return Decision(
             number=ref.number,
             fragment=body.fragment,
@@ -100,12 +105,14 @@ class Delivery:
 
     async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:
         """The snapshot that stands for an outer step whose content was deleted, since it is long ago."""
-        p = ref.body.fragment
-        size = self._form.sizes[p]
-        try:
-            stored = await newest_snapshot(self._store, self._state(), p, size)
-        except LogError:  # newer ones may have taken its place, of which this replica has not read yet
-            stored = await newest_snapshot(self._store, await self._newest(), p, size)
-        if stored is None or stored.round < ref.body.round:
+        p, least = ref.body.fragment, ref.body.round
+        if (stored := self._snapshots.get(p)) is not None and stored.round >= least:
+            return stored
+        with suppress(LogError):  # newer ones may have taken its place, of which this replica has not read yet
+            stored = await newest_snapshot(self._store, self._state(), p, self._form.sizes[p])
+        if stored is None or stored.round < least:
+            stored = await newest_snapshot(self._store, await self._newest(), p, self._form.sizes[p])
+        if stored is None or stored.round < least:
             raise LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
+        self._snapshots[p] = stored
         return stored

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, ExchangeError
 from diloco.rendezvous.archive import keep_snapshot, write_index
 from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.contract import Form, Offer
@@ -213,9 +213,20 @@ class Follower:
             here = self.inbox.of_the_run(self.state, p, f"{base:016x}")
             is_over, is_late = self._deadlines(offer)
             parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
+            if parts is None and is_late and self._own in here:
+                self._check_norm(p, here[self._own])
             if parts is not None and self._is_turn(p, log.round + 1, parts):
                 return Outer(fragment=p, round=log.round + 1, before=f"{base:016x}", contributions=parts)
         return None
+
+    def _check_norm(self, p: int, own: Contribution) -> None:
+        """Fail if no outer entry can take an own payload, which would stay on its way for ever."""
+        if reason := self.state.refusal_of_norm(p, own.norm):
+            raise ExchangeError(
+                f"the run leaves out this replica's outer gradient of fragment {p}: {reason}, which is "
+                f"{self.state.rules.norm_bound:g} times the median; it has gone too far from the others, or its "
+                "numbers are wrong: start it again under another name, which begins at the run's outer parameters"
+            )
 
     def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
         """Whether τ, and τ + patience, have passed since an offer."""

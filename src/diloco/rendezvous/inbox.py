@@ -126,10 +126,9 @@ class Inbox:
 
     async def watch(self, replica: int, state: Callable[[], RunState]) -> None:
         """Take a replica's payloads one after another, until it has left and there are no more."""
-        counted = max((log.last_seq.get(replica, -1) for log in state().fragments), default=-1)
-        seq = max(0, counted + 1 - len(self.here))
+        seq = self._first_open(replica, state())
         while True:
-            public = state().members[replica].key
+            before = state().members[replica]  # who has left before an answer uploads nothing after it
             name = payloads.name_of(replica, seq)
             try:
                 data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
@@ -137,20 +136,24 @@ class Inbox:
                 _LOG.warning("%s: it is left out", error)
                 seq += 1
                 continue
-            if data is not None or seq <= counted:
-                seq += 1
             if data is not None:
+                seq += 1
                 try:
-                    header, _ = await self._opened(data, name, public, keep=True)
+                    header, _ = await self._opened(data, name, before.key, keep=True)
                 except PayloadError as error:
                     _LOG.warning("%s: it is left out", error)
                 else:
                     self.put(header)
-            elif seq > counted:
-                now = state()
-                if now.members[replica].left or now.members[replica].fenced:
-                    return
-                await asyncio.sleep(self._poll_seconds * (1 if now.is_active(replica) else _SLOWER))
+            elif (gone := _newest_gone(replica, seq, state())) >= seq:
+                seq = max(gone + 1, self._first_open(replica, state()))
+            elif before.left or before.fenced:
+                return
+            else:
+                await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
+
+    def _first_open(self, replica: int, state: RunState) -> int:
+        """The first of a replica's payloads that the log may still count: one a fragment is on its way."""
+        return max(0, _newest_counted(replica, state) + 1 - len(self.here))
 
     async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
         """The payloads that an outer entry counts; None if one was deleted.
@@ -231,3 +234,19 @@ class Inbox:
         if self._is_whole:
             verified(header, payload, form=form, scratch_N=self._scratch_N)
         return header, payload
+
+
+def _newest_counted(replica: int, state: RunState) -> int:
+    return max((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
+
+
+def _newest_gone(replica: int, seq: int, state: RunState) -> int:
+    """The newest of a replica's payloads that is absent for ever, if payload `seq` is absent; −1 if none is known.
+
+    All up to the oldest that a fragment counted last may be deleted. Uploads end in any order, so that a later one
+    may still be on its way, unless its replica is gone.
+    """
+    oldest = min((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
+    if state.is_active(replica):
+        return oldest
+    return max(oldest, min(seq, _newest_counted(replica, state)))

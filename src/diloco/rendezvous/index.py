@@ -4,6 +4,7 @@ An index is two lines like an entry: compact JSON, and its author's signature of
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,12 @@ class Index:
 def name_of(number: int) -> str:
     """The name of the index of the entries 0 … number − 1 in the store."""
     return f"index/{number:010d}"
+
+
+def number_of(name: str) -> int | None:
+    """The number of the index that an object is; None if it is none."""
+    match = re.fullmatch(r"index/(\d{10})", name)
+    return None if match is None else int(match[1])
 
 
 def sealed(index: Index, signature: str) -> bytes:

@@ -17,6 +17,7 @@ from diloco.rendezvous.entries import (
     MOST_BYTES,
     Create,
     Join,
+    Leave,
     LogError,
     Rules,
     name_of,
@@ -51,25 +52,23 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """The run at the time of a join."""
+    """The place from which a replica starts."""
 
-    log: Log
-    own: int
-    """The number of the replica that has joined."""
     replay: tuple[OuterRef, ...]
     """The outer entries to replay, after the snapshots."""
     snapshots: Mapping[int, StoredSnapshot]
 
 
-async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
+async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     """Join the run of a store, or create it and join.
+
+    Returns:
+        The log up to the join, and the replica's number.
 
     Raises:
         DisagreementError: if the run has other settings.
         LogError: if the run refuses the replica, or its log is damaged.
-        FencedError: if another process takes its place meanwhile.
         StoreError: if the store can't be used.
-        ExchangeError: if too few replicas join in time.
     """
     patience = wish.timeout_seconds
     data = await store.get(name_of(0), most_bytes=MOST_BYTES, patience_seconds=patience)
@@ -78,7 +77,19 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
     log = Log(store, signer, await newest_state(store, begun(bytes(data))))
     _compare(bytes(data), wish)
     await log.read(patience_seconds=patience)
-    own = await _joined(log, signer, wish)
+    return log, await _joined(log, signer, wish)
+
+
+async def enter(store: Store, log: Log, own: int, wish: Wish) -> Entrance:
+    """Wait until as many replicas are there as the run begins with, and take what a joiner starts from.
+
+    Raises:
+        LogError: if the log is damaged.
+        FencedError: if another process takes the replica's place meanwhile.
+        StoreError: if the store can't be used.
+        ExchangeError: if too few replicas join in time.
+    """
+    patience = wish.timeout_seconds
     await _wait_for_others(log, wish, own)
     try:
         newest = await _newest_snapshots(store, log.state, wish)
@@ -86,7 +97,15 @@ async def enter(store: Store, signer: Signer, wish: Wish) -> Entrance:
         for _, entry in await log.read(patience_seconds=patience):
             log.state.check_goes_on(own, entry)
         newest = await _newest_snapshots(store, log.state, wish)
-    return Entrance(log=log, own=own, replay=_replay(log.state), snapshots=newest)
+    return Entrance(replay=_replay(log.state), snapshots=newest)
+
+
+async def withdraw(log: Log, own: int) -> None:
+    """Leave again, before a first step."""
+    while not (log.state.members[own].left or log.state.members[own].fenced):
+        _, is_own = await log.append(Leave(finished=False), author=own)
+        if not is_own:
+            await log.read()
 
 
 async def _newest_snapshots(store: Store, state: RunState, wish: Wish) -> dict[int, StoredSnapshot]:
@@ -153,8 +172,8 @@ async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
 async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
     """Wait until as many replicas have joined as the run begins with; after a moment, say how many are missing."""
     begin, last_count = time.monotonic(), 0
-    while not log.state.is_complete:
-        seconds, count, least = time.monotonic() - begin, len(log.state.names), log.state.rules.num_replicas
+    while log.state.num_outer == 0 and (count := len(log.state.present)) < (least := log.state.rules.num_replicas):
+        seconds = time.monotonic() - begin
         if seconds > wish.timeout_seconds:
             raise ExchangeError(
                 f"{count} of {least} replicas have joined within {wish.timeout_seconds:g} s: start the others, "

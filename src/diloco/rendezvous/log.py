@@ -3,7 +3,7 @@
 import asyncio
 
 from diloco.files import sha256
-from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, name_of, new_entry, opened, sealed
+from diloco.rendezvous.entries import MOST_BYTES, Body, Entry, LogError, name_of, new_entry, opened, sealed
 from diloco.rendezvous.keys import Signer, check
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
@@ -50,16 +50,29 @@ class Log:
             The entry that has the next number now, and whether it is this one.
 
         Raises:
-            LogError: if the entry would not be valid, or another's is not.
+            LogError: if the entry would not be valid, another's is not, or the entry before is not there any more.
             StoreError: if the store can't be written.
         """
         entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
         data = sealed(entry, self._signer.sign(entry.line()))
         # Refuse here what everybody else would have to refuse.
         self.state.after(opened(data, number=self.state.number)[0], sha256(data))
+        await self._check_there()
         name = name_of(self.state.number)
         other = await self._store.create(name, data, patience_seconds=patience_seconds)
         return self._taken(data if other is None else other), other is None
+
+    async def _check_there(self) -> None:
+        """Refuse to go on alone in a directory that was emptied, or unmounted under this replica."""
+        if not self._store.is_directory:
+            return
+        name = name_of(self.state.number - 1)
+        data = await self._store.get(name, most_bytes=MOST_BYTES, patience_seconds=FOR_EVER)
+        if data is None or sha256(bytes(data)) != self.state.previous:
+            raise LogError(
+                f"{name} is not in {self._store.url} any more: the directory was emptied, or unmounted on this "
+                "computer; bring it back, and start this replica again"
+            )
 
     def _taken(self, data: bytes) -> tuple[int, Entry]:
         """Check an entry, and go on to the state after it."""

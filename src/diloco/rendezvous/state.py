@@ -142,6 +142,11 @@ class RunRecord:
         return frozenset(member.name for member in self.members)
 
     @property
+    def present(self) -> frozenset[str]:
+        """The names of the replicas that have joined and not left."""
+        return frozenset(member.name for member in self.members if not (member.left or member.fenced))
+
+    @property
     def is_complete(self) -> bool:
         """Whether so many replicas have joined that the first inner step may be taken; a name counts once."""
         return len(self.names) >= self.rules.num_replicas
@@ -179,7 +184,7 @@ class RunRecord:
             return f"round {contribution.base_round} is still to come"
         if contribution.base_round < log.round - self.rules.max_stale:
             return f"it was made against round {contribution.base_round}, and this is round {log.round}"
-        return self._refusal_of_amounts(contribution) or self._refusal_of_norm(log.norms, contribution.norm)
+        return self._refusal_of_amounts(contribution) or self.refusal_of_norm(fragment, contribution.norm)
 
     def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
         """The reason why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
@@ -193,8 +198,9 @@ class RunRecord:
             return "the run has counted more tokens or steps than can be written down"
         return None
 
-    def _refusal_of_norm(self, norms: tuple[float, ...], norm: float) -> str | None:
+    def refusal_of_norm(self, fragment: int, norm: float) -> str | None:
         """The reason why a norm is out of bounds; with quorum "all" none is, since nobody can be left out."""
+        norms = self.fragments[fragment].norms
         if self.rules.quorum == "all" or len(norms) < _FEWEST_NORMS:
             return None
         most = self.rules.norm_bound * statistics.median(norms)

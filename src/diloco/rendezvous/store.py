@@ -56,7 +56,8 @@ class Store:
         self._client = client
         self._timeout_seconds = timeout_seconds
         self._last_success: float | None = None
-        self._failing_since: float | None = None
+        self._failing_since: dict[str, float] = {}
+        """By kind of request, the time since which none has succeeded; absent if the last one did."""
 
     @classmethod
     def open(cls, url: str, *, timeout_seconds: float = 30.0) -> "Store":
@@ -78,9 +79,14 @@ class Store:
         return cls(url, client, timeout_seconds=timeout_seconds)
 
     @property
+    def is_directory(self) -> bool:
+        """True for a directory, False for a bucket."""
+        return "://" not in self.url or self.url.startswith("file:")
+
+    @property
     def outage_seconds(self) -> float:
-        """Time in which no request has succeeded; 0.0 if the last one did."""
-        return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+        """Time in which no read, or no create, has succeeded; 0.0 if the last ones did."""
+        return max((time.monotonic() - since for since in self._failing_since.values()), default=0.0)
 
     async def get(self, name: str, *, most_bytes: int, patience_seconds: float = 60.0) -> "obstore.Bytes | None":
         """The bytes of an object, in the memory into which they were received; None if it is absent.
@@ -197,25 +203,25 @@ class Store:
                 result = await request()
         except (BaseError, OSError) as error:  # TimeoutError is an OSError
             if kind == "create" and isinstance(error, AlreadyExistsError | PreconditionError):
-                self._succeeded()
+                self._succeeded(kind)
                 raise
             answered = self._last_success is not None
             trouble = lasting(error, url=self.url, action=retry.action, answered=answered)
             if trouble is not None:
                 raise trouble from None
             if isinstance(error, FileNotFoundError):
-                self._succeeded()
+                self._succeeded(kind)
                 raise
-            if self._failing_since is None:
-                self._failing_since = max(started, self._last_success or started)
+            if kind not in ("list", "delete"):  # housekeeping, which can wait
+                self._failing_since.setdefault(kind, max(started, self._last_success or started))
             retry.reason = f"no answer in {limit:.3g} s" if isinstance(error, TimeoutError) else first_line(error)
             raise _Again from None
-        self._succeeded()
+        self._succeeded(kind)
         return result
 
-    def _succeeded(self) -> None:
+    def _succeeded(self, kind: str) -> None:
         self._last_success = time.monotonic()
-        self._failing_since = None
+        self._failing_since.pop(kind, None)
 
 
 class _Again(Exception):  # noqa: N818

@@ -1,26 +1,30 @@
 """StoreRendezvous: replicas that come and go meet in a directory or a bucket."""
 
+import json
 import re
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from diloco.errors import ExchangeError, UserError
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.rendezvous.background import Background
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer
 from diloco.rendezvous.entries import MOST_SHARES, Rules
 from diloco.rendezvous.follower import Follower, Pace
-from diloco.rendezvous.joining import Entrance, Wish, enter
+from diloco.rendezvous.joining import Wish, enter, join, withdraw
 from diloco.rendezvous.keys import KeyFile, Signer, signer_of_environment
+from diloco.rendezvous.log import Log
 from diloco.rendezvous.store import Store
 from diloco.rendezvous.store_view import StoreView
 
 _T = TypeVar("_T")
 _NUM_SHARES = 16
+_SECONDS_TO_WITHDRAW = 5.0
 
 
 class StoreRendezvous(StoreView):
@@ -84,14 +88,14 @@ class StoreRendezvous(StoreView):
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
         self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
         self._store = Store.open(self._url)
-        self._facts, self._memory_bytes = facts or {}, memory_bytes
-        is_local = "://" not in self._url or self._url.startswith("file:")
-        self._poll_seconds = poll_seconds or (0.02 if is_local else 0.5)
+        self._facts, self._memory_bytes = _json(facts or {}), memory_bytes
+        self._poll_seconds = poll_seconds or (0.02 if self._store.is_directory else 0.5)
         asked = {"quorum": quorum, "num_replicas": num_replicas, "weights": weights, "max_stale": max_stale}
         asked |= {"snapshot_rounds": snapshot_rounds, "num_shares": num_shares, "num_slots": num_slots}
         self._asked = {rule: value for rule, value in asked.items() if value is not None}
         self._background = Background("diloco rendezvous")
-        self._entrance: Entrance | None = None
+        self._has_joined = False
+        self._own: int | None = None
         self._follower: Follower | None = None
         self._aborted: str | None = None
         self._step_of_contact = 0
@@ -115,8 +119,9 @@ class StoreRendezvous(StoreView):
                 the fragments are not cut.
             ExchangeError: if too few replicas join in time.
         """
-        if self._entrance is not None:
+        if self._has_joined:
             raise UserError("this StoreRendezvous has joined already: build one for each engine", "exchange")
+        self._has_joined = True
         wish = Wish(
             name=self.name,
             rules=_rules(self._asked, form),
@@ -127,8 +132,10 @@ class StoreRendezvous(StoreView):
         )
         self._background.start()
         try:
-            self._entrance = entrance = self._wait(enter(self._store, self._signer, wish))
-            form = form.cut(entrance.log.state.rules.num_shares)
+            log, own = self._wait(join(self._store, self._signer, wish))
+            with _withdrawing(self._background, log, own):
+                entrance = self._wait(enter(self._store, log, own, wish))
+                form = form.cut(log.state.rules.num_shares)
         except BaseException:
             self._background.stop()
             raise
@@ -139,11 +146,12 @@ class StoreRendezvous(StoreView):
             patience=sync_every if self._patience is None else self._patience,
             drain_seconds=max(2.0, 10 * self._poll_seconds),
         )
-        self._follower = Follower(self._store, entrance.log, entrance.own, form, self._signer, pace)
+        self._own = own
+        self._follower = Follower(self._store, log, own, form, self._signer, pace)
         self._background.run(self._follower.run(entrance.replay))
         return Joined(
             run=self.state.run,
-            replica=entrance.own,
+            replica=own,
             slot=self.slot,
             snapshots=entrance.snapshots,
             form=form,
@@ -162,7 +170,7 @@ class StoreRendezvous(StoreView):
             self._step_of_contact = step
         elif step - self._step_of_contact > self._max_local_steps:
             self._aborted = (
-                f"{self._url} could not be reached for {outage_seconds:.0f} s and "
+                f"{self._url} could not be reached or written to for {outage_seconds:.0f} s and "
                 f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
                 "check the network, and start this replica again from its checkpoint"
             )
@@ -241,6 +249,17 @@ class StoreRendezvous(StoreView):
         return self._background.wait(work, 2 * self._timeout_seconds if seconds is None else seconds, self._url)
 
 
+@contextmanager
+def _withdrawing(background: Background, log: Log, own: int) -> Iterator[None]:
+    """Leave the run after an error, so that nobody counts on a replica that never trained."""
+    try:
+        yield
+    except BaseException:
+        with suppress(DilocoError):
+            background.wait(withdraw(log, own), _SECONDS_TO_WITHDRAW, "the store")
+        raise
+
+
 def _rules(asked: Mapping[str, Any], form: Form) -> Rules:
     """The rules of a run that this replica creates."""
     if form.second is None and "num_shares" in asked:
@@ -251,6 +270,14 @@ def _rules(asked: Mapping[str, Any], form: Form) -> Rules:
         )
     default: dict[str, Any] = {} if form.second is None else {"num_shares": _NUM_SHARES}
     return Rules(num_fragments=len(form.sizes), **(default | dict(asked)))
+
+
+def _json(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as the log holds them."""
+    try:
+        return json.loads(json.dumps(dict(facts), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"facts={facts!r} must hold finite numbers and strings: {error}", "facts") from None
 
 
 def _name(name: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from diloco.errors import UserError
 from diloco.rendezvous.follower import Follower
-from diloco.rendezvous.joining import Entrance
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store import Store
 
@@ -11,15 +10,15 @@ class StoreView:
     """The run of a store, as one replica sees it after it has joined."""
 
     _store: Store
-    _entrance: Entrance | None
+    _own: int | None
     _follower: Follower | None
 
     @property
     def replica(self) -> int:
         """This replica's number in the run."""
-        if self._entrance is None:
+        if self._own is None:
             raise _not_joined()
-        return self._entrance.own
+        return self._own
 
     @property
     def state(self) -> RunState:

@@ -1,0 +1,112 @@
+"""The payloads of another replica, as a store shows them to one that was away, or that learns late of a leave."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco.rendezvous import payloads
+from diloco.rendezvous.contract import Form
+from diloco.rendezvous.inbox import Inbox
+from diloco.wire.payload import codec
+
+P = 3
+
+
+class Taken(Inbox):
+    """An inbox that notes which payloads of replica 0 it takes, whatever is in them."""
+
+    def __init__(self, names: set[str], answer_seconds: float = 0.0) -> None:
+        self.names: set[str] = names
+        """The objects that the store holds."""
+        self.asked: list[str] = []
+        self.taken: list[str] = []
+
+        async def get(name: str, **limits: float) -> bytes | None:
+            self.asked.append(name)
+            answer = b"payload" if name in self.names else None
+            await asyncio.sleep(answer_seconds)
+            return answer
+
+        form = Form(codec=codec("fp32"), sizes=(2,) * P, seed=0)
+        store: Any = SimpleNamespace(get=get)
+        super().__init__(
+            store, form, "0" * 64, own=1, memory_bytes=1 << 10, poll_seconds=0.001, on_arrival=lambda: None
+        )
+
+    async def _opened(self, data: Any, name: str, public: str, *, keep: bool = False) -> Any:
+        return name, None
+
+    def put(self, header: Any, own: Any = ()) -> None:
+        self.taken.append(header)
+
+
+class State:
+    """The part of a run's state that a watch looks at."""
+
+    def __init__(self, *last_seq: int) -> None:
+        self.fragments = [SimpleNamespace(last_seq={0: seq}) for seq in last_seq]
+        self.members = [SimpleNamespace(key="", left=False, fenced=False)]
+        self.active = True
+
+    def is_active(self, replica: int) -> bool:
+        return self.active
+
+
+def names_of(*numbers: int) -> set[str]:
+    return {payloads.name_of(0, number) for number in numbers}
+
+
+async def until_taken(inbox: Taken, state: Any, name: str) -> None:
+    watch = asyncio.create_task(inbox.watch(0, lambda: state))
+    async with asyncio.timeout(5):
+        while name not in inbox.taken:
+            await asyncio.sleep(0.001)
+    watch.cancel()
+
+
+@pytest.mark.parametrize(("last_seq", "active"), [((30, 31, 32), True), ((4, 31, 32), False)])
+def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(last_seq, active):
+    """Payload 5 was awaited; meanwhile the run went on to 33, and deleted what was counted."""
+
+    async def watch() -> Taken:
+        inbox, state = Taken(names_of(2, 3, 4)), State(2, 3, 4)
+        task = asyncio.create_task(until_taken(inbox, state, payloads.name_of(0, 33)))
+        while payloads.name_of(0, 5) not in inbox.asked:
+            await asyncio.sleep(0.001)
+        inbox.names = names_of(31, 32, 33)
+        state.fragments, state.active = State(*last_seq).fragments, active
+        await task
+        return inbox
+
+    inbox = asyncio.run(watch())
+    assert inbox.taken[-3:] == [payloads.name_of(0, number) for number in (31, 32, 33)]
+    assert len({*inbox.asked}) < 10, "nothing in between is asked for"
+
+
+def test_a_payload_that_is_still_on_its_way_is_awaited_though_a_later_one_was_counted():
+    async def watch() -> Taken:
+        inbox, state = Taken(names_of()), State(2, 3, 6)
+        task = asyncio.create_task(until_taken(inbox, state, payloads.name_of(0, 5)))
+        while inbox.asked.count(payloads.name_of(0, 4)) < 3:
+            await asyncio.sleep(0.001)
+        inbox.names = names_of(4, 5)
+        await task
+        return inbox
+
+    assert asyncio.run(watch()).taken == [payloads.name_of(0, number) for number in (4, 5)]
+
+
+def test_the_last_payload_before_a_leave_is_taken():
+    """The store has said that it is absent just before it came, and then the log says that its replica left."""
+
+    async def watch() -> Taken:
+        inbox, state = Taken(names_of(), answer_seconds=0.05), State(-1, -1, -1)
+        task = asyncio.create_task(inbox.watch(0, lambda: state))
+        await asyncio.sleep(0.02)
+        inbox.names, state.members = names_of(0), [SimpleNamespace(key="", left=True, fenced=False)]
+        await asyncio.wait_for(task, 5)
+        return inbox
+
+    assert asyncio.run(watch()).taken == [payloads.name_of(0, 0)]
