@@ -119,7 +119,7 @@ def print_table(rows: Sequence[Row]) -> None:
     columns += (
         "longest step()",
         "in step()",
-        "steps lost",
+        "steps not counted",
         "outer steps replayed",
         "Θ compared",
         "Θ other",
