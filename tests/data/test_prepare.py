@@ -183,7 +183,9 @@ def test_a_directory_in_which_nothing_was_made_takes_other_settings(source, tmp_
     assert read_index(directory).settings.tokenizer == "bytes"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "train-00000.bin", "held_out-x", "index.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "train-00000.bin", "held_out-x", "index.json"]
+)
 def test_files_of_another_preparation_are_not_taken_for_this_ones(source, tmp_path, name):
     """A preparation writes its settings before any other file, and goes on where these are."""
     output = tmp_path / "out"
