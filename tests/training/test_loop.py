@@ -137,7 +137,10 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     assert again.returncode == 0, again.stderr
     for replica in (0, 1):
         assert_equal(final_state(streaming, replica), final_state(killed, replica))
-        whole, resumed = ([line["loss"] for line in lines(path, replica)] for path in (streaming, killed))
+        whole, resumed = (
+            [(line["loss"], line.get("mean_loss")) for line in lines(path, replica)]
+            for path in (streaming, killed)
+        )
         assert whole == resumed
     same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
     assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
