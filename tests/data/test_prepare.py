@@ -183,6 +183,23 @@ def test_a_directory_in_which_nothing_was_made_takes_other_settings(source, tmp_
     assert read_index(directory).settings.tokenizer == "bytes"
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "train-00000.bin", "held_out-x", "index.json"]
+)
+def test_files_of_another_preparation_are_not_taken_for_this_ones(source, tmp_path, name):
+    """A preparation writes its settings before any other file, and goes on where these are."""
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / name).write_text("foreign")
+    config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
+    with pytest.raises(UserError, match="out holds files of another preparation: name another output") as error:
+        prepare(config, output)
+    assert error.value.field == "output" and (output / name).read_text() == "foreign"
+    assert not (output / "settings.json").exists()
+    (output / name).rename(output / "notes.txt")
+    assert prepare(config, output) == output and (output / "index.json").exists()
+
+
 def test_a_source_that_changed_is_not_mixed_with_what_it_was(source, tmp_path):
     config = DataConfig(train=(source,), held_out_fraction=0.2)
     prepare(config, tmp_path / "out")

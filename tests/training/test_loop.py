@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -136,7 +137,10 @@ def test_a_killed_run_goes_on_bit_for_bit(folder, streaming):
     assert again.returncode == 0, again.stderr
     for replica in (0, 1):
         assert_equal(final_state(streaming, replica), final_state(killed, replica))
-        whole, resumed = ([line["loss"] for line in lines(path, replica)] for path in (streaming, killed))
+        whole, resumed = (
+            [(line["loss"], line.get("mean_loss")) for line in lines(path, replica)]
+            for path in (streaming, killed)
+        )
         assert whole == resumed
     same = ("outer_hash", "eval_loss", "bytes_sent_per_replica")
     assert [summary(streaming)[name] for name in same] == [summary(killed)[name] for name in same]
@@ -224,6 +228,9 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    curves: dict[int, dict] = {}
+    recording = SimpleNamespace(log=lambda values, step: curves.update({step: values}), close=lambda: None)
+    monkeypatch.setattr("diloco.training.loop.tracker", lambda name, **_: recording)
     steps: list[int] = []
     outcome = train(config, on_start=steps.append, on_step=lambda metrics: steps.append(metrics.step))
     assert steps == list(range(61)) and outcome is not None
@@ -233,6 +240,8 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     assert len(outcome.sample) > 100
     written = lines(folder / "runs" / f"alone-{steps_ahead}", 0)
     assert sum(line["step_seconds"] for line in written) == pytest.approx(outcome.summary["wall_seconds"])
+    for line in written:
+        assert curves[line["step"]]["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
 
 
 @pytest.mark.slow

@@ -1,14 +1,34 @@
+"""The mean loss of all replicas, in a run and after a resume."""
+
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 from tests.engine.cases import exchange
 from tests.processes import run_replicas
 
+from diloco.training.checkpoints import Checkpoints
+from diloco.training.config import TrainConfig
 from diloco.training.mean_loss import MeanLoss
+from diloco.training.recipes import tiny
+from diloco.training.resolve import resolve
+from diloco.training.sections import DilocoConfig
+from diloco.training.state import TrainState, initial_state
+from diloco.training.step import begin_step, end_step
+from diloco.training.world import World, world_of
+
+LAST = 16
+SAVED = (4, 7, 9, 14)
+"""Before any send; where one was sent; where one replica has merged what the other has not; near the end."""
 
 
 def means(losses: list[list[float]]) -> list[float | None]:
     """The means of two syncs, sent after steps 2 and 4, of which both are in flight together."""
     transport = exchange()
-    mean_loss = MeanLoss(transport)
+    mean_loss = MeanLoss(transport, max_overlap=3)
     for step, loss in enumerate(losses[transport.replica], start=1):
         mean_loss.add(loss)
         if step % 2 == 0:
@@ -21,3 +41,62 @@ def test_replicas_average_their_losses_since_the_last_sync():
     first, second = (1.5 + 15 + 0.1) / 3, (3.5 + 35 + 0.1) / 3
     for result in run_replicas(means, 3, losses):
         assert result == [None, pytest.approx(first), pytest.approx(second), None]
+
+
+def begin() -> tuple[TrainConfig, World, TrainState]:
+    """Replicas that merge 1 and 4 steps after a send: after steps 5, 6, 8, 10, 11, 13 and 15."""
+    diloco = DilocoConfig(sync_every=5, layers_per_fragment=2, overlap_steps=(1, 4))
+    config = replace(tiny(), diloco=diloco, num_tokens=LAST * 8 * 64, precision="fp32")
+    config = resolve(config, vocab_size=257, prepared=Path())
+    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
+    return config, world, initial_state(config, world)
+
+
+class OlderCheckpoints(Checkpoints):
+    """Checkpoints as they were once written, without the losses."""
+
+    def save(self, step, facts, tensors):
+        super().save(step, {name: value for name, value in facts.items() if name != "mean_loss"}, tensors)
+        self.wait()
+
+
+def advance(config: TrainConfig, world: World, state: TrainState, *saved: Checkpoints) -> list[dict]:
+    """The metrics of the steps that are left, but for times."""
+    measured = []
+    while not state.is_over:
+        generator = np.random.default_rng((state.step, world.replica))
+        tokens = np.sort(generator.integers(0, 257, (config.process_batch, config.sequence_length + 1)))
+        metrics = asdict(end_step(begin_step(state, tokens, config, world), state, config, world, since=0.0))
+        measured.append({name: metrics[name] for name in ("step", "loss", "mean_loss", "bytes_sent")})
+        for checkpoints in saved if state.step in SAVED else ():
+            state.save(checkpoints)
+    return measured
+
+
+def undisturbed_and_resumed(folder: Path) -> list[tuple[list[dict], str]]:
+    """The metrics and the outer hash of a run, and of its resumes; the last one is from an older checkpoint."""
+    config, world, state = begin()
+    older, newer = (
+        kind(folder / kind.__name__, world.replica, world.own_group, keep=len(SAVED))
+        for kind in (OlderCheckpoints, Checkpoints)
+    )
+    runs = [(advance(config, world, state, older, newer), state.sync.outer_hash())]
+    newer.wait()
+    for checkpoints, step in (*((newer, step) for step in SAVED), (older, 9)):
+        config, world, state = begin()
+        state.load(checkpoints, step)
+        runs.append((advance(config, world, state), state.sync.outer_hash()))
+    return runs
+
+
+def test_a_resumed_run_has_the_mean_losses_of_an_undisturbed_one(tmp_path):
+    for replica, runs in enumerate(run_replicas(undisturbed_and_resumed, 2, tmp_path)):
+        (whole, outer_hash), *resumed, (of_older, older_hash) = runs
+        merged = {min(sent + (1, 4)[replica], LAST) for sent in (5, 6, 8, 10, 11, 13, 15)}
+        assert {line["step"] for line in whole if line["mean_loss"] is not None} == merged
+        for step, run in zip(SAVED, resumed, strict=True):
+            assert run == (whole[step:], outer_hash)
+        assert older_hash == outer_hash
+        assert [line["loss"] for line in of_older] == [line["loss"] for line in whole[9:]]
+        without = {line["step"] for line in of_older if line["mean_loss"] is None and line["step"] in merged}
+        assert without == (set(), {10, 12})[replica], "what was in flight"

@@ -2,12 +2,17 @@
 
 import json
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tests.processes import run_replicas
 
-from diloco.errors import UserError
+from diloco.errors import ExchangeError, UserError
 from diloco.training import runs
+from diloco.training.config import TrainConfig
 from diloco.training.recipes import tiny
 from diloco.training.resolve import resolve
 from diloco.training.runs import (
@@ -20,7 +25,7 @@ from diloco.training.runs import (
     resume_config,
 )
 from diloco.training.traits import with_value
-from diloco.training.world import alone
+from diloco.training.world import alone, world_of
 
 INDEX = {"digest": "abc", "splits": {"train": [{"num_tokens": 40}, {"num_tokens": 2}]}}
 
@@ -128,6 +133,33 @@ def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
     claim_together(config, alone(config))
     with pytest.raises(UserError, match="already holds a run"):
         claim_together(config, alone(config))
+
+
+def claim_on_two_machines(config: TrainConfig, folders: list[list[Path]]) -> list[str]:
+    """Claim a run's directory in this machine's folder of each pair; the refusals, "" where there is none."""
+    world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=True)
+    refusals = []
+    for pair in folders:
+        try:
+            claim_together(replace(config, runs=pair[world.replica]), world)
+            refusals.append("")
+        except (UserError, ExchangeError) as error:
+            refusals.append(f"{type(error).__name__}: {error}")
+    return refusals
+
+
+def test_an_earlier_run_on_the_disk_of_one_machine_is_refused_on_all_machines(run, tmp_path):
+    """A shared disk, and disks of their own, are claimed first; an earlier run has the same settings."""
+    shared, own, stale = [[tmp_path / f"{kind}-{m}" for m in (0, 1)] for kind in ("shared", "own", "stale")]
+    shared[1] = shared[0]
+    claim(replace(run, runs=stale[1]))
+    refusals = run_replicas(claim_on_two_machines, 2, run, [shared, own, stale])
+    refusal = f"{stale[1]}/r already holds a run: choose another name, or resume it"
+    assert refusals[1] == ["", "", f"UserError: {refusal}"]
+    assert refusals[0][:2] == ["", ""] and refusals[0][2].startswith("ExchangeError: ")
+    assert f"replica 1 failed: {refusal}" in refusals[0][2]
+    assert all((folder / "r" / "config.json").exists() for folder in (*shared, *own))
+    assert not stale[0].exists(), "nothing was claimed"
 
 
 def test_a_directory_is_claimed_once(run):

@@ -4,8 +4,11 @@ import logging
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
+import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import run_replicas
 
@@ -47,6 +50,34 @@ def test_it_is_said_who_has_not_come(late, silence, expected):
     for replica, sentences in expected.items():
         # Another one may be late, too, where the computer is busy.
         assert logged[replica][-1:] == [sentence.format(port) for sentence in sentences]
+
+
+def arrive_again(rank: int, marks: list[str], begin: Barrier) -> list[str]:
+    """Come to the store once and mark it, and once more a moment after the first process; the marks seen there."""
+    seen: list[str] = []
+    for attempt in (0, 1):
+        begin.wait()
+        if attempt == 1 and rank == 1:
+            time.sleep(0.3)
+            marks.append("process 1 comes")
+        store = store_with_all(rank=rank, world_size=2, name_of=str, timeout_seconds=20)
+        seen += [*marks, *(["a mark"] if store.check(["mark"]) else [])]
+        begin.wait()
+        store.set("mark", "")
+    return seen
+
+
+def test_processes_that_are_started_again_meet_anew_at_the_same_store(monkeypatch):
+    """torchrun's own process holds the store, and restarts the others on every machine by a count of its own."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv(STORE, raising=False)
+    begin, marks = Barrier(2, timeout=20), []
+    with ThreadPoolExecutor(2) as pool:
+        seen = [*pool.map(arrive_again, (0, 1), (marks, marks), (begin, begin))]
+    assert seen == [["process 1 comes"]] * 2
 
 
 def alone(monkeypatch, port: int) -> None:

@@ -39,7 +39,7 @@ from diloco.data.splits import (
     check_disjoint,
     empty_split,
 )
-from diloco.data.tokenizers import Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
+from diloco.data.tokenizers import FILES, Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
 
@@ -114,7 +114,7 @@ def prepare(
 
     Raises:
         UserError: if a source can't be read, a split holds no document, text is both trained on and held out, or
-            `output` is no directory, or one that was prepared with other settings.
+            `output` is no directory, was prepared with other settings, or lacks the settings of its files.
     """
     settings = _settings(config, shard_tokens)
     try:
@@ -162,6 +162,9 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
 def _claim(output: Path, settings: PreparationSettings) -> None:
     path = output / SETTINGS_FILE
     is_made = any(file.name not in ("lock", SETTINGS_FILE) for file in output.iterdir())
+    names = (INDEX_FILE, *FILES, *(f"{split}-*" for split in SPLITS))
+    if not path.exists() and any(any(output.glob(name)) for name in names):
+        raise UserError(f"{output} holds files of another preparation: name another output", "output")
     if not (path.exists() and is_made):
         write_record(path, settings)
     earlier = read_settings(path)

@@ -150,20 +150,23 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             config = continued(config, world, step)
         log = None
         if world.rank == 0:
-            log = _open_log(config, world.replica, state.step)
+            log = _open_log(config, world, state)
             _serve_metrics(config, state, world.replica, stack)
         batches = open_batches(config, world, corpus, after_step=state.step)
         yield _Run(config, world, batches, held_out, state, checkpoints, log)
 
 
-def _open_log(config: TrainConfig, replica: int, after_step: int) -> MetricsLog:
+def _open_log(config: TrainConfig, world: World, state: TrainState) -> MetricsLog:
     """The file of a replica's metrics, and its trackers."""
     run, hparams, directory = config.name, flat_json(config), config.directory
+    replica, after_step = world.replica, state.step
+    # Where replicas come and go, the others may have trained since this one last read the log.
+    tokens_before = state.standing.tokens if world.rendezvous is None else None
     trackers = [
         tracker(name, run=run, replica=replica, hparams=hparams, directory=directory, after_step=after_step)
         for name in config.trackers
     ]
-    return MetricsLog(directory, replica, after_step=after_step, trackers=trackers)
+    return MetricsLog(directory, replica, after_step=after_step, tokens_before=tokens_before, trackers=trackers)
 
 
 def _serve_metrics(config: TrainConfig, state: TrainState, replica: int, stack: ExitStack) -> None:

@@ -115,6 +115,7 @@ class MetricsLog:
         run: the run's directory.
         replica: the replica's number.
         after_step: the last step to keep; lines after it, of a run that was interrupted, are dropped.
+        tokens_before: tokens that all replicas have trained on before the next step; None if that is not known.
         trackers: where the curves go, too; closed with this log.
 
     Raises:
@@ -122,13 +123,21 @@ class MetricsLog:
         FileWriteError: if they can't be written.
     """
 
-    def __init__(self, run: Path, replica: int, *, after_step: int, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(
+        self,
+        run: Path,
+        replica: int,
+        *,
+        after_step: int,
+        tokens_before: int | None = None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         self._path = path = metrics_file(run, replica)
         steps = zip(_lines(path), read_metrics(run, replica), strict=True)
         write_atomically(path, [line.encode() for line, metrics in steps if metrics.step <= after_step])
         with writing(path):
             self._file = path.open("a", buffering=1)
-        self._trackers = trackers
+        self._tokens_before, self._trackers = tokens_before, trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step."""
@@ -141,7 +150,9 @@ class MetricsLog:
         with writing(self._path):
             self._file.write(json.dumps(written) + "\n")
         curves = {k: v for k, v in values.items() if isinstance(v, float | int) and k != "step"}
-        curves["tokens_per_second"] = metrics.tokens / metrics.step / metrics.step_seconds
+        if self._tokens_before is not None:
+            curves["tokens_per_second"] = (metrics.tokens - self._tokens_before) / metrics.step_seconds
+        self._tokens_before = metrics.tokens
         curves |= {f"engine/{name}": value for name, value in metrics.engine.items()}
         for outer_step in metrics.outer_steps:
             for name in ("outer_gradient_norm", "cosine"):

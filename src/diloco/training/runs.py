@@ -9,13 +9,12 @@ from typing import Any
 from diloco.data.index import INDEX_FILE, Split
 from diloco.data.shards import TokenShards
 from diloco.errors import FileError, UserError
-from diloco.exchange.control import share
+from diloco.exchange.control import failing_together, share
 from diloco.files import make_directory, write_atomically, write_json
 from diloco.schema import Count, converted, read_json
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import under_a_launcher
-from diloco.training.resolve import shared_facts
 from diloco.training.traits import differences, fields_with, from_json, get, to_json
 from diloco.training.world import World
 
@@ -67,17 +66,23 @@ def claim(config: TrainConfig) -> None:
 def claim_together(config: TrainConfig, world: World) -> None:
     """Claim the directory of a new run on every machine, whether the machines share a disk or not.
 
+    Nothing is claimed before all machines have looked, so that one which shares the disk of replica 0 does not
+    take its claim for an earlier run.
+
     Raises:
-        UserError: if it already holds another run.
+        UserError: if this machine's directory already holds a run.
+        ExchangeError: if that of another machine does.
     """
-    if world.everyone.replica == 0:
-        claim(config)
-    share(world.everyone, "replica 0 has claimed its directory")
-    if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
-        claim(config)
-    share(world.everyone, "every machine has")
-    if shared_facts(replace(read_config(config.directory), name=config.name)) != shared_facts(config):
-        check_unclaimed(config.directory)  # this machine's disk has an older run of that name
+    with failing_together(world.everyone):
+        if world.is_first_on_machine:
+            check_unclaimed(config.directory)
+        share(world.everyone, "no run is in the directory of this machine")
+        if world.everyone.replica == 0:
+            claim(config)
+        share(world.everyone, "replica 0 has claimed its directory")
+        if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
+            claim(config)
+        share(world.everyone, "every machine has")
 
 
 def read_config(directory: Path) -> TrainConfig:

@@ -22,7 +22,7 @@ from diloco.training.data_parallel import (
     settle_buckets,
 )
 from diloco.training.engine_settings import engine_settings, frozen_parameters
-from diloco.training.mean_loss import MeanLoss
+from diloco.training.mean_loss import MeanLoss, MeanLossState
 from diloco.training.progress import ElasticProgress, FixedProgress, Progress, Standing
 from diloco.training.sections import AdamWConfig
 from diloco.training.sizes import check_sizes
@@ -75,7 +75,8 @@ class TrainState:
     def save(self, checkpoints: Checkpoints) -> None:
         """Copy everything now, and write it in the background."""
         facts, sync = _parted(self.sync.state_dict())
-        facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts)
+        mean_loss = self.mean_loss and self.mean_loss.state(self.step)
+        facts = _Facts(self.step, self.seconds, self.blocked_seconds, facts, mean_loss)
         checkpoints.save(self.step, asdict(facts), self._tensors(sync))
 
     def load(self, checkpoints: Checkpoints, step: int) -> None:
@@ -89,6 +90,8 @@ class TrainState:
         moments = dict(enumerate(tensors["optimizer"].values()))
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
         self.sync.load_state_dict(facts.sync | tensors["sync"])
+        if self.mean_loss is not None and facts.mean_loss is not None:
+            self.mean_loss.restore(facts.mean_loss)
         self.took(facts.step)
 
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +124,7 @@ class _Facts:
     seconds: Seconds
     blocked_seconds: Seconds
     sync: dict[str, Any]
+    mean_loss: MeanLossState | None = None  # an earlier checkpoint has none
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
@@ -152,9 +156,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     if world.rendezvous is not None:
         progress = ElasticProgress(config, engine, world)
         return TrainState(model, forward, optimizer, engine, progress)
-    state = TrainState(
-        model, forward, optimizer, engine, FixedProgress(config), mean_loss=MeanLoss(world.exchange)
-    )
+    mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
+    state = TrainState(model, forward, optimizer, engine, FixedProgress(config), mean_loss=mean_loss)
     if config.num_ddp > 1:
         state.forward = inside = data_parallel(forward, world.own_device_group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from diloco.training.launcher import STORE
 
 _LOG = logging.getLogger("diloco")
 _SECONDS_OF_SILENCE = 3.0
-_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def store_with_all(
@@ -41,10 +42,9 @@ def store_with_all(
     path = os.environ.get(STORE)
     store = dist.FileStore(path, world_size) if path else _torchruns_store(rank, name_of(0), timeout)
     store.set_timeout(timeout)
-    store.set(_key(rank), "")
-    missing = _missing(store, [*range(world_size)])
+    meeting = _Meeting(store, rank, world_size)
     begin, last_names = time.monotonic(), ""
-    while missing:
+    while (missing := meeting.missing()) is not None:
         seconds, names = time.monotonic() - begin, ", ".join(map(name_of, missing[:8]))
         if seconds > timeout_seconds:
             raise TimeoutError(
@@ -55,8 +55,50 @@ def store_with_all(
             _LOG.warning("waiting for %s …", names)
             last_names = names
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-        missing = _missing(store, missing)
-    return store
+    return meeting.store
+
+
+class _Meeting:
+    """The meeting of the processes of one attempt, at a store that may hold the keys of earlier ones.
+
+    torchrun restarts all processes at the same store, and its count of restarts differs between machines. So
+    the first process names the attempt by a number that nobody has used, the others write their own numbers
+    under that name, and the attempt has met once the first process has answered with the numbers of all.
+
+    Args:
+        store: of all processes.
+        rank: of this process.
+        world_size: number of processes.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._everyones, self._rank, self._ranks = store, rank, range(world_size)
+        self._attempt, self._own = "", secrets.token_hex(8)
+        self._waiting = [*self._ranks]
+        self.store = store
+        """The keys of this attempt alone, once its processes have met."""
+        if rank == 0:
+            store.set(_ATTEMPT, self._own)
+
+    def missing(self) -> list[int] | None:
+        """The processes that have not come; None once all have."""
+        if not self._everyones.check([_ATTEMPT]):
+            return [0]
+        if (attempt := self._everyones.get(_ATTEMPT).decode()) != self._attempt:
+            self._attempt, self._waiting = attempt, [*self._ranks]
+            self.store = dist.PrefixStore(f"diloco/{attempt}", self._everyones)
+            self.store.set(_key(self._rank), self._own)
+        self._waiting = _missing(self.store, self._waiting)
+        if self._waiting:
+            return self._waiting
+        if self._rank == 0:
+            self.store.set(_ANSWER, " ".join(self.store.get(_key(rank)).decode() for rank in self._ranks))
+        # An earlier attempt has an answer, too, which doesn't hold this process's number.
+        met = self.store.check([_ANSWER]) and self._own in self.store.get(_ANSWER).decode().split()
+        return None if met else [0]
+
+
+_ATTEMPT, _ANSWER = "diloco: the attempt", "diloco: all are here"
 
 
 def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
@@ -72,7 +114,7 @@ def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
                 f"port {port} of {host} is in use: set MASTER_PORT to another one, the same for all"
             ) from error
         raise
-    return dist.PrefixStore("diloco", store)
+    return store
 
 
 def _address() -> tuple[str, int]:
