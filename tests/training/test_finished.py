@@ -12,7 +12,7 @@ from diloco.errors import CheckpointError, UserError
 from diloco.models.language_model import next_token_loss
 from diloco.training.checkpoints import finished_steps
 from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run, run_parameters
+from diloco.training.finished import evaluate_run, load_writer, run_parameters
 from diloco.training.runs import read_config
 from diloco.training.summary import held_out_windows
 
@@ -130,6 +130,24 @@ def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path):
     assert error.value.fields == ("prepared",)
     export_run(moved, "safetensors", tmp_path / "out", prepared=Path(prepared))
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_text_that_is_not_the_runs_is_refused(finished_run, tmp_path):
+    """Losses, and the letters of tokens, would mean something else."""
+    prepared = read_config(finished_run).data.prepared
+    assert prepared is not None
+    other = shutil.copytree(prepared, tmp_path / "other")
+    index = json.loads((other / "index.json").read_text())
+    assert evaluate_run(finished_run, prepared=other)["eval_loss"] > 0, "the same text at another place"
+    (other / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
+    for use in (
+        lambda: evaluate_run(finished_run, prepared=other),
+        lambda: load_writer(finished_run, prepared=other),
+        lambda: export_run(finished_run, "safetensors", tmp_path / "out", prepared=other),
+    ):
+        with pytest.raises(UserError, match=r"other has 0+ .*: name the directory with the same text by") as error:
+            use()
+        assert error.value.fields == ("prepared",)
 
 
 @pytest.mark.slow

@@ -112,13 +112,15 @@ def test_a_resume_without_its_data_names_the_setting(run):
 
 @pytest.mark.slow
 def test_a_resume_on_other_text_is_refused(run):
-    check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+    check_same_text(run, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
+        index = {"digest": digest, "splits": {"train": [{"num_tokens": num_tokens}]}}
+        (run.data.prepared / "index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
-            check_same_text(run, SimpleNamespace(digest=digest, num_tokens=num_tokens))
+            check_same_text(run, field="data.prepared")
     (run.directory / "data.json").write_text("{")
     with pytest.raises(UserError, match=r"data.json can't be read"):
-        check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+        check_same_text(run, field="data.prepared")
 
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])

@@ -20,7 +20,7 @@ from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
-from diloco.training.runs import check_data, read_config
+from diloco.training.runs import check_data, check_same_text, read_config
 from diloco.training.sections import Parameters
 from diloco.training.sizes import check_sizes
 from diloco.training.store_runs import store_config, store_parameters
@@ -119,7 +119,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
         prepared: directory of the run's data, if that was moved, or the run is in a store.
 
     Raises:
-        UserError: if there is no run, or no data.
+        UserError: if there is no run, or no data, or the data is not the run's.
     """
     if isinstance(source, str):
         return store_config(source, prepared)
@@ -127,6 +127,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_data(config, field="prepared")
+    check_same_text(config, field="prepared")
     return config
 
 
