@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.training.runs import run, summary
 
 from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
@@ -64,6 +66,32 @@ def test_the_average_is_between_the_replicas(finished_run, tmp_path):
     assert all(torch.equal(one[name], both[name]) for name in one)
     apart = run_parameters(finished_run, "average")[0].state_dict()
     assert not all(torch.equal(one[name], apart[name]) for name in one)
+
+
+@pytest.mark.parametrize("method", ["diloco", "data_parallel"])
+def test_parameters_that_were_trained_in_bfloat16_are_read(small_corpus, tmp_path, method):
+    """Two replicas, which differ after their last outer step unless the method is Data-Parallel."""
+    flags = ["--name", method, "--method", method, "--precision", "bf16-params", "--num-tokens", "5120"]
+    shutil.copy(small_corpus, tmp_path / "text.jsonl")
+    process = run(tmp_path, *flags, *([] if method == "data_parallel" else ["--diloco.sync-every", "4"]))
+    assert process.returncode == 0, process.stderr
+    path = tmp_path / "runs" / method
+    files = sorted((path / "checkpoints").glob("replica-*/step-*/shard-0.safetensors"))
+    own = [load_file(file) for file in files]
+    assert len(own) == 2
+    replica, average, outer = (
+        run_parameters(path, which)[0].state_dict() for which in ("replica", "average", "outer")
+    )
+    saved = load_file(path / "outer.safetensors")
+    for name, value in outer.items():
+        one, other = (tensors[f"model.{name}"].float() for tensors in own)
+        assert own[0][f"model.{name}"].dtype == torch.bfloat16
+        assert torch.equal(replica[name], one) and torch.equal(average[name], (one + other) / 2)
+        assert torch.equal(value, saved[name].float())
+    assert evaluate_run(path)["eval_loss"] == pytest.approx(summary(path)["eval_loss"], rel=0.01)
+    (path / "outer.safetensors").unlink()
+    for name, value in run_parameters(path, "outer")[0].state_dict().items():
+        assert torch.equal(value, outer[name]), "those of the last checkpoint"
 
 
 def test_a_run_that_is_not_over_is_evaluated_at_its_newest_checkpoint(unfinished, finished_run):
