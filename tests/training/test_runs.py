@@ -79,6 +79,14 @@ def test_a_resume_that_would_be_another_run_is_refused(run, change, sentence, fi
     assert error.value.field == field
 
 
+@pytest.mark.parametrize(("old", "new"), [(None, "store"), ("store", None)])
+def test_a_resume_neither_brings_replicas_to_a_store_nor_takes_one_from_it(run, old, new):
+    started = replace(run, name="other", num_replicas=1, rendezvous=old)
+    claim(started)
+    with pytest.raises(UserError, match=rf"was started with rendezvous={old}, and now {new} is asked for"):
+        resume_config(started.directory, replace(resumable(started.directory), rendezvous=new))
+
+
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
 def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
     """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""

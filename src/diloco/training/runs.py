@@ -228,7 +228,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
                 *(name, "rendezvous"),
             )
         begins_a_phase |= name in of_the_schedule
-        if name not in may_change:
+        if name not in may_change or (name == "rendezvous" and None in (old, value)):
             raise UserError(
                 f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
                 "same run; leave it out, or start a new run",
