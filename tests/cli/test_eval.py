@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from tests.cli.commands import refusal
 
 from diloco.cli.eval import _files
 from diloco.errors import UserError
@@ -10,6 +11,11 @@ def test_a_task_has_the_file_that_its_name_begins():
     arc, easy, piqa = map(Path, ("arc.jsonl", "arc_easy.jsonl", "piqa_1.jsonl"))
     assert _files("", (arc, piqa)) == {"arc": arc, "piqa_1": piqa}
     assert _files("piqa,arc,hellaswag", (arc, easy, piqa)[::2]) == {"piqa": piqa, "arc": arc, "hellaswag": None}
+
+
+def test_a_limit_of_no_questions_is_refused(capsys):
+    sentence = "--limit=5 means nothing without --tasks or --data: set one of them, or leave it out"
+    assert refusal(capsys, "eval", "nowhere", "--limit", "5") == sentence
 
 
 @pytest.mark.parametrize(

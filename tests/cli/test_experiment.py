@@ -70,6 +70,8 @@ def test_equal_runs_are_one_command_with_all_labels(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if line.startswith("torchrun ")]
     assert len(set(commands)) == len(commands) < len(lines) - len(commands)
+    names = [words[words.index("--name") + 1] for words in map(shlex.split, commands)]
+    assert len(set(names)) == len(names), "a second command of a name would be refused"
 
 
 def test_only_finished_runs_are_tabulated(capsys, tmp_path):

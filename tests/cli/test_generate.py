@@ -41,6 +41,16 @@ def test_a_chat_remembers_what_was_before(finished_run, capsys, monkeypatch):
     assert likeliest(finished_run, "a ship\n", num_tokens=12) != expected[1:], "the first line counts"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_text_that_is_not_utf8_is_refused(finished_run, capsys, monkeypatch, errors):
+    """A byte of Latin-1, as Python reads it in locales of two kinds."""
+    sentence = "the text to go on from is not UTF-8: convert it, for example with iconv -t UTF-8"
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert refusal(capsys, "chat", str(finished_run)) == sentence
+    assert refusal(capsys, "generate", str(finished_run), "--prompt", "caf\udce9") == sentence
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_a_mistake_is_one_sentence(verb, finished_run, tmp_path, capsys):
     assert refusal(capsys, verb, "nowhere") == "nowhere holds no run: nowhere/config.json is missing"

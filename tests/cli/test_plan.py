@@ -43,7 +43,7 @@ def test_a_plan_for_described_machines_loads_no_torch():
 def test_a_plan_says_what_a_bucket_costs(capsys):
     arguments = ["plan", "--num-params", "1e9", "--num-layers", "4", "--step-seconds", "1", "--link-gbit-s", "2"]
     arguments += ["--num-replicas", "3"]
-    plans = json.loads(printed(capsys, *arguments, "--json"))["plans"]
+    plans = json.loads(printed(capsys, *arguments, "--json", "--store"))["plans"]
     # Of an outer step of three: payloads, or shares and their averages, that are downloaded; creates; reads.
     numbers = {"gather": (6, 3 + 1, 3 + 6), "reduce_scatter": (4, 3 + 1 + 3 * 4, 3 + 6 + 3 * 4)}
     assert {plan["combine"] for plan in plans} == set(numbers)

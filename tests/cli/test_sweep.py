@@ -98,6 +98,9 @@ def test_a_table_that_names_no_run_is_left_alone(text, tmp_path, capsys):
         (["--axis", "seed=0", "--cores", "1", "--ray", "auto"], "--ray=auto has its own"),
         (["--axis", "seed=0", "--num-tokens", "5120"], "leave out --num-tokens"),
         (["--axis", "seed=0", "--plan", "--cores", "0"], "--cores=0 must be at least 1"),
+        (["--axis", "seed=0", "--plan", "--name", "foo"], "--name=foo: a sweep names each run by its settings"),
+        (["--axis", "seed=0", "--plan", "--runs", "bar"], "--runs=bar: a sweep keeps them below --output: set"),
+        (["--axis", "seed=0", "--plan", "--rendezvous", "st"], "--rendezvous=st: all of a sweep would meet in"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(flags, sentence, text, capsys):

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from tests.cli.commands import loaded, refusal
 
+from diloco.cli import train
 from diloco.cli.main import main
 from diloco.training.recipes import recipe
 from diloco.training.resolve import resolve
@@ -59,6 +60,14 @@ def test_train_alone_lists_the_recipes_in_a_few_lines(capsys):
 )
 def test_a_budget_or_a_file_that_cannot_be_used_is_refused(flags, sentence, capsys):
     assert refusal(capsys, "train", "tiny", *flags).startswith(sentence)
+
+
+def test_a_rendezvous_by_flag_starts_one_replica_of_a_file(tmp_path):
+    (tmp_path / "run.toml").write_text("seed = 3")
+    for flags, num_replicas in (([], 1), (["--num-replicas", "4"], 4)):
+        arguments = ["tiny", "--config", str(tmp_path / "run.toml"), "--rendezvous", "store", *flags]
+        config = train._parsed(arguments)[0].config
+        assert (config.num_replicas, config.rendezvous, config.seed) == (num_replicas, "store", 3)
 
 
 def test_a_dry_run_prints_what_the_run_would_be_and_starts_nothing(small_corpus, tmp_path, monkeypatch, capsys):

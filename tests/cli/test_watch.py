@@ -87,6 +87,7 @@ def test_the_address_is_printed_and_answers_until_an_interruption(finished_run, 
         ([], "name a run's directory, a directory of runs, or a store"),
         (["x", "--every-seconds", "0"], "--every-seconds=0.0 must be above 0"),
         (["x", "--every-seconds", "inf"], "--every-seconds=inf must be above 0 and at most 86400"),
+        (["x", "--port", "8080"], "--port=8080 means nothing without --serve: add that, or leave it out"),
         (["x", "--serve", "--port", "99999"], "--port=99999 can't be used"),
     ],
 )

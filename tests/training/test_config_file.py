@@ -31,6 +31,19 @@ def test_a_file_changes_the_fields_of_its_recipe(tmp_path):
     assert read_config_file(write(tmp_path / "run.toml", "epochs = 2"), "tiny")[1] == Budget(2, "epochs")
 
 
+def test_with_a_rendezvous_a_run_begins_with_one_replica_unless_the_file_says_otherwise(tmp_path):
+    path = write(tmp_path / "run.toml", "replica_batch = 2")
+    config, _ = read_config_file(path, "tiny", rendezvous="store")
+    assert (config.rendezvous, config.num_replicas, config.replica_batch) == ("store", 1, 2)
+    write(path, 'rendezvous = "other"')
+    config, _ = read_config_file(path, "tiny")
+    assert (config.rendezvous, config.num_replicas) == ("other", 1)
+    assert read_config_file(path, "tiny", rendezvous="store")[0].rendezvous == "store"
+    write(path, 'rendezvous = "other"\nnum_replicas = 4')
+    assert read_config_file(path, "tiny")[0].num_replicas == 4
+    assert read_config_file(write(path, "seed = 3"), "tiny")[0].num_replicas == recipe("tiny").num_replicas > 1
+
+
 def test_the_file_of_the_docs_can_be_read():
     config, budget = read_config_file(Path(__file__).parents[2] / "docs/snippets/run.toml", None)
     assert config.recipe == "laptop" and config.diloco.sync_every == 50

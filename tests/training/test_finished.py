@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.training.runs import run, summary
 
 from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
 from diloco.models.language_model import next_token_loss
 from diloco.training.checkpoints import finished_steps
 from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run, run_parameters
+from diloco.training.finished import evaluate_run, load_writer, run_parameters
 from diloco.training.runs import read_config
 from diloco.training.summary import held_out_windows
 
@@ -64,6 +66,32 @@ def test_the_average_is_between_the_replicas(finished_run, tmp_path):
     assert all(torch.equal(one[name], both[name]) for name in one)
     apart = run_parameters(finished_run, "average")[0].state_dict()
     assert not all(torch.equal(one[name], apart[name]) for name in one)
+
+
+@pytest.mark.parametrize("method", ["diloco", "data_parallel"])
+def test_parameters_that_were_trained_in_bfloat16_are_read(small_corpus, tmp_path, method):
+    """Two replicas, which differ after their last outer step unless the method is Data-Parallel."""
+    flags = ["--name", method, "--method", method, "--precision", "bf16-params", "--num-tokens", "5120"]
+    shutil.copy(small_corpus, tmp_path / "text.jsonl")
+    process = run(tmp_path, *flags, *([] if method == "data_parallel" else ["--diloco.sync-every", "4"]))
+    assert process.returncode == 0, process.stderr
+    path = tmp_path / "runs" / method
+    files = sorted((path / "checkpoints").glob("replica-*/step-*/shard-0.safetensors"))
+    own = [load_file(file) for file in files]
+    assert len(own) == 2
+    replica, average, outer = (
+        run_parameters(path, which)[0].state_dict() for which in ("replica", "average", "outer")
+    )
+    saved = load_file(path / "outer.safetensors")
+    for name, value in outer.items():
+        one, other = (tensors[f"model.{name}"].float() for tensors in own)
+        assert own[0][f"model.{name}"].dtype == torch.bfloat16
+        assert torch.equal(replica[name], one) and torch.equal(average[name], (one + other) / 2)
+        assert torch.equal(value, saved[name].float())
+    assert evaluate_run(path)["eval_loss"] == pytest.approx(summary(path)["eval_loss"], rel=0.01)
+    (path / "outer.safetensors").unlink()
+    for name, value in run_parameters(path, "outer")[0].state_dict().items():
+        assert torch.equal(value, outer[name]), "those of the last checkpoint"
 
 
 def test_a_run_that_is_not_over_is_evaluated_at_its_newest_checkpoint(unfinished, finished_run):
@@ -130,6 +158,24 @@ def test_a_run_whose_data_moved_is_told_where(finished_run, tmp_path):
     assert error.value.fields == ("prepared",)
     export_run(moved, "safetensors", tmp_path / "out", prepared=Path(prepared))
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_text_that_is_not_the_runs_is_refused(finished_run, tmp_path):
+    """Losses, and the letters of tokens, would mean something else."""
+    prepared = read_config(finished_run).data.prepared
+    assert prepared is not None
+    other = shutil.copytree(prepared, tmp_path / "other")
+    index = json.loads((other / "index.json").read_text())
+    assert evaluate_run(finished_run, prepared=other)["eval_loss"] > 0, "the same text at another place"
+    (other / "index.json").write_text(json.dumps(index | {"digest": "0" * 64}))
+    for use in (
+        lambda: evaluate_run(finished_run, prepared=other),
+        lambda: load_writer(finished_run, prepared=other),
+        lambda: export_run(finished_run, "safetensors", tmp_path / "out", prepared=other),
+    ):
+        with pytest.raises(UserError, match=r"other has 0+ .*: name the directory with the same text by") as error:
+            use()
+        assert error.value.fields == ("prepared",)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
@@ -8,7 +9,7 @@ from diloco.training.budget import Budget
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
-from diloco.training.runs import claim, own_run, read_config
+from diloco.training.runs import claim, own_run, read_config, resumable
 from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig
 
 
@@ -65,6 +66,18 @@ def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming
     with pytest.raises(UserError, match=sentence):
         prepare_run(replace(tiny, **changes), resume=None)
     assert sorted(folder.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize("is_resume", [False, True])
+def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, is_resume):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = resumable(streaming) if is_resume else tiny
+    for changes, sentence in (
+        ({"diloco": replace(asked.diloco, offload=True)}, r"diloco.offload spares a GPU's memory"),
+        ({"device": "cuda"}, "device=cuda, but torch finds no GPU here"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            prepare_run(replace(asked, **changes), resume=streaming if is_resume else None)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,14 @@ def test_a_resume_that_would_be_another_run_is_refused(run, change, sentence, fi
     assert error.value.field == field
 
 
+@pytest.mark.parametrize(("old", "new"), [(None, "store"), ("store", None)])
+def test_a_resume_neither_brings_replicas_to_a_store_nor_takes_one_from_it(run, old, new):
+    started = replace(run, name="other", num_replicas=1, rendezvous=old)
+    claim(started)
+    with pytest.raises(UserError, match=rf"was started with rendezvous={old}, and now {new} is asked for"):
+        resume_config(started.directory, replace(resumable(started.directory), rendezvous=new))
+
+
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
 def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
     """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
@@ -117,13 +125,15 @@ def test_a_resume_without_its_data_names_the_setting(run):
 
 @pytest.mark.slow
 def test_a_resume_on_other_text_is_refused(run):
-    check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+    check_same_text(run, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
+        index = {"digest": digest, "splits": {"train": [{"num_tokens": num_tokens}]}}
+        (run.data.prepared / "index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
-            check_same_text(run, SimpleNamespace(digest=digest, num_tokens=num_tokens))
+            check_same_text(run, field="data.prepared")
     (run.directory / "data.json").write_text("{")
     with pytest.raises(UserError, match=r"data.json can't be read"):
-        check_same_text(run, SimpleNamespace(digest="abc", num_tokens=42))
+        check_same_text(run, field="data.prepared")
 
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])

@@ -1,6 +1,7 @@
 """A trainer's run in a store, read by those who evaluate and export it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from diloco.data.index import read_index
 from diloco.errors import UserError
 from diloco.training.export import export_run
 from diloco.training.finished import evaluate_run, run_parameters
+from diloco.training.recipes import tiny
+from diloco.training.resolve import facts_with_rendezvous, resolve
 from diloco.training.runs import read_config
-from diloco.training.store_runs import DATA_DIGEST
+from diloco.training.store_runs import DATA_DIGEST, config_of
 from diloco.training.traits import to_json
 
 
@@ -59,6 +62,14 @@ def test_a_run_is_evaluated_and_exported_from_its_store(run, finished_run, tmp_p
     export_run(str(run.directory), "safetensors", tmp_path / "out", prepared=prepared)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert "# elastic" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_batch_of_which_each_replica_takes_a_share_of_its_own_need_be_no_multiple_of_them(tmp_path):
+    batch = {"num_replicas": 2, "global_batch": 9, "num_tokens": 60 * 9 * 64}
+    asked = replace(tiny(), **batch, replica_batch=4, rendezvous="store")
+    facts = facts_with_rendezvous(resolve(asked, vocab_size=257, prepared=tmp_path))
+    config = config_of(json.loads(json.dumps(facts)))
+    assert config is not None and {name: getattr(config, name) for name in batch} == batch
 
 
 def test_text_that_is_not_the_runs_is_refused(run, finished_run, tmp_path) -> None:

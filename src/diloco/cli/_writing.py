@@ -1,6 +1,7 @@
 """The flags with which a run's model writes text, for `diloco generate` and `diloco chat`."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,9 +52,26 @@ class Writing:
 
 def read_text(writer: "Writer", tokenizer: "Tokenizer", text: str) -> list[int]:
     """Have the model read a text; its tokens."""
+    with as_utf8():
+        text.encode()
     tokens = tokenizer.encode([text])[0].tolist()
     writer.read(tokens)
     return tokens
+
+
+@contextmanager
+def as_utf8() -> Iterator[None]:
+    """Refuse text that is not UTF-8: by the locale Python fails to read it, or reads halves of surrogates.
+
+    Raises:
+        UserError: with a way out.
+    """
+    try:
+        yield
+    except UnicodeError:
+        raise UserError(
+            "the text to go on from is not UTF-8: convert it, for example with iconv -t UTF-8"
+        ) from None
 
 
 def show(pieces: Iterable[str]) -> Iterator[str]:

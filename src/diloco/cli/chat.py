@@ -9,7 +9,7 @@ import tyro
 
 from diloco.cli._command import call
 from diloco.cli._source import Run
-from diloco.cli._writing import Writing, read_text, show
+from diloco.cli._writing import Writing, as_utf8, read_text, show
 
 HELP = "talk to a run's model: diloco chat RUN"
 ORDER = 4
@@ -48,10 +48,12 @@ def _chat(run: Run, writing: Annotated[Writing, tyro.conf.arg(name="")] = Writin
 def _line() -> str:
     """The next line of the input with its end; empty at the end of the input."""
     if not sys.stdin.isatty():
-        return sys.stdin.readline()
+        with as_utf8():
+            return sys.stdin.readline()
     with suppress(ImportError):  # input() then edits the line, and remembers the ones before
         import_module("readline")
     try:
-        return input("> ") + "\n"
+        with as_utf8():
+            return input("> ") + "\n"
     except EOFError:
         return ""

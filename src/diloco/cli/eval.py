@@ -48,9 +48,14 @@ def _evaluate(
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} must be at least 1; left out, all questions are asked", "limit")
+    files = _files(tasks, data)
+    if limit is not None and not files:
+        raise UserError(
+            f"limit={limit} means nothing without tasks or data: set one of them, or leave it out",
+            *("limit", "tasks", "data"),
+        )
     from diloco.training.finished import evaluate_run
 
-    files = _files(tasks, data)
     options = {"tasks": files, "limit": limit, "prepared": prepared}
     result = evaluate_run(source(run), parameters=parameters, at_step=at_step, **options)
     if json:

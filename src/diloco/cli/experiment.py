@@ -155,13 +155,14 @@ def _finished(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experim
 
 def _print_commands(experiments: Sequence[Experiment], output: Path, gpu_bytes: float | None) -> None:
     """Print the command of each different run once, under all its labels."""
-    labels: dict[TrainConfig, list[str]] = {}
+    different: dict[str, tuple[TrainConfig, list[str]]] = {}
     for one in experiments:
         for run in one.runs:
-            labels.setdefault(make_job(run.config, output / "runs").config, []).append(f"{one.name}: {run.labels}")
-    for config, names in labels.items():
-        for name in names:
-            print(f"# {name}")
+            config = make_job(run.config, output / "runs").config
+            different.setdefault(config.name, (config, []))[1].append(f"{one.name}: {run.labels}")
+    for config, labels in different.values():
+        for label in labels:
+            print(f"# {label}")
         config = config if gpu_bytes is None else _on_gpus(config, gpu_bytes)
         words = shlex.join(word for words in changes(config).values() for word in words)
         print(f"torchrun --nproc-per-node {config.num_processes} -m diloco train {config.recipe} {words}")

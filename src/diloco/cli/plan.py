@@ -68,7 +68,7 @@ def _plan_described(
         num_tokens: Tokens of the whole run; left out, 20·N.
         batch_tokens: Tokens of a step over all replicas.
         target: Compute utilization to reach, between 0 and 1.
-        store: Say, too, what a day costs if the replicas meet in a bucket.
+        store: Say, too, what a day costs if the replicas meet in a bucket; with --json that is always said.
         json: Print JSON.
     """
     size = ModelSize(

@@ -72,6 +72,9 @@ def _sweep_of(command: Command) -> Sweep:
             "leave out num_tokens: the budget of a sweep's runs is tokens_per_param times their size",
             *("num_tokens", "tokens_per_param"),
         )
+    for name, reason in _NOT_VARIED.items():
+        if (value := getattr(config, name)) != getattr(recipe(config.recipe), name):
+            raise UserError(f"{name}={value}: {reason}", name, "output")
     if not command.axis and not command.then:
         raise UserError("axis names nothing to vary: give one such as learning_rate=0.004,0.008", "axis")
     if command.cores is not None and command.cores < 1:
@@ -86,6 +89,14 @@ def _sweep_of(command: Command) -> Sweep:
         tokens_per_param=command.tokens_per_param,
         vocab_size=load_tokenizer(prepared).vocab_size,
     )
+
+
+_NOT_VARIED = {
+    "name": "a sweep names each run by its settings: leave it out",
+    "runs": "a sweep keeps them below output: set that, and leave this out",
+    "rendezvous": "all of a sweep would meet in one store: leave it out",
+}
+"""Settings that a sweep can't give its runs, and why."""
 
 
 def _axes(field: str, texts: Sequence[str]) -> dict[str, tuple[float, ...]]:

@@ -70,7 +70,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
         raise unknown_choice(arguments, RECIPES, prog="diloco train")
     if words.config is not None and not asks_for_help(others):
         named = others[0] if others and others[0] in RECIPES else None
-        base, budget_of_file = read_config_file(words.config, named)
+        base, budget_of_file = read_config_file(words.config, named, rendezvous=words.rendezvous)
         configs, budget = {base.recipe: base}, budget or budget_of_file
         others = others if named else [base.recipe, *others]
     changes_model = words.hf is not None or words.lora is not None

@@ -40,6 +40,8 @@ def _watch(
         raise UserError("name a run's directory, a directory of runs, or a store")
     if not 0 < every_seconds <= 86_400:
         raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
+    if port and not serve:
+        raise UserError(f"port={port} means nothing without serve: add that, or leave it out", "port", "serve")
     from diloco.report.live.watched import Watched
 
     watched = Watched(sources)

@@ -21,7 +21,9 @@ _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 
 
-def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget | None]:
+def read_config_file(
+    path: Path, name: str | None, *, rendezvous: str | None = None
+) -> tuple[TrainConfig, Budget | None]:
     """A recipe's config with the fields that a file changes, and the budget where the file has one.
 
     Sections are those of the config, and `recipe` names the recipe. `num_tokens` may be a text such as "20x", and
@@ -31,6 +33,7 @@ def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget 
     Args:
         path: of the file, `.toml` or `.json`.
         name: of the recipe; None takes the file's.
+        rendezvous: in the place of the file's; with either, num_replicas is 1 unless the file says otherwise.
 
     Raises:
         FileError: if the file can't be read.
@@ -46,6 +49,10 @@ def read_config_file(path: Path, name: str | None) -> tuple[TrainConfig, Budget 
         raise UserError(f"{path} names no recipe: name one of {', '.join(RECIPES)}, there or before the flags")
     budget = _budget(path, values)
     base = recipe(chosen)
+    if rendezvous is not None:
+        values = values | {"rendezvous": rendezvous}
+    if values.get("rendezvous") is not None:  # each command starts one replica
+        values = {"num_replicas": 1} | values
     model = values.get("model")
     if isinstance(model, dict) and isinstance(model.get("hf"), str) and "family" not in model:
         base = with_hugging_face(base, model["hf"])

@@ -20,7 +20,7 @@ from diloco.models.writer import Writer
 from diloco.training.checkpoint_files import read_files
 from diloco.training.checkpoints import finished_steps, read
 from diloco.training.config import TrainConfig
-from diloco.training.runs import check_data, read_config
+from diloco.training.runs import check_data, check_same_text, read_config
 from diloco.training.sections import Parameters
 from diloco.training.sizes import check_sizes
 from diloco.training.store_runs import store_config, store_parameters
@@ -57,26 +57,39 @@ def run_parameters(
     check_sizes(config, here=True)
     model = config.model.build(seed=config.seed)
     replicas = range(config.num_local_replicas)
-    exported = source / OUTER_FILE
+    exported, outer = source / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
     if parameters == "outer" and exported.exists() and at_step is None:
+        theta = _as_saved(config, model, outer)
         try:
-            read_files([exported], model.state_dict(), source=str(exported))
+            read_files([exported], theta, source=str(exported))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{exported} can't be read ({error}): copy it again, or delete it to take the newest checkpoint"
             ) from error
+        model.load_state_dict(theta)
         return model, config.num_steps
     if parameters == "outer":  # all replicas have the same
         holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)
         step = _held_step(config, range(holder, holder + 1), at_step)
-        where = ("model",) if config.method == "data_parallel" else ("sync", "outer")
-        model.load_state_dict(_read(config, model, holder, step, where))
+        model.load_state_dict(_read(config, model, holder, step, outer))
         return model, step
     averaged = replicas if parameters == "average" else replicas[:1]
     step = _held_step(config, averaged, at_step)
-    thetas = [_read(config, model, replica, step, ("model",)) for replica in averaged]
-    model.load_state_dict({name: torch.stack([theta[name] for theta in thetas]).mean(0) for name in thetas[0]})
+    thetas = [_read(config, model, replica, step, _OWN) for replica in averaged]
+    model.load_state_dict(
+        {name: torch.stack([theta[name].float() for theta in thetas]).mean(0) for name in thetas[0]}
+    )
     return model, step
+
+
+_OWN, _OUTER = ("model",), ("sync", "outer")
+"""The places of a replica's own parameters, and of Θ, among the tensors of a checkpoint."""
+
+
+def _as_saved(config: TrainConfig, model: LanguageModel, where: Sequence[str]) -> dict[str, Tensor]:
+    """The model's tensors, or copies in bfloat16 where a replica trained its own so; Θ is FP32."""
+    is_low = where == _OWN and config.precision == "bf16-params"
+    return {name: value.bfloat16() if is_low else value for name, value in model.state_dict().items()}
 
 
 def _held_step(config: TrainConfig, replicas: range, at_step: int | None) -> int:
@@ -103,7 +116,7 @@ def _held_step(config: TrainConfig, replicas: range, at_step: int | None) -> int
 def _read(
     config: TrainConfig, model: LanguageModel, replica: int, step: int, where: Sequence[str]
 ) -> dict[str, Tensor]:
-    parameters = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    parameters = {name: torch.zeros_like(value) for name, value in _as_saved(config, model, where).items()}
     nested: dict[str, Any] = parameters
     for name in reversed(where):
         nested = {name: nested}
@@ -119,7 +132,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
         prepared: directory of the run's data, if that was moved, or the run is in a store.
 
     Raises:
-        UserError: if there is no run, or no data.
+        UserError: if there is no run, or no data, or the data is not the run's.
     """
     if isinstance(source, str):
         return store_config(source, prepared)
@@ -127,6 +140,7 @@ def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
     if prepared is not None:
         config = replace(config, data=replace(config.data, prepared=prepared))
     check_data(config, field="prepared")
+    check_same_text(config, field="prepared")
     return config
 
 

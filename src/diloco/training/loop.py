@@ -143,7 +143,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         )
         stack.enter_context(lost_processes_named(state))
         if resume:
-            check_same_text(config, corpus)
+            check_same_text(config, field="data.prepared")
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)

@@ -46,6 +46,7 @@ def prepare_run(
     """
     _check_libraries(asked)
     if resume is not None:
+        _check_device(asked)
         if budget is not None:
             check_data(asked, field="data.prepared")
             assert asked.data.prepared is not None, "a run's config is resolved"
@@ -158,5 +159,5 @@ def _check_device(asked: TrainConfig) -> None:
         raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
     if asked.diloco.offload:
         raise UserError(
-            "diloco.offload spares a GPU's memory, and torch finds no GPU here: leave it out", "diloco.offload"
+            "diloco.offload spares a GPU's memory, and torch finds no GPU here: turn it off", "diloco.offload"
         )

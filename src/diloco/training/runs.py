@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco.data.index import INDEX_FILE, Split
-from diloco.data.shards import TokenShards
 from diloco.errors import FileError, UserError
 from diloco.exchange.control import failing_together, share
 from diloco.files import make_directory, write_atomically, write_json
@@ -133,26 +132,35 @@ def check_data(config: TrainConfig, *, field: str) -> None:
         )
 
 
-def check_same_text(config: TrainConfig, corpus: TokenShards) -> None:
-    """Refuse to resume a run on other text than it was started on.
+def check_same_text(config: TrainConfig, *, field: str) -> None:
+    """Refuse other text than a run was started on.
+
+    Args:
+        config: of the run.
+        field: the setting that names the text's directory.
 
     Raises:
         UserError: if the digests, or the numbers of tokens, differ.
+        FileError: if the text's index can't be read.
     """
-    path = config.directory / DATA_FILE
+    assert config.data.prepared is not None, "a run's config is resolved"
     try:
-        index = read_json(path, dict[str, Any])
-        text = converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
+        started = _read_text(config.directory / DATA_FILE)
     except FileError as error:
         raise UserError(f"{error}: restore it from another machine, or start over") from None
-    digest, num_tokens = text.digest, sum(shard.num_tokens for shard in text.splits["train"])
-    if (corpus.digest, corpus.num_tokens) != (digest, num_tokens):
+    here = _read_text(config.data.prepared / INDEX_FILE)
+    if (here.digest, here.num_tokens) != (started.digest, started.num_tokens):
         raise UserError(
-            f"the run was started on data with digest {digest} and {num_tokens:,} tokens of training text, and "
-            f"{config.data.prepared} has {corpus.digest} and {corpus.num_tokens:,}: name the directory with the "
-            "same text by data.prepared",
-            "data.prepared",
+            f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
+            f"training text, and {config.data.prepared} has {here.digest} and {here.num_tokens:,}: name the "
+            f"directory with the same text by {field}",
+            field,
         )
+
+
+def _read_text(path: Path) -> "_Text":
+    index = read_json(path, dict[str, Any])
+    return converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,11 @@ class _Text:
         """Refuse an index without text to train on."""
         if "train" not in self.splits:
             raise UserError("it lacks the split train")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the training text."""
+        return sum(shard.num_tokens for shard in self.splits["train"])
 
 
 def resumable(directory: Path) -> TrainConfig:
@@ -220,7 +233,7 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
                 *(name, "rendezvous"),
             )
         begins_a_phase |= name in of_the_schedule
-        if name not in may_change:
+        if name not in may_change or (name == "rendezvous" and None in (old, value)):
             raise UserError(
                 f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
                 "same run; leave it out, or start a new run",

@@ -100,7 +100,9 @@ def config_of(facts: Mapping[str, Any]) -> TrainConfig | None:
             inner[name] = value
     if "model" not in values:
         return None
-    config = from_json(TrainConfig, values, source="entry 0 of the log")
+    # Each replica has a batch of its own, which the log does not know: any share of the run's is sound.
+    own = {"rendezvous": "the store", "replica_batch": 1}
+    config = from_json(TrainConfig, own | values, source="entry 0 of the log")
     if not config.model.vocab_size:
         raise FileError("entry 0 of the log can't be read: its model has no vocab_size")
     return config
