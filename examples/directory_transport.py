@@ -22,14 +22,14 @@ class DirectoryTransport:
     device = torch.device("cpu")
 
     def __init__(self, directory: Path, *, replica: int, num_replicas: int, timeout_seconds: float = 60.0) -> None:
-        self._directory, self._timeout_seconds = directory, timeout_seconds
+        self._directory, self.timeout_seconds = directory, timeout_seconds
         self.replica, self.num_replicas = replica, num_replicas
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> "_Arriving":
         for receiver, payload in payloads.items():
             write_atomically(self._path(tag, self.replica, receiver), [payload.cpu().numpy().data])
         paths = {sender: self._path(tag, sender, self.replica) for sender in payloads}
-        return _Arriving(self, paths, tag, time.monotonic() + self._timeout_seconds)
+        return _Arriving(self, paths, tag)
 
     @property
     def failure(self) -> str | None:
@@ -49,14 +49,15 @@ class DirectoryTransport:
 
 
 class _Arriving:
-    def __init__(self, way: DirectoryTransport, paths: dict[int, Path], tag: Tag, deadline: float) -> None:
-        self._way, self._paths, self._tag, self._deadline = way, paths, tag, deadline
+    def __init__(self, way: DirectoryTransport, paths: dict[int, Path], tag: Tag) -> None:
+        self._way, self._paths, self._tag = way, paths, tag
 
     def wait(self) -> dict[int, Tensor]:
+        deadline = time.monotonic() + self._way.timeout_seconds
         while missing := tuple(sender for sender, path in self._paths.items() if not path.exists()):
             if self._way.failure is not None:
                 raise diloco.ExchangeError(f"{self._tag}: {self._way.failure}", missing)
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > deadline:
                 raise diloco.ExchangeError(f"{self._tag}: no payload from replica {missing}", missing)
             time.sleep(0.001)
         return {

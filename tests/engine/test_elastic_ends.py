@@ -135,7 +135,9 @@ def test_after_so_many_steps_without_the_store_a_replica_stops(tmp_path, monkeyp
     cut_off(monkeypatch)
     until(lambda: ours.exchange.store.outage_seconds > 0, ours)
     steps, theta = ours.engine.num_steps, ours.theta()
-    with pytest.raises(DilocoError, match=r"not be reached or written to for \d+ s and 41 inner steps, more than max_local_st"):
+    with pytest.raises(
+        DilocoError, match=r"not be reached or written to for \d+ s and 41 inner steps, more than max_local_st"
+    ):
         until(lambda: False, ours)
     assert 40 <= ours.engine.num_steps - steps <= 43
     assert any((now != then).any() for now, then in zip(ours.theta(), theta, strict=True)), "it went on before"

@@ -152,5 +152,17 @@ def train_one_of_two(ports: list[int]) -> tuple[str, str, int]:
 
 
 class SaveInside(pl.Callback):
-    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-        trainer.save_checkpoint("inside.ckpt")
+    """Saves in the last validation and after it, and notes the parameters before and after the first save."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.hashes = folder, list[str]()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step:
+            self.hashes = [parameters_hash(dict(module.named_parameters()))]
+            trainer.save_checkpoint(f"{self.folder}/inside.ckpt")
+            self.hashes.append(parameters_hash(dict(module.named_parameters())))
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step and Path(self.folder, "inside.ckpt").exists():
+            trainer.save_checkpoint(f"{self.folder}/after.ckpt")

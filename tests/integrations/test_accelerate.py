@@ -130,3 +130,22 @@ def test_sharded_models_are_refused():
     with pytest.raises(diloco.UserError, match="DiLoCo is for whole replicas, as LocalSGD is, not with FSDP"):
         DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_processes_of_one_job_are_no_replicas(monkeypatch, tmp_path):
+    """Accelerate would average their gradients, and its wrapper is taken off before the engine sees the model."""
+    from diloco.integrations.accelerate import DiLoCo
+
+    def build_inside(model: nn.Module) -> diloco.StreamingDiLoCo:
+        schedule = diloco.Schedule(sync_every=4, num_fragments=1)
+        exchange = diloco.ProcessGroupExchange()
+        return diloco.StreamingDiLoCo(model, fragments=diloco.whole(model), schedule=schedule, exchange=exchange)
+
+    accelerator = Job().accelerator
+    monkeypatch.setattr(accelerate.Accelerator, "num_processes", 2)
+    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        with pytest.raises(diloco.UserError, match="the 2 processes of this job average their gradients"):
+            DiLoCo(accelerator=accelerator, model=nn.Linear(1, 1), build=build_inside)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -78,7 +78,10 @@ def test_one_trainer_whose_processes_are_replicas_is_refused(jobs, tmp_path, mon
     store = (tmp_path / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
-        with pytest.raises(diloco.UserError, match="this Trainer's 2 processes average their gradients"):
+        with pytest.raises(
+            diloco.UserError,
+            match="the 2 processes of this job average their gradients.* with exchange=diloco.connect",
+        ):
             jobs.DiLoCoCallback(build_inside).setup(trainer, jobs.Module(), "fit")
     finally:
         torch.distributed.destroy_process_group()
@@ -100,7 +103,12 @@ def test_a_checkpoint_of_another_kind_is_refused(jobs, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_inside_a_validation_is_refused(jobs, tmp_path):
-    trainer, module = jobs.trainer_of(str(tmp_path), jobs.SaveInside()), jobs.Module()
-    with pytest.raises(diloco.UserError, match="save a checkpoint after the validation"):
-        jobs.fit(trainer, module)
+def test_a_checkpoint_inside_a_validation_is_as_one_after_it(jobs, tmp_path):
+    """As where a scheduler's signal comes in a validation."""
+    save = jobs.SaveInside(str(tmp_path))
+    jobs.fit(jobs.trainer_of(f"{tmp_path}/run", save, max_epochs=1), jobs.Module())
+    inside, after = (torch.load(tmp_path / name, weights_only=True) for name in ("inside.ckpt", "after.ckpt"))
+    for part in (lambda saved: saved["state_dict"], lambda saved: saved["diloco"]["own"]):
+        assert all(torch.equal(value, part(after)[name]) for name, value in part(inside).items())
+    assert any(not torch.equal(value, inside["diloco"]["own"][n]) for n, value in inside["state_dict"].items())
+    assert save.hashes[0] == save.hashes[1], "the validation goes on with Θ"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import warnings
@@ -18,6 +19,7 @@ from tests.processes import run_replicas
 from tests.training.runs import command
 
 import diloco
+from diloco.integrations import trackers
 from diloco.integrations.trackers import TrackerName, tracker
 
 HPARAMS = {"model.width": 64, "optimizer.learning_rate": 1e-3, "method": "streaming", "compile": False}
@@ -150,3 +152,17 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(diloco.UserError, match=r"wandb is not installed: run pip install '\.\[wandb\]'"):
         tracker("wandb", run="run", replica=0, hparams={}, directory=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_server_of_mlflow_that_stops_answering_is_not_awaited_for_ever(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    silence = threading.Event()
+    run = tracker("mlflow", run="run", replica=0, hparams={}, directory=tmp_path, after_step=0)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: silence.wait(60))
+    monkeypatch.setattr(trackers, "_SECONDS_TO_FINISH", 0.2)
+    run.log({"loss": 1.0}, 1)
+    with pytest.warns(UserWarning, match="its server does not answer"):
+        run.close()
+    silence.set()

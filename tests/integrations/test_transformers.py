@@ -220,6 +220,7 @@ def test_two_replicas_are_killed_and_resume(tmp_path, make, load, metric):
     [
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True would end with one replica's own"),
         ({"save_only_model": True}, "save_only_model=True would save one replica's own parameters"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True would save a checkpoint without the engine"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True would start again in mid-run"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True moves the model"),
         ({"fsdp": "full_shard"}, "fsdp=full_shard shards the model after the engine was built"),

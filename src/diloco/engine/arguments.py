@@ -97,6 +97,21 @@ def check_model(model: object, exchange: Transport | Rendezvous) -> None:
             _check_ddp(path or "the model", module, exchange)
 
 
+def check_job(num_processes: int, exchange: Transport | Rendezvous) -> None:
+    """Refuse the processes of a framework's job as replicas: they average their gradients at every step.
+
+    Raises:
+        UserError: that says how to start the replicas.
+    """
+    advice = "of one process" if is_rendezvous(exchange) else "with exchange=diloco.connect(...)"
+    if num_processes > 1 and (is_rendezvous(exchange) or isinstance(exchange, ProcessGroupExchange)):
+        raise UserError(
+            f"the {num_processes} processes of this job average their gradients, and can't be replicas: start a "
+            f"job {advice} for each replica",
+            "exchange",
+        )
+
+
 def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | Rendezvous) -> None:
     """Refuse DDP over several replicas, and where each of its processes would be one."""
     inside = dist.get_process_group_ranks(module.process_group)

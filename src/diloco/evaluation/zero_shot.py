@@ -136,7 +136,8 @@ def score_tasks(
     check_tasks(tasks)
     with tempfile.TemporaryDirectory() as scratch:
         configs: list[Any] = [
-            name if path is None else _file_task(name, path, Path(scratch)) for name, path in tasks.items()
+            name if path is None else _file_task(name, path, Path(scratch, str(index)))
+            for index, (name, path) in enumerate(tasks.items())
         ]
         harness = HarnessLM(model, tokenizer, max_length=max_length, device=device)
         try:
@@ -151,10 +152,18 @@ def score_tasks(
                 )
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # ValueError: datasets, of a file that it can't read
+        except Exception as error:
+            if not _is_of_loading(error):
+                raise
             raise UserError(f"tasks {', '.join(tasks)} can't be loaded or scored: {error}", "tasks") from error
     assert scores is not None, "this process is the first, and gets the results"
     return {name.removeprefix(_OWN): _metrics(values) for name, values in scores.get("results", {}).items()}
+
+
+def _is_of_loading(error: Exception) -> bool:
+    """True for what the harness and datasets raise of a task's libraries and files, rather than of a model."""
+    needs_script = isinstance(error, RuntimeError) and "Dataset scripts" in str(error)
+    return needs_script or isinstance(error, OSError | ImportError | ValueError)
 
 
 _OWN = "diloco_"
@@ -186,7 +195,8 @@ def _task_manager(include_defaults: bool) -> TaskManager:
 
 def _file_task(name: str, path: Path, scratch: Path) -> dict[str, Any]:
     """A multiple-choice task, scored as the harness scores HellaSwag, PIQA and ARC."""
-    questions = scratch / f"{name}.jsonl"
+    scratch.mkdir()
+    questions = scratch / "questions.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in read_questions(path)))
     return {
         "task": _OWN + name,

@@ -7,6 +7,7 @@ from typing import Any, Self, cast
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
+from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 
@@ -40,6 +41,7 @@ class DiLoCo:
         self._accelerator = accelerator
         self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
         """The engine."""
+        check_job(accelerator.num_processes, self.engine.exchange)
         accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:

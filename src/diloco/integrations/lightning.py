@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
-from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.rendezvous.contract import is_rendezvous
 
 _STATE = "diloco"
@@ -62,12 +62,7 @@ class DiLoCoCallback(Callback):
         trainer.precision_plugin.convert_module(pl_module)
         pl_module.to(trainer.strategy.root_device)
         self._engine = self._build(pl_module)
-        if trainer.world_size > 1 and isinstance(self._engine.exchange, ProcessGroupExchange):
-            raise UserError(
-                f"this Trainer's {trainer.world_size} processes average their gradients, and can't be replicas: "
-                "start a Trainer for each replica, with exchange=diloco.connect(...)",
-                "exchange",
-            )
+        check_job(trainer.world_size, self._engine.exchange)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resume from the replica's own parameters and the engine's state."""
@@ -100,8 +95,7 @@ class DiLoCoCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put Θ in the place of the model's own parameters."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self._outer = ExitStack()
-            self._outer.enter_context(self.engine.outer_in_place())
+            self._put_outer_in()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the model its own parameters back, before a checkpoint is saved."""
@@ -115,19 +109,24 @@ class DiLoCoCallback(Callback):
         """Save Θ as the weights, and beside it what `on_load_checkpoint` takes up."""
         if self._engine is None:
             return
-        if self._outer is not None:
-            raise UserError(
-                "save a checkpoint after the validation: inside it the model's own parameters are away"
-            )
+        is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
+        self._take_outer_out()
         own = checkpoint["state_dict"]
         with self._engine.outer_in_place():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
+        if is_inside:
+            own = {name: value.clone() for name, value in own.items()}
+            self._put_outer_in()
         checkpoint[_STATE] = {"own": own, "engine": self._engine.state_dict()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, and leave Θ in the model."""
         self.engine.finish()
         self.engine.leave_outer_in_place()
+
+    def _put_outer_in(self) -> None:
+        self._outer = ExitStack()
+        self._outer.enter_context(self.engine.outer_in_place())
 
     def _take_outer_out(self) -> None:
         if self._outer is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engine.sharded import local, sharded_like
+from diloco.errors import UserError
 
 
 class ScheduleFreeMasters:
@@ -54,8 +55,14 @@ class ScheduleFreeMasters:
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for name in names:
             parameter = self._parameters[name]
-            group, z = groups[id(parameter)], self._optimizer.state[parameter].get("z")
+            if (group := groups.get(id(parameter))) is None:
+                raise UserError(f"parameter {name} is in no group of the schedule-free optimizer", "masters")
+            z = self._optimizer.state[parameter].get("z")
             beta = group["betas"][0] if "betas" in group else group["momentum"]
+            if beta == 0:
+                raise UserError(
+                    "with β = 0 x can't be computed from y and z: set betas or momentum above 0", "masters"
+                )
             z = None if z is None else local(z)
             yield _Sequences(name, local(parameter), z, beta if group["train_mode"] else 1.0)
 

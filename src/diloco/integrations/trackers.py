@@ -7,10 +7,12 @@ Weights & Biases on disk; MLflow writes to a database in the run's directory unl
 
 import fcntl
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
 from diloco.errors import UserError
@@ -176,7 +178,10 @@ class MLflow:
                     f"mlflow can't start ({_first_line(error)}): set MLFLOW_TRACKING_URI", "trackers"
                 ) from error
         _keep_id(id_file, self._id)
-        self._last: Any = None
+        self._queue: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
+        self._writer.start()
 
     def _experiment(self, directory: Path) -> str:
         """The id of the experiment, which another replica may be making now."""
@@ -195,21 +200,38 @@ class MLflow:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Queue the numbers of a step."""
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._last = self._client.log_batch(self._id, metrics=metrics, synchronous=False)
+        self._queue.put([self._metric(name, value, now, step) for name, value in values.items()])
 
     def close(self) -> None:
-        """Wait until what is queued has been written, and end the run."""
-        try:
-            if self._last is not None:
-                self._last.wait()
-            self._client.set_terminated(self._id)
-        except Exception as error:  # training is over, and its results are worth more than its curves
-            warnings.warn(f"mlflow has lost the end of the curves: {_first_line(error)}", stacklevel=2)
+        """Wait until what is queued has been written, 10 minutes at the most, and end the run."""
+        self._queue.put(None)
+        self._writer.join(_SECONDS_TO_FINISH)
+        # Training is over, and its results are worth more than its curves.
+        if self._writer.is_alive():
+            warnings.warn("mlflow has lost the end of the curves: its server does not answer", stacklevel=2)
+        elif self._error is not None:
+            warnings.warn(f"mlflow has lost a part of the curves: {_first_line(self._error)}", stacklevel=2)
+
+    def _write(self) -> None:
+        """Write what is queued, many steps in a request, until `close`."""
+        is_over = False
+        while not is_over:
+            metrics = list[Any]()
+            while not metrics or (len(metrics) < _MOST_METRICS_AT_ONCE and not self._queue.empty()):
+                if is_over := (step := self._queue.get()) is None:
+                    break
+                metrics += step
+            try:
+                self._client.log_batch(self._id, metrics=metrics)
+                if is_over:
+                    self._client.set_terminated(self._id)
+            except Exception as error:  # of any class; what comes later may arrive
+                self._error = error
 
 
 _SECONDS_TO_FINISH = 600.0
 _MOST_AT_ONCE = 100
+_MOST_METRICS_AT_ONCE = 500
 
 
 def _kept_id(path: Path) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
+from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.control import agree
@@ -22,6 +23,7 @@ _REFUSED = {
     "save_only_model": "would save one replica's own parameters as the model, and nothing to resume from: set it "
     "to False, and call trainer.save_model() after training, which saves Θ",
     "auto_find_batch_size": "would start again in mid-run, on this replica alone: set per_device_train_batch_size",
+    "enable_jit_checkpoint": "would save a checkpoint without the engine's state: set it to False",
     "fp16_full_eval": "moves the model to its device only after the engine was built: set it to False",
     "bf16_full_eval": "moves the model to its device only after the engine was built: set it to False",
     "fsdp": "shards the model after the engine was built: leave it out",
@@ -75,6 +77,7 @@ class DiLoCoCallback(TrainerCallback):
             )
         self._model = kwargs["model"]
         self._engine = self._build(kwargs["model"])
+        check_job(args.world_size, self._engine.exchange)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
