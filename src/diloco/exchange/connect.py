@@ -10,8 +10,9 @@ from typing import cast
 
 import torch.distributed as dist
 
-from diloco.errors import UserError
+from diloco.errors import ExchangeError, UserError
 from diloco.exchange.board import Store
+from diloco.exchange.bounded import first_sentence, within
 from diloco.exchange.encrypted import EncryptedGroup, Session
 from diloco.exchange.gloo import Group
 from diloco.exchange.leader import LeaderExchange
@@ -124,7 +125,14 @@ class _Plain:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=self._timeout_seconds)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-        return cast(Group, dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options))
+        store, seconds = dist.PrefixStore(name, self.store), self._timeout_seconds + _SECONDS_FOR_GLOOS_ERROR
+        try:
+            return cast(Group, within(seconds, dist.ProcessGroupGloo, store, rank, size, options))
+        except (RuntimeError, TimeoutError) as error:
+            raise ExchangeError(
+                f"{name}: the processes could not be connected ({first_sentence(error)}): one of them has ended, "
+                "stands still, or can't be reached from this machine"
+            ) from None
 
     def close(self) -> None:
         """Do nothing: gloo closes the groups that nobody uses."""
@@ -140,6 +148,9 @@ class _Encrypted:
     def group(self, name: str, rank: int, size: int) -> Group:
         """A group of the processes that name it alike."""
         return EncryptedGroup(self._session, name, rank, size, self._deadline)
+
+
+_SECONDS_FOR_GLOOS_ERROR = 1.0
 
 
 @cache

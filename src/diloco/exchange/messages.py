@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ExchangeError
+from diloco.exchange.bounded import first_sentence, within
 from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Channel, Tag
 
@@ -110,8 +111,9 @@ class Messages:
         missing = tuple(sorted(self._missing))
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
-            self._notices.look()  # whoever fails closes its connections a moment before it says why
-            time.sleep(0.05)
+            with suppress(TimeoutError):  # the store's process stands still
+                within(deadline - time.monotonic(), self._notices.look)
+            time.sleep(0.05)  # whoever fails closes its connections a moment before it says why
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
         names = ", ".join(f"replica {replica} ({self._missing[replica]})" for replica in missing)
@@ -119,9 +121,3 @@ class Messages:
 
 
 _SECONDS_FOR_THE_CAUSE = 1.0
-
-
-def first_sentence(error: Exception) -> str:
-    """The first sentence of a transport's message, without the place in its source."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (first.split("] ", 1)[-1] if first.startswith("[") else first).split(". ")[0]
