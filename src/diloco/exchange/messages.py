@@ -33,6 +33,7 @@ class Messages:
         timeout_seconds: how long `wait` waits at the most.
         notices: they end a wait that is in vain.
         answers: the record of when each replica answered.
+        in_replica: the messages go between the processes of this replica, which then take the place of replicas.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Messages:
         timeout_seconds: float,
         notices: Notices,
         answers: Answers,
+        *,
+        in_replica: bool = False,
     ) -> None:
         self.tag = tag
         """The exchange."""
@@ -51,6 +54,7 @@ class Messages:
         self._timeout_seconds = timeout_seconds
         self._notices = notices
         self._answers = answers
+        self._in_replica = in_replica
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
         # Kept alive: the transport reads from them until all is sent.
@@ -108,7 +112,7 @@ class Messages:
 
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has posted it."""
-        missing = tuple(sorted(self._missing))
+        missing = () if self._in_replica else tuple(sorted(self._missing))
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
             with suppress(TimeoutError):  # the store's process stands still
@@ -116,7 +120,8 @@ class Messages:
             time.sleep(0.05)  # whoever fails closes its connections a moment before it says why
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
-        names = ", ".join(f"replica {replica} ({self._missing[replica]})" for replica in missing)
+        member = "process {} of this replica" if self._in_replica else "replica {}"
+        names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
 
