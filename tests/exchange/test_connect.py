@@ -235,18 +235,19 @@ PLACE = {"address": "host:1", "replica": 0, "num_replicas": 2}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "address=None must be host:port of replica 0: give it, or set DILOCO_ADDRESS"),
+        ({}, "address=None must be host:port of replica 0, .*: give it, or set DILOCO_ADDRESS"),
         ({"address": "host"}, "address=host must be host:port"),
+        *(
+            ({"address": f"127.0.0.1:{port}"}, rf"address=127\.0\.0\.1:{port} must be host:port")
+            for port in ("", "0", "99999", "²", "٣", "-1", "1_0")
+        ),
         ({"address": "host:1"}, "replica=None must be a whole number: give it, or set DILOCO_REPLICA"),
         (
             {"address": "host:1", "replica": 2, "num_replicas": 2},
             "replica=2 must be from 0 to below num_replicas=2",
         ),
-        ({"address": "host:1", "replica": 0, "num_replicas": 2, "timeout_seconds": 0}, "timeout_seconds must be"),
-        (
-            {"address": "host:1", "replica": 0, "num_replicas": 2, "num_connections": 0},
-            "num_connections=0 must be",
-        ),
+        *((PLACE | {"timeout_seconds": value}, "timeout_seconds=.* must be") for value in (0, "5", 1e15, None)),
+        *((PLACE | {"num_connections": value}, "num_connections=.* must be") for value in (0, 1.5, "2")),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(arguments, message):

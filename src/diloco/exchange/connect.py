@@ -19,7 +19,7 @@ from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.meeting import Meeting
 from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, check_timeout
+from diloco.exchange.process_group import GroupExchange, check_num_connections, check_timeout
 from diloco.exchange.site import this_site
 from diloco.exchange.tls import security_of
 from diloco.exchange.transport import Transport
@@ -67,8 +67,7 @@ def connect(
     """
     address, replica, num_replicas = _settings(address, replica, num_replicas)
     check_timeout(timeout_seconds)
-    if num_connections < 1:
-        raise UserError(f"num_connections={num_connections} must be at least 1", "num_connections")
+    check_num_connections(num_connections)
     if num_replicas == 1:
         return LoopbackExchange()
     security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
@@ -164,9 +163,11 @@ def _warn_of_no_secret(address: str) -> None:
 def _settings(address: str | None, replica: int | None, num_replicas: int | None) -> tuple[str, int, int]:
     """The arguments, or what the environment has for them, checked."""
     address = os.environ.get("DILOCO_ADDRESS") if address is None else address
-    if address is None or not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    host, _, port = (address or "").rpartition(":")
+    if address is None or not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(
-            f"address={address} must be host:port of replica 0: give it, or set DILOCO_ADDRESS",
+            f"address={address} must be host:port of replica 0, with a port from 1 to {(1 << 16) - 1}: give "
+            "it, or set DILOCO_ADDRESS",
             "address",
         )
     numbers = {}
