@@ -15,6 +15,7 @@ from tests.processes import init_group, run_replicas
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
+from diloco.exchange.control import share
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
@@ -98,6 +99,28 @@ def differ_from_the_leader() -> str:
 def test_a_process_that_differs_from_its_leader_is_named():
     for message in run_replicas(differ_from_the_leader, 4, joined=False):
         assert "process 1 of replica 1 has other settings, another model or other initial parameters" in message
+
+
+def end_beside_the_leader() -> tuple[str, tuple[int, ...]] | None:
+    """The error of the leader of replica 1, whose other process has ended."""
+    replica, rank = divmod(int(os.environ["DILOCO_REPLICA"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    exchange = diloco.connect(replica=replica, num_replicas=2, leader=True, timeout_seconds=20)
+    share(exchange, "all have connected")
+    if replica == 0:
+        return None
+    if rank == 1:
+        os._exit(1)
+    time.sleep(0.5)
+    with pytest.raises(diloco.ExchangeError) as caught:
+        share(exchange, "this process is alone")
+    return str(caught.value), caught.value.missing
+
+
+def test_a_process_that_has_ended_is_named_by_its_leader():
+    message, missing = run_replicas(end_beside_the_leader, 4, joined=False, mortal=(3,))[2]
+    assert message.startswith("comparing settings: no payload from or to process 1 of this replica (")
+    assert missing == (), "no replica is missing"
 
 
 def connect_again(leader: bool) -> set[str]:
@@ -212,18 +235,19 @@ PLACE = {"address": "host:1", "replica": 0, "num_replicas": 2}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "address=None must be host:port of replica 0: give it, or set DILOCO_ADDRESS"),
+        ({}, "address=None must be host:port of replica 0, .*: give it, or set DILOCO_ADDRESS"),
         ({"address": "host"}, "address=host must be host:port"),
+        *(
+            ({"address": f"127.0.0.1:{port}"}, rf"address=127\.0\.0\.1:{port} must be host:port")
+            for port in ("", "0", "99999", "²", "٣", "-1", "1_0")
+        ),
         ({"address": "host:1"}, "replica=None must be a whole number: give it, or set DILOCO_REPLICA"),
         (
             {"address": "host:1", "replica": 2, "num_replicas": 2},
             "replica=2 must be from 0 to below num_replicas=2",
         ),
-        ({"address": "host:1", "replica": 0, "num_replicas": 2, "timeout_seconds": 0}, "timeout_seconds must be"),
-        (
-            {"address": "host:1", "replica": 0, "num_replicas": 2, "num_connections": 0},
-            "num_connections=0 must be",
-        ),
+        *((PLACE | {"timeout_seconds": value}, "timeout_seconds=.* must be") for value in (0, "5", 1e15, None)),
+        *((PLACE | {"num_connections": value}, "num_connections=.* must be") for value in (0, 1.5, "2")),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(arguments, message):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
-from diloco.errors import DisagreementError, ExchangeError
+from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange import gloo
 from diloco.exchange.control import agree, share
 from diloco.exchange.loopback import LoopbackExchange
@@ -235,14 +235,17 @@ def test_values_are_shared_in_replica_order():
     assert run_replicas(share_something, 3) == [expected] * 3
 
 
-def refuse_no_time():
-    for seconds in (0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"timeout_seconds must be above 0 and finite, not {seconds}"):
+def refuse_other_numbers():
+    for seconds in (0, float("inf"), float("nan"), "5", 1e15):
+        with pytest.raises(UserError, match=r"timeout_seconds=.* must be a number of seconds above 0 and at most"):
             ProcessGroupExchange(timeout_seconds=seconds)
+    for number in (0, 1.5, "2"):
+        with pytest.raises(UserError, match=r"num_connections=.* must be a whole number of at least 1"):
+            ProcessGroupExchange(num_connections=number)
 
 
-def test_a_time_limit_of_nothing_is_refused():
-    run_replicas(refuse_no_time, 1)
+def test_a_time_limit_and_a_number_of_connections_that_mean_nothing_are_refused():
+    run_replicas(refuse_other_numbers, 1)
 
 
 def test_a_process_group_must_exist():

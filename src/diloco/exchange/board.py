@@ -179,7 +179,7 @@ class RemoteBoard:
             except (OSError, ValueError, RecursionError) as error:
                 self._connection.close()
                 self._connection = None
-                raise ExchangeError(f"the connection to replica 0 broke off: {error}") from None
+                raise ExchangeError(f"the connection to replica 0 broke off: {error}", (0,)) from None
 
     def close(self) -> None:
         """Close the connection."""

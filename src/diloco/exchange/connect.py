@@ -10,15 +10,16 @@ from typing import cast
 
 import torch.distributed as dist
 
-from diloco.errors import UserError
+from diloco.errors import ExchangeError, UserError
 from diloco.exchange.board import Store
+from diloco.exchange.bounded import first_sentence, within
 from diloco.exchange.encrypted import EncryptedGroup, Session
 from diloco.exchange.gloo import Group
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.meeting import Meeting
 from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, check_timeout
+from diloco.exchange.process_group import GroupExchange, check_num_connections, check_timeout
 from diloco.exchange.site import this_site
 from diloco.exchange.tls import security_of
 from diloco.exchange.transport import Transport
@@ -66,8 +67,7 @@ def connect(
     """
     address, replica, num_replicas = _settings(address, replica, num_replicas)
     check_timeout(timeout_seconds)
-    if num_connections < 1:
-        raise UserError(f"num_connections={num_connections} must be at least 1", "num_connections")
+    check_num_connections(num_connections)
     if num_replicas == 1:
         return LoopbackExchange()
     security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
@@ -124,7 +124,14 @@ class _Plain:
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timedelta(seconds=self._timeout_seconds)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
-        return cast(Group, dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options))
+        store, seconds = dist.PrefixStore(name, self.store), self._timeout_seconds + _SECONDS_FOR_GLOOS_ERROR
+        try:
+            return cast(Group, within(seconds, dist.ProcessGroupGloo, store, rank, size, options))
+        except (RuntimeError, TimeoutError) as error:
+            raise ExchangeError(
+                f"{name}: the processes could not be connected ({first_sentence(error)}): one of them has ended, "
+                "stands still, or can't be reached from this machine"
+            ) from None
 
     def close(self) -> None:
         """Do nothing: gloo closes the groups that nobody uses."""
@@ -142,6 +149,9 @@ class _Encrypted:
         return EncryptedGroup(self._session, name, rank, size, self._deadline)
 
 
+_SECONDS_FOR_GLOOS_ERROR = 1.0
+
+
 @cache
 def _warn_of_no_secret(address: str) -> None:
     _LOG.warning(
@@ -153,9 +163,11 @@ def _warn_of_no_secret(address: str) -> None:
 def _settings(address: str | None, replica: int | None, num_replicas: int | None) -> tuple[str, int, int]:
     """The arguments, or what the environment has for them, checked."""
     address = os.environ.get("DILOCO_ADDRESS") if address is None else address
-    if address is None or not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    host, _, port = (address or "").rpartition(":")
+    if address is None or not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(
-            f"address={address} must be host:port of replica 0: give it, or set DILOCO_ADDRESS",
+            f"address={address} must be host:port of replica 0, with a port from 1 to {(1 << 16) - 1}: give "
+            "it, or set DILOCO_ADDRESS",
             "address",
         )
     numbers = {}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ExchangeError
+from diloco.exchange.bounded import first_sentence
 from diloco.exchange.gloo import Group, Work, wait_for
-from diloco.exchange.messages import first_sentence
 
 
 class Call(IntEnum):

@@ -86,7 +86,7 @@ class LeaderExchange(WithNotices, Transport):
     def messages(self, tag: Tag) -> Messages:
         """Messages inside the replica, yet none."""
         self._notices.expect()
-        return Messages({}, self.device, tag, self._timeout_seconds, self._notices, Answers())
+        return Messages(*({}, self.device, tag, self._timeout_seconds, self._notices, Answers()), in_replica=True)
 
 
 class _Leading:
@@ -116,7 +116,8 @@ class _Leading:
         messages, inside = self._exchange.messages(self._tag), self._exchange.inside
         theirs = {follower: torch.empty_like(mine) for follower in range(1, inside.size())}
         for follower, digest in theirs.items():
-            messages.add(follower, partial(wait_for, inside.recv([digest], follower, tag_bits(self._tag))))
+            with messages.blaming(follower):
+                messages.add(follower, partial(wait_for, inside.recv([digest], follower, tag_bits(self._tag))))
         messages.wait()
         for follower, digest in theirs.items():
             if not torch.equal(digest, mine):

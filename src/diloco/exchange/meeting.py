@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.board import Store
+from diloco.exchange.bounded import BoundedStore, within
 from diloco.exchange.door import Door
 from diloco.exchange.encrypted import BOARD, Session
 from diloco.exchange.site import Site
@@ -59,8 +60,16 @@ class Meeting:
             with self._reach(lambda: socket.create_connection(self._place, timeout=5)) as connection:
                 own_address = connection.getsockname()[0]
             quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
+            # torch waits between tries, longer each time, beyond its timeout.
+            seconds = 2 * quickly.total_seconds() + _SECONDS_FOR_THE_LAST_ANSWER
             try:
-                store = dist.TCPStore(host, port, wait_for_workers=False, timeout=quickly)
+                store = within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=quickly)
+            except TimeoutError:
+                raise ExchangeError(
+                    f"replica 0 listens at {self._address} and does not answer: its process or its machine stands "
+                    "still",
+                    (0,),
+                ) from None
             except RuntimeError:
                 raise ExchangeError(
                     f"what listens at {self._address} is no replica 0 without a secret: give this replica the "
@@ -106,7 +115,13 @@ class Meeting:
         return self.replica == 0 and self.site.rank == 0
 
     def compare(self, store: Store, facts: Mapping[str, object]) -> None:
-        """Wait for every process of every replica, and compare what they believe."""
+        """Wait for every process of every replica, and compare what they believe.
+
+        Raises:
+            UserError: if they believe different things, or this replica has come already.
+            ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
+        """
+        store = BoundedStore(store, self._deadline + _SECONDS_FOR_THE_LAST_ANSWER)
         mine = f"{self.replica}/{self.site.rank}"
         if store.add(f"arrivals/{mine}", 1) > 1:
             raise UserError(
@@ -178,6 +193,7 @@ class Meeting:
 
 _SECONDS_BETWEEN_REPORTS = 10.0
 _SECONDS_TO_ANSWER = 10.0
+_SECONDS_FOR_THE_LAST_ANSWER = 1.0
 _MOST_PROCESSES = 1 << 16
 
 

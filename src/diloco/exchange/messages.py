@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ExchangeError
+from diloco.exchange.bounded import first_sentence, within
 from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Channel, Tag
 
@@ -32,6 +33,7 @@ class Messages:
         timeout_seconds: how long `wait` waits at the most.
         notices: they end a wait that is in vain.
         answers: the record of when each replica answered.
+        in_replica: the messages go between the processes of this replica, which then take the place of replicas.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Messages:
         timeout_seconds: float,
         notices: Notices,
         answers: Answers,
+        *,
+        in_replica: bool = False,
     ) -> None:
         self.tag = tag
         """The exchange."""
@@ -50,6 +54,7 @@ class Messages:
         self._timeout_seconds = timeout_seconds
         self._notices = notices
         self._answers = answers
+        self._in_replica = in_replica
         self._waits: list[tuple[int, Callable[[float], None]]] = []
         self._missing: dict[int, str] = {}
         # Kept alive: the transport reads from them until all is sent.
@@ -107,21 +112,17 @@ class Messages:
 
     def _error(self) -> ExchangeError:
         """The error of messages that did not come, with its cause where a replica has posted it."""
-        missing = tuple(sorted(self._missing))
+        missing = () if self._in_replica else tuple(sorted(self._missing))
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
-            self._notices.look()  # whoever fails closes its connections a moment before it says why
-            time.sleep(0.05)
+            with suppress(TimeoutError):  # the store's process stands still
+                within(deadline - time.monotonic(), self._notices.look)
+            time.sleep(0.05)  # whoever fails closes its connections a moment before it says why
         if (cause := self.interruption or self._notices.failure) is not None:
             return ExchangeError(f"{self.tag}: {cause}", missing)
-        names = ", ".join(f"replica {replica} ({self._missing[replica]})" for replica in missing)
+        member = "process {} of this replica" if self._in_replica else "replica {}"
+        names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
         return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
 
 
 _SECONDS_FOR_THE_CAUSE = 1.0
-
-
-def first_sentence(error: Exception) -> str:
-    """The first sentence of a transport's message, without the place in its source."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (first.split("] ", 1)[-1] if first.startswith("[") else first).split(". ")[0]

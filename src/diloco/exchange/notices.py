@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from diloco.exchange.board import Store
+from diloco.exchange.bounded import BoundedStore
 from diloco.exchange.transport import Tag
 
 
@@ -77,16 +78,17 @@ class Notices:
             return
         mine = f"replica {self._replica} failed: {reason}"[:_LONGEST_FAILURE]
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
+        store = BoundedStore(self._store, deadline)
         try:
-            first = self._store.compare_set("failure", "", mine)
+            first = store.compare_set("failure", "", mine)
             self.failure = _readable(first)
             if first != mine.encode():  # another came first
-                self._store.add("readers", 1)
+                store.add("readers", 1)
                 return
-            while self._store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
+            while store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:
-            return  # the store is gone, and with it the process that held it: the others have noticed that
+            return  # the process that holds the store is gone or stands still: the others notice that themselves
 
     @contextmanager
     def finishing(self, step: int) -> Iterator[None]:
@@ -94,8 +96,9 @@ class Notices:
         # The count tells this finish from earlier ones, whose notices stay.
         notice = msgspec.json.encode(_Finish(self._num_finishes, step)).decode()
         if self._num_processes > 1:
+            store = BoundedStore(self._store, time.monotonic() + _SECONDS_TO_BE_READ)
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
-                self._store.set(f"finishing/{self._replica}", notice)
+                store.set(f"finishing/{self._replica}", notice)
         yield
         self._num_finishes += 1
         self._in_flight = False

@@ -1,6 +1,5 @@
 """The exchange over a torch.distributed process group, on gloo or nccl."""
 
-import math
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -105,6 +104,7 @@ class ProcessGroupExchange(GroupExchange):
                 "their own meet with diloco.connect, and for one replica alone take LoopbackExchange"
             )
         check_timeout(timeout_seconds)
+        check_num_connections(num_connections)
         group = group if group is not None else dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise UserError(
@@ -113,10 +113,10 @@ class ProcessGroupExchange(GroupExchange):
                 "group",
             )
         is_gloo = "gloo" in dist.get_backend_config(group)
-        if num_connections < 1 or (num_connections > 1 and not is_gloo):
+        if num_connections > 1 and not is_gloo:
             raise UserError(
-                f"num_connections={num_connections} must be at least 1, and 1 with nccl, which has channels of "
-                "its own: give ProcessGroupExchange a group that has gloo",
+                f"num_connections={num_connections} must be 1 with nccl, which has channels of its own: give "
+                "ProcessGroupExchange a group that has gloo",
                 "num_connections",
             )
         _NUM_EXCHANGES[group] = _NUM_EXCHANGES.get(group, 0) + 1
@@ -150,6 +150,20 @@ _NUM_EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def check_timeout(timeout_seconds: float) -> None:
-    """Refuse a timeout that is not above 0 and finite."""
-    if not 0 < timeout_seconds < math.inf:
-        raise UserError(f"timeout_seconds must be above 0 and finite, not {timeout_seconds}", "timeout_seconds")
+    """Refuse a timeout that is no number of seconds, or longer than any run waits."""
+    if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds <= _MOST_SECONDS):
+        raise UserError(
+            f"timeout_seconds={timeout_seconds!r} must be a number of seconds above 0 and at most {_MOST_SECONDS}",
+            "timeout_seconds",
+        )
+
+
+def check_num_connections(num_connections: int) -> None:
+    """Refuse a number of connections that is none."""
+    if not (isinstance(num_connections, int) and num_connections >= 1):
+        raise UserError(
+            f"num_connections={num_connections!r} must be a whole number of at least 1", "num_connections"
+        )
+
+
+_MOST_SECONDS = 365 * 24 * 3600
