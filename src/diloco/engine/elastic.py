@@ -33,7 +33,9 @@ class ElasticMembership:
         facts = settings.shared_facts() | parameters.facts(state.at_home(OUTER))
         schedule = settings.schedule
         self._joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
-        self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=joined.form)
+        self.rounds = ElasticRounds(
+            settings, parameters, state, rendezvous=rendezvous, form=joined.form, slot=joined.slot
+        )
         self.rounds.catch_up(joined)
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
