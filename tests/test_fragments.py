@@ -309,6 +309,13 @@ def test_layers_per_fragment_lies_between_one_and_the_number_of_blocks(size):
         strided(Decoder(3), layers_per_fragment=size)
 
 
+@pytest.mark.parametrize("cut", [strided, sequential])
+@pytest.mark.parametrize("size", [1.5, 2.0, "2"])
+def test_layers_per_fragment_is_a_whole_number(cut, size):
+    with pytest.raises(ValueError, match=f"^layers_per_fragment={size!r} must be a whole number$"):
+        cut(Decoder(3), layers_per_fragment=size)
+
+
 BLOCK = ("blocks.0.weight", "blocks.0.bias")
 
 

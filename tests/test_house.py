@@ -86,7 +86,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "outer/take.py": "outer/test_nesterov.py",
     "reduction/gather.py": "reduction/test_reduction.py",
     "reduction/reduce_scatter.py": "reduction/test_reduction.py",
-    "engine/elastic_rounds.py": "engine/test_elastic.py",
     "engine/fixed.py": "engine/test_streaming.py",
     "engine/member.py": "engine/test_arguments.py",
     "engine/membership.py": "engine/test_streaming.py",

@@ -141,6 +141,10 @@ def _check_blocks(index: int, fragment: Fragment) -> None:
 
 
 def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
+    if not isinstance(layers_per_fragment, int):
+        raise UserError(
+            f"layers_per_fragment={layers_per_fragment!r} must be a whole number", "layers_per_fragment"
+        )
     if layers_per_fragment < 1:
         raise UserError(f"layers_per_fragment={layers_per_fragment} must be at least 1", "layers_per_fragment")
     if layers_per_fragment > len(paths):

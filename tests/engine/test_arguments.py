@@ -1,5 +1,8 @@
 """Arguments of wrong types, and models in wrappers that the engine would train wrongly."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +78,10 @@ def test_numbers_and_rules_of_any_type_go_on_working():
     for mixing in (0, True, torch.tensor(0.5), Mixing(0.25)):
         engine = case.engine(case.model(), mixing=mixing)
         assert isinstance(engine.settings.mixing, Mixing)
+    for beta in (1, np.float32(0.5), np.float64(0.5)):
+        engine = case.engine(case.model(), error_feedback=beta)
+        assert engine.settings.error_feedback == beta
+        json.dumps(engine.state_dict()["error_feedback"])
     engine = case.engine(
         case.model(),
         wire=diloco.codec("int4"),

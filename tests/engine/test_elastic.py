@@ -258,6 +258,43 @@ def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None
     second.vanish()
 
 
+@pytest.mark.parametrize("slot", ["own", "given_away"])
+def test_a_state_that_is_saved_again_before_the_next_step_is_the_one_that_was_loaded(slot, tmp_path) -> None:
+    settings = {"error_feedback": 0.5, "wire": "e3m0", "sync_every": 20}
+    ours = Replica(str(tmp_path), name="ours", num_slots=2, **settings)
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._rounds.in_flight, ours)
+    ours.step()
+    assert not ours.engine._rounds.in_flight
+    state, model = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
+    theta, outer_then = ours.theta(), ours.outer()
+    ours.vanish()
+    other = Replica(str(tmp_path), name="other", patience=0, **settings)
+    until(lambda: min(map(int.__sub__, other.rounds, state["rounds"])) > 0, other)
+    other.vanish()
+    if slot == "given_away":
+        state["slot"] = 1
+    for _ in range(2):
+        again = Replica(str(tmp_path), name="ours", **settings)
+        again.model.load_state_dict(model)
+        again.engine.load_state_dict(state)
+        saved, model = copy.deepcopy(again.engine.state_dict()), copy.deepcopy(again.model.state_dict())
+        for kind in ("outer", "error"):
+            assert all(map(torch.equal, saved.pop(kind).values(), state[kind].values()))
+        assert saved == {name: value for name, value in state.items() if name in saved}
+        state = copy.deepcopy(again.engine.state_dict())
+        again.vanish()
+    last = Replica(str(tmp_path), name="ours", **settings)
+    last.model.load_state_dict(model)
+    last.engine.load_state_dict(state)
+    last.engine.step()  # an inner step without progress
+    assert all((now != then).all() for now, then in zip(last.outer(), outer_then, strict=True))
+    for p, outer_p in enumerate(last.outer()):
+        expected = theta[p] + (outer_p - outer_then[p]) if slot == "own" else outer_p
+        np.testing.assert_array_equal(last.theta()[p], expected)
+    assert last.engine.state_dict()["rounds"] == last.rounds
+    last.vanish()
+
+
 def test_a_state_of_another_run_is_refused(tmp_path) -> None:
     ours, other = (Replica(str(tmp_path / name), name="ours") for name in ("one", "two"))
     with pytest.raises(UserError, match="not that of a replica of this run"):

@@ -165,8 +165,10 @@ def save_and_die(folder: str) -> None:
     until_counted(replica)
     state = {"model": get_model_state_dict(replica.model), "engine": replica.engine}
     dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
-    error = torch.cat([gathered(e).flatten() for e in replica.engine.state_dict()["error"].values()])
-    torch.save((replica.outer() - replica.theta(), error, replica.engine.num_steps), f"{folder}/then-{rank}")
+    saved = replica.engine.state_dict()
+    error = torch.cat([gathered(e).flatten() for e in saved["error"].values()])
+    then = (replica.outer(), replica.theta(), error, saved["rounds"], replica.engine.num_steps)
+    torch.save(then, f"{folder}/then-{rank}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -179,16 +181,22 @@ def load(folder: str, shards: int) -> None:
     state = {"model": get_model_state_dict(replica.model), "engine": replica.engine}
     dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
     set_model_state_dict(replica.model, state["model"])
-    uncounted, error, num_steps = torch.load(f"{folder}/then-0")
+    outer, theta, error, rounds, num_steps = torch.load(f"{folder}/then-0")
     assert replica.engine.num_steps == num_steps and error.abs().max() > 0
     replica.engine.step()  # an inner step without progress
     now = torch.cat([gathered(e).flatten() for e in replica.engine.state_dict()["error"].values()])
     if shards == 1:  # the other resumed replica has offered it
         assert (replica.outer() - replica.theta()).abs().max() < 1e-6 and not now.any()
     else:
-        torch.testing.assert_close(replica.outer() - replica.theta(), uncounted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(replica.outer() - replica.theta(), outer - theta, rtol=0, atol=1e-6)
         assert torch.equal(now, error)
     until_counted(replica)
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    assert (replica.outer() - outer).abs().max() > 0, "the run has gone on"
+    again = replica.engine.state_dict()  # as it was loaded, since θ is not moved yet
+    assert again["rounds"] == rounds
+    for kind, expected in (("outer", outer), ("error", error)):
+        assert torch.equal(torch.cat([gathered(tensor).flatten() for tensor in again[kind].values()]), expected)
     replica.finish()
 
 

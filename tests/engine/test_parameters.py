@@ -1,10 +1,12 @@
 """Parameters by fragment against the model that holds them; of shards see test_sharded.py."""
 
+import pytest
 import torch
 from torch import nn
 
 import diloco
 from diloco.engine.parameters import FragmentParameters
+from diloco.errors import UserError
 
 
 def model_of_two_blocks() -> nn.Module:
@@ -66,3 +68,16 @@ def test_names_the_first_that_is_not_finite():
     assert parameters.first_not_finite(1, flat_N) == "blocks.1.bias"
     flat_N[0] = torch.nan
     assert parameters.first_not_finite(1, flat_N) == "blocks.1.weight"
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(3, 2), nn.Linear(3, 2, bias=False)])
+def test_a_module_that_takes_another_ones_place_is_refused_by_its_parameter(module: nn.Module):
+    model = model_of_two_blocks()
+    parameters = cut(model)
+    module.requires_grad_(False)
+    model.blocks[1] = module
+    parameters.check_still_the_models([0, 2])
+    with pytest.raises(
+        UserError, match=r"parameter blocks\.1\.(weight|bias) was replaced .*: build the engine last"
+    ):
+        parameters.check_still_the_models([0, 1])

@@ -31,6 +31,7 @@ BROKEN = {
     "empty": (lambda s: {}, "has no number as num_steps"),
     "no steps": (lambda s: without(s, "num_steps"), "has no number as num_steps"),
     "text": (lambda s: s | {"bytes_sent": "7"}, "has no number as bytes_sent"),
+    "tokens": (lambda s: s | {"tokens": -1}, "has no number as tokens"),
     "in flight": (lambda s: s | {"in_flight": [[0, 1]]}, "no list of fragment, round and step"),
     "beyond": (lambda s: s | {"in_flight": [[7, 1, 4]]}, r"fragments \[7\] in flight"),
     "cut": (lambda s: s | {"last_sent": [1]}, "fragments and last_sent are damaged"),

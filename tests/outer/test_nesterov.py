@@ -1,5 +1,6 @@
 from unittest.mock import patch
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -146,3 +147,12 @@ def test_nothing_is_changed_in_place(seed):
 def test_what_cannot_train_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Nesterov(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"lr": "0.4"}, {"momentum": None}])
+def test_fields_must_be_numbers(fields, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # no user's process checks types
+    ((name, value),) = fields.items()
+    with pytest.raises(ValueError, match=f"^{name}={value!r} must be a number$"):
+        Nesterov(**fields)
+    assert Nesterov(lr=np.float32(0.5), momentum=0).facts() == {"learning rate": 0.5, "momentum": 0.0}

@@ -165,7 +165,7 @@ def test_a_subclass_is_computed_by_its_own_code_where_the_compiled_pass_would_re
 
 
 def test_slots_that_the_state_has_already_are_refused():
-    for slots in (("seed",), ("outer",), ("sent",), ("ball", "ball")):
+    for slots in (("seed",), ("outer",), ("sent",), ("tokens",), ("ball", "ball")):
         rule = type("Rule", (HeavyBall,), {"slots": slots})(0.5, 0.0)
         with pytest.raises(UserError, match=r"Rule.slots=.* must be different names, and none of"):
             Case().engine(Case().model(), outer=rule)

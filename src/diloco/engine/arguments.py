@@ -57,7 +57,7 @@ def settings_of(
         mixing=_merge_rule(mixing),
         wire=of_payloads,
         combine=combine,
-        error_feedback=error_feedback,  # pyright: ignore[reportArgumentType]
+        error_feedback=None if error_feedback is None else float(error_feedback),
         seed=seed,
     )
 

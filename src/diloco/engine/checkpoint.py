@@ -20,6 +20,7 @@ def state_of(rounds: Rounds) -> dict[str, Any]:
         "last_sent": list(rounds.last_sent),
         "num_steps": rounds.num_steps,
         "drained_step": rounds.drained_step,
+        "tokens": int(rounds.tokens),
         "bytes_sent": rounds.bytes_sent,
         "bytes_received": rounds.bytes_received,
         "blocked_seconds": rounds.blocked_seconds,
@@ -37,6 +38,7 @@ def load(rounds: Rounds, state: Mapping[str, Any]) -> None:
         state: one that `loadable` gave.
     """
     rounds.num_steps, rounds.last_sent = state["num_steps"], list(state["last_sent"])
+    rounds.tokens = state.get("tokens", 0)
     rounds.bytes_sent, rounds.bytes_received = state["bytes_sent"], state["bytes_received"]
     rounds.blocked_seconds = state["blocked_seconds"]
     for kind in rounds.state.kinds:

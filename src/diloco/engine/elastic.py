@@ -33,13 +33,17 @@ class ElasticMembership:
         facts = settings.shared_facts() | parameters.facts(state.at_home(OUTER))
         schedule = settings.schedule
         self._joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
-        self.rounds = ElasticRounds(settings, parameters, state, rendezvous=rendezvous, form=joined.form)
+        self.rounds = ElasticRounds(
+            settings, parameters, state, rendezvous=rendezvous, form=joined.form, slot=joined.slot
+        )
         self.rounds.catch_up(joined)
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
         self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
         self._translation: dict[int, Tensor | None] = {}
         """For each fragment the Θ that a checkpoint knew; None to take the run's."""
+        self._then: dict[str, Any] = {}
+        """Slot, rounds, Θ and errors of a checkpoint, vectors flat by fragment; empty once θ was moved."""
 
     @property
     def failure(self) -> str | None:
@@ -114,12 +118,21 @@ class ElasticMembership:
         raise refusal_to_adopt()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of this replica that resumes; Θ and the slots lie in the store."""
+        """Everything of this replica that resumes; Θ and the slots lie in the store.
+
+        Until θ is moved from a loaded state's Θ to the run's, Θ and its round are still those of that state.
+        """
         rounds, named = self.rounds, self.rounds.parameters.all_named
+        known = self._then or {
+            "slot": self._joined.slot,
+            "rounds": rounds.rounds,
+            OUTER: rounds.state.at_home(OUTER),
+            ERROR: rounds.state.at_home(ERROR),
+        }
         return {
             "run": self._joined.run,
-            "slot": self._joined.slot,
-            "rounds": list(rounds.rounds),
+            "slot": known["slot"],
+            "rounds": list(known["rounds"]),
             "num_steps": rounds.num_steps,
             "tokens": rounds.tokens,
             "bytes_sent": rounds.bytes_sent,
@@ -129,8 +142,8 @@ class ElasticMembership:
             "next_send": list(self._next_send),
             "counted": [list(pair) for pair in rounds.counted],
             # Copies: whoever loads in place must not change the run's Θ.
-            OUTER: named(outer_N.clone() for outer_N in rounds.state.at_home(OUTER)),
-            ERROR: named(error_N.clone() for error_N in rounds.state.at_home(ERROR)),
+            OUTER: named(outer_N.clone() for outer_N in known[OUTER]),
+            ERROR: named(error_N.clone() for error_N in known[ERROR]),
         }
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -154,6 +167,7 @@ class ElasticMembership:
         self._next_send = list(accepted["next_send"])
         rounds.counted = [(tokens, steps) for tokens, steps in accepted["counted"]]
         slot, then, errors = accepted["slot"], *vectors_of(accepted, rounds.parameters)
+        self._then = {"slot": slot, "rounds": accepted["rounds"], OUTER: then, ERROR: errors}
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # Nobody else holds this replica's slot: what the saved θ − Θ stands for is counted here, or was.
             is_newer = slot != self._joined.slot or self._rendezvous.last_round(slot, p) > last_round
@@ -174,6 +188,7 @@ class ElasticMembership:
                 for own, part_n in zip(theta, move_N.split([own.numel() for own in theta]), strict=True):
                     own.add_(part_n.view(own.shape))
         self._translation.clear()
+        self._then.clear()
 
 
 def accepted_of(rounds: ReplicaRounds, run: str, state: object) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class ElasticRounds(ReplicaRounds):
 
     rendezvous: Rendezvous
     form: Form
+    slot: int
+    """This replica's part of the text."""
     in_flight: dict[int, Flight] = field(default_factory=dict)
     """The own payloads without a decision, by fragment."""
     rounds: list[int] = field(default_factory=list)
@@ -121,14 +123,13 @@ class ElasticRounds(ReplicaRounds):
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
         p, flight = decision.fragment, self.in_flight.get(decision.fragment)
-        if flight is not None and self.rendezvous.last_counted(self.replica, p) >= flight.seq:
+        if flight is not None and _is_counted(self, p, flight, by_round=stored.round):
             self._count(p, flight)
             mixing = self.settings.mixing
         before_N = self.state.use(OUTER, p).clone()
         self._read(p, stored)
-        outer_N = self.state.use(OUTER, p)
         with self.parameters.merging(p, self.num_steps) as theta:
-            merge_in_place(theta, outer_N, mixing, before_N)
+            merge_in_place(theta, self.state.use(OUTER, p), mixing, before_N)
         spans, sync = self.parameters.spans[p], Sync(p, stored.round, self.num_steps)
         zeros = partial(torch.zeros, self.form.sizes[p], device=self.parameters.device)
         return observe.described(sync, 0.0, zeros, lambda: iter(()), spans, self._shard_group)
@@ -275,6 +276,13 @@ class ElasticRounds(ReplicaRounds):
         spans = self.parameters.spans[decision.fragment]
         cohort = decision.cohort
         return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group, cohort)
+
+
+def _is_counted(rounds: ElasticRounds, p: int, flight: Flight, *, by_round: int) -> bool:
+    """True if a payload was counted up to a round; the log may be read further than that."""
+    rendezvous = rounds.rendezvous
+    is_counted = rendezvous.last_counted(rounds.replica, p) >= flight.seq
+    return is_counted and rendezvous.last_round(rounds.slot, p) <= by_round
 
 
 def _average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:

@@ -224,11 +224,18 @@ class FragmentParameters:
                 )
         for fragment in fragments:
             for name, parameter in self._by_fragment[fragment].items():
-                if self._model.get_parameter(name) is not parameter:
+                if self._in_model(name) is not parameter:
                     raise UserError(
                         f"parameter {name} was replaced after the engine was built, as "
                         "load_state_dict(assign=True), tying, and fully_shard do: build the engine last"
                     )
+
+    def _in_model(self, name: str) -> Tensor | None:
+        """The parameter that the model has by a name now; None if it has none."""
+        try:
+            return self._model.get_parameter(name)
+        except AttributeError:
+            return None
 
     def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
         """Views of a flat vector, one a parameter, in its shape."""

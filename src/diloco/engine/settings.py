@@ -166,6 +166,7 @@ class Settings:
             "in_flight",
             "fragments",
             "last_sent",
+            "tokens",
             *self.facts_of_state(0, 1),
             *COUNTERS,
         }

@@ -24,7 +24,8 @@ def plain_values_checked(state: object) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
-    for name in COUNTERS:
+    since = [name for name in ("tokens",) if name in state]  # they are in no older state
+    for name in (*COUNTERS, *since):
         kind = (int, float) if name == "blocked_seconds" else int
         if not isinstance(state.get(name), kind) or isinstance(state[name], bool) or state[name] < 0:
             raise UserError(f"the state has no number as {name}: {_NOT_OURS}")

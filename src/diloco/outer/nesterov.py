@@ -9,6 +9,7 @@ Shapes: N elements of one fragment.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +46,10 @@ class Nesterov:
     shared = True
 
     def __post_init__(self) -> None:
-        """Refuse an lr or a momentum out of range."""
+        """Refuse an lr or a momentum that is no number, or out of range."""
+        for name in ("lr", "momentum"):
+            if not isinstance(number := getattr(self, name), (Real, Tensor)):
+                raise UserError(f"{name}={number!r} must be a number", name)
         if not 0 < self.lr < math.inf:
             raise UserError(f"lr={self.lr}: the outer learning rate must be above 0 and finite", "lr")
         if not 0 <= self.momentum < 1:

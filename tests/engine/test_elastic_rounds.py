@@ -1,0 +1,120 @@
+"""The rounds of one replica by a script of offers and decisions; of real runs see test_elastic.py.
+
+Legend: θ the replica's parameters, Θ the outer parameters, Δ the outer gradient, N elements.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diloco
+from diloco.engine.arguments import settings_of
+from diloco.engine.elastic_rounds import ElasticRounds
+from diloco.engine.parameters import FragmentParameters
+from diloco.engine.replica_rounds import outer_state
+from diloco.reduction.cohort import Cohort
+from diloco.rendezvous import snapshots
+from diloco.rendezvous.contract import Content, Decision, Form, Offer, StoredSnapshot
+
+N, SLOT, ALPHA = 4, 7, 0.25
+
+
+class Script:
+    """A rendezvous whose log is written by a test; its newest entries are those that the follower has read."""
+
+    replica, max_stale, waits = 0, 3, False
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
+        self.decisions: list[Decision] = []
+        self.newest: tuple[int, int] = (-1, 0)
+        """The newest own payload that was counted, and its round."""
+
+    def offer(self, offer: Offer) -> None:
+        self.offers.append(offer)
+
+    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
+        taken, self.decisions = self.decisions, []
+        return taken
+
+    def applied(self, fragment: int, round: int, checksum: int) -> None: ...
+
+    def last_counted(self, replica: int, fragment: int) -> int:
+        return self.newest[0]
+
+    def last_round(self, slot: int, fragment: int) -> int:
+        return self.newest[1] if slot == SLOT else 0
+
+
+def rounds_of(script: Script) -> tuple[ElasticRounds, Tensor]:
+    """The rounds of a model of one fragment, and its θ."""
+    model = nn.Linear(N, 1, bias=False)
+    settings = settings_of(
+        fragments=diloco.whole(model),
+        schedule=diloco.Schedule(sync_every=8, num_fragments=1, overlap_steps=1),
+        outer=diloco.Nesterov(lr=0.5, momentum=0.0),
+        mixing=ALPHA,
+        wire="fp32",
+        combine="gather",
+        error_feedback=None,
+        seed=0,
+    )
+    parameters = FragmentParameters(model, settings.fragments)
+    state = outer_state(settings, parameters, offload=False)
+    form = Form(codec=settings.wire, sizes=(N,), seed=0)
+    rounds = ElasticRounds(settings, parameters, state, rendezvous=script, form=form, slot=SLOT)
+    return rounds, model.weight.detach().view(N)
+
+
+def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:
+    buffers, digest = snapshots.sealed({"outer": outer_N, "velocity": torch.zeros(N)})
+    return StoredSnapshot(round=round, name=snapshots.name_of(0, round, digest), data=b"".join(buffers))
+
+
+def decision(rounds: ElasticRounds, round: int, content: Content | StoredSnapshot, *, is_own: bool) -> Decision:
+    return Decision(
+        number=10 + round,
+        fragment=0,
+        round=round,
+        before=rounds.bases[0],
+        cohort=Cohort.weighted({0: 1}),
+        content=content,
+        base_rounds={0: 0},
+        is_own=is_own,
+        with_snapshot=False,
+    )
+
+
+def step(rounds: ElasticRounds) -> None:
+    rounds.num_steps += 1
+    rounds.tokens += 8
+    rounds.merge(wait=False)
+
+
+@pytest.mark.parametrize("counted_in", [2, 3])
+def test_a_payload_is_merged_once_with_the_round_that_counted_it(counted_in: int) -> None:
+    script = Script()
+    rounds, theta_N = rounds_of(script)
+    step(rounds)
+    first_N, move_N = theta_N.clone(), torch.arange(1.0, N + 1)
+    theta_N += move_N
+    rounds.send(0)
+    # The log is read up to round 3 when a snapshot of round 2 comes in the place of round 1.
+    script.newest, outer_N = (0, counted_in), first_N + 10
+    script.decisions = [decision(rounds, 1, snapshot_after(2, outer_N), is_own=False)]
+    step(rounds)
+    if counted_in == 2:
+        assert rounds.counted[0] == (8, 1) and not rounds.in_flight
+        torch.testing.assert_close(theta_N, ALPHA * (first_N + move_N) + (1 - ALPHA) * outer_N)
+        return
+    torch.testing.assert_close(theta_N - outer_N, move_N)
+    assert rounds.counted[0] == (0, 0) and not rounds.has_uncounted(0)
+    own = Content(payloads={0: script.offers[0].payloads[0]}, bytes_received=0)
+    script.decisions = [decision(rounds, 3, own, is_own=True)]
+    step(rounds)
+    assert rounds.counted[0] == (8, 1) and not rounds.in_flight
+    new_N = outer_N + 0.5 * move_N
+    torch.testing.assert_close(rounds.state.use("outer", 0), new_N)
+    torch.testing.assert_close(theta_N, ALPHA * (outer_N + move_N) + (1 - ALPHA) * new_N)
