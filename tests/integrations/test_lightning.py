@@ -80,7 +80,7 @@ def test_one_trainer_whose_processes_are_replicas_is_refused(jobs, tmp_path, mon
     try:
         with pytest.raises(
             diloco.UserError,
-            match="the 2 processes of this job average their gradients.* with exchange=diloco.connect",
+            match=r"the 2 processes of this job average their gradients.* with exchange=diloco.connect",
         ):
             jobs.DiLoCoCallback(build_inside).setup(trainer, jobs.Module(), "fit")
     finally:

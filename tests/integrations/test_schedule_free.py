@@ -80,7 +80,9 @@ def test_a_merge_moves_all_sequences_alike(kind):
 def test_parameters_of_another_optimizer_and_a_beta_of_zero_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = schedulefree.AdamWScheduleFree(model[0].parameters())
-    with pytest.raises(diloco.UserError, match="parameter 1.weight is in no group of the schedule-free optimizer"):
+    with pytest.raises(
+        diloco.UserError, match=r"parameter 1.weight is in no group of the schedule-free optimizer"
+    ):
         ScheduleFreeMasters(model, optimizer).read(["1.weight"])
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), betas=(0.0, 0.9))
     with pytest.raises(diloco.UserError, match="with β = 0"):
