@@ -91,3 +91,9 @@ def test_an_export_to_a_full_disk_ends_in_one_sentence(finished_run, full_disk):
     assert process.returncode == 1, process.stderr
     assert "Traceback" not in process.stderr
     assert "model.safetensors: no space left on device (needs " in process.stderr
+
+
+@pytest.mark.parametrize("path", [Path(), Path()])
+def test_a_directory_is_no_place_for_a_file(path):
+    with pytest.raises(FileWriteError, match=r"can't write \.: it is a directory"):
+        write_atomically(path, [b"text"])

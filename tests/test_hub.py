@@ -12,7 +12,7 @@ from tests.ports import free_port
 from diloco.data.corpora import documents
 from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
-from diloco.hub import check_online, hub_file, push
+from diloco.hub import check_online, check_reachable, hub_file, push
 from diloco.training.finished import evaluate_run
 
 
@@ -78,7 +78,7 @@ def test_a_name_that_the_hub_does_not_know_is_refused(hub):
         hub_file("tiny/bpe", ("tokenizer.model",))
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b/c", "./a", "", "a b"])
+@pytest.mark.parametrize("name", ["../x", "a/b/c", "./a", "", "a b", "my--tok", "a..b", "gpt2-", "x.git"])
 def test_what_can_be_no_name_is_not_asked_for(name):
     assert hub_file(name, ("tokenizer.json",)) is None
 
@@ -147,3 +147,10 @@ def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):
     ]
     with pytest.raises(UserError, match=r"refused can't be uploaded to model: 403 Forbidden$"):
         push(hub / "refused", "model")
+
+
+@pytest.mark.parametrize("address", ["http://localhost:80x", "http://local host"])
+def test_an_address_of_a_hub_that_is_none_is_a_sentence(cache, monkeypatch, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(UserError, match="does not answer at http://local"):
+        check_reachable("gpt2 of the Hub")

@@ -68,6 +68,8 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     Raises:
         FileWriteError: if it can't be written; nothing is left of it.
     """
+    if not path.name:
+        raise FileWriteError(f"can't write {path}: it is a directory")
     partial = path.with_name(path.name + ".partial")
     size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
     with writing(path, size):

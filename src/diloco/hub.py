@@ -2,6 +2,7 @@
 
 import os
 import re
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -60,7 +61,7 @@ def _silence() -> str:
         urlopen(Request(endpoint(), method="HEAD"), timeout=_MOST_SECONDS).close()
     except HTTPError:
         return ""  # an answer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         return getattr(reason, "strerror", None) or str(reason)
     return ""
@@ -90,13 +91,15 @@ def hub_file(name: str, files: tuple[str, ...]) -> Path | None:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         return None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     for file in files:
         try:
             return Path(hf_hub_download(name, file, local_files_only=True))
         except LocalEntryNotFoundError:
             continue
+        except HFValidationError:
+            return None
     if is_offline():
         raise not_here(name)
     check_reachable(f"{name} of the Hub")

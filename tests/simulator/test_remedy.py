@@ -55,3 +55,12 @@ def test_no_link_makes_up_for_a_slow_replica():
     assert wanted.most_utilization == pytest.approx(2 / 3)
     assert (help_.link_gbit_s, help_.latency_seconds, help_.step_factor) == (None, None, None)
     assert feasible(replace(wanted, target=help_.best.compute_utilization))
+
+
+def test_the_latency_is_the_largest_with_which_any_plan_reaches_the_target():
+    """The plan that comes closest at 8 s waits for large fragments, and is not the best one at 2 s."""
+    replica = Replica(step_seconds=0.1, gbit_s=1.0, latency_seconds=8.0)
+    wanted = Task(size=ModelSize(num_params=1e9, num_layers=24), replicas=(replica,) * 2, num_steps=100_000)
+    latency_seconds = remedy(wanted).latency_seconds
+    assert latency_seconds > 1.5 and feasible(with_replicas(wanted, latency_seconds=latency_seconds))
+    assert not feasible(with_replicas(wanted, latency_seconds=1.05 * latency_seconds + 0.1))

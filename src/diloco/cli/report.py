@@ -38,7 +38,7 @@ def _report(sources: tyro.conf.Positional[tuple[str, ...]], output: Path = Path(
     sections = [store_section(one) if isinstance(one, str) else _section(one, records) for one in named]
     if len(records) > 1:
         sections.insert(0, comparison_section(list(records.values())))
-    write_page(f"diloco: {', '.join(Path(text).stem for text in sources[:4])}", sections, output)
+    write_page(f"diloco: {', '.join(Path(text).name for text in sources[:4])}", sections, output)
     print(output)
 
 

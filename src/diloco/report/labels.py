@@ -48,10 +48,15 @@ def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[
     ]
 
 
+def shown_names(names: Iterable[str]) -> list[str]:
+    """The last parts of dotted names; whole names where two have the same last part."""
+    listed = [*names]
+    last = [name.rpartition(".")[2] for name in listed]
+    return [part if last.count(part) == 1 else name for part, name in zip(last, listed, strict=True)]
+
+
 def _text(names: Iterable[str], values: Iterable[Setting]) -> str:
-    return ", ".join(
-        f"{name.rpartition('.')[2]}={value}" for name, value in zip(names, values, strict=True) if value != ""
-    )
+    return ", ".join(f"{n}={value}" for n, value in zip(shown_names(names), values, strict=True) if value != "")
 
 
 def short(labels: Sequence[Label]) -> list[str]:

@@ -1,6 +1,5 @@
 """The best batch of each size, a parabola's minimum in log2(B), and the values tried beside a best one."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from diloco.scaling.table import Point
 
 
 def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[float, float]:
-    """The lowest loss at each value of a quantity that was tried beside the best point, by value.
+    """The lowest loss at each value of a quantity that as many seeds have tried beside the best point, by value.
 
     The values are those tried at one outer learning rate: the best point's, if smaller and larger values were
     tried at it; otherwise the rate with the most values. Learning rates are those tried at the best batch.
@@ -25,6 +24,7 @@ def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[f
     """
     if any(quantity not in point.settings for point in points):
         raise UserError(f"the best {quantity} needs the column {quantity} in every row of the table")
+    points = [point for point in points if point.num_seeds >= best.num_seeds]
     if quantity == "outer_learning_rate":
         return _lowest(points, quantity)
     if quantity == "learning_rate":
@@ -40,11 +40,11 @@ def losses_beside(points: Sequence[Point], best: Point, quantity: str) -> dict[f
 
 
 def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
-    losses: dict[float, float] = {}
-    for point in points:
-        value = point.settings[quantity]
-        losses[value] = min(point.eval_loss, losses.get(value, math.inf))
-    return dict(sorted(losses.items()))
+    """The lowest loss at each value, of the settings that most seeds have tried: a single run may be lucky."""
+    lowest: dict[float, Point] = {}
+    for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):
+        lowest.setdefault(point.settings[quantity], point)
+    return {value: point.eval_loss for value, point in sorted(lowest.items())}
 
 
 def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import UserError
 from diloco.scaling.published import LOSS, NUM_PARAMS
@@ -62,15 +63,20 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as a table: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
-    rows = csv.DictReader(line + "\n" for _, line in numbered)
+    try:
+        rows = csv.DictReader(line + "\n" for _, line in numbered)
+        columns = rows.fieldnames or ()
+        numbered_rows = [(numbered[rows.line_num - 1][0], row) for row in rows]
+    except csv.Error as error:
+        raise UserError(f"{path} can't be read as a table: {error}") from None
     for name in ("params", "replicas", "eval_loss"):
-        if name not in (rows.fieldnames or ()):
-            given = ", ".join(map(repr, rows.fieldnames or ())) or "none"
+        if name not in columns:
+            given = ", ".join(map(repr, columns)) or "none"
             raise UserError(
                 f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
                 f"them, and has {given}"
             )
-    runs = list(_runs(path, rows, [number for number, _ in numbered]))
+    runs = list(_runs(path, numbered_rows))
     points = [run.point for run in runs]
     if sync_every is not None:
         periods = sorted({point.settings["sync_every"] for point in points if "sync_every" in point.settings})
@@ -96,8 +102,7 @@ class _Run:
     line: int
 
 
-def _runs(path: Path, rows: "csv.DictReader[str]", numbers: list[int]) -> Iterator[_Run]:
-    numbered = [(numbers[rows.line_num - 1], row) for row in rows]
+def _runs(path: Path, numbered: list[tuple[int, dict[Any, Any]]]) -> Iterator[_Run]:
     # Failed runs of our own sweep give the reason in `failed`.
     numbered = [(line, row) for line, row in numbered if (row.get("failed") or "").lower() in ("", "false", "0")]
     used = [name for name in _OPTIONAL if any(row.get(name) for _, row in numbered)]

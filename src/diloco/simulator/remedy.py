@@ -20,7 +20,7 @@ class Remedy:
     link_gbit_s: float | None
     """Bandwidth of every link with which the largest H reaches the target; None if no bandwidth is enough."""
     latency_seconds: float | None
-    """Latency of every link with which the best plan reaches the target; None if no latency is low enough."""
+    """The largest latency of every link with which a plan reaches the target; None if none is low enough."""
     step_factor: float | None
     """Factor by which steps must compute longer, with batches as many times as large and as many times fewer
     steps; None if no factor is enough."""
@@ -35,7 +35,7 @@ def remedy(task: Task) -> Remedy:
     return Remedy(
         best=best,
         link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
-        latency_seconds=_most_latency_seconds(best),
+        latency_seconds=max(filter(None, map(_most_latency_seconds, plans)), default=None),
         step_factor=min(filter(None, map(_least_step_factor, plans)), default=None),
     )
 

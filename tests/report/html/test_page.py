@@ -15,6 +15,7 @@ from diloco.experiments.papers.recipes import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
 from diloco.report.html import page as parts
+from diloco.report.labels import shown_names
 
 pytest.importorskip("matplotlib")
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
@@ -105,6 +106,9 @@ def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
     assert rows[0][:5] == ["run", "learning_rate", "tokens", "training loss", "held-out loss"]
     assert [row[:2] for row in rows[1:]] == [["streaming", "0.004"], [html.escape(other.name), "0.25"]]
     assert [row[4] for row in rows[1:]] == [f"{summary['eval_loss']:.4f}", "9.2500"]
+    assert shown_names(["checkpoint.every_steps", "seed", "evaluation.every_steps"]) == [
+        *("checkpoint.every_steps", "seed", "evaluation.every_steps"),
+    ]
     assert text.index("Training loss, the mean over the replicas") < text.index("Run streaming")
 
 
@@ -125,3 +129,20 @@ def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run)])
     assert "has no metrics of any step yet" in capsys.readouterr().err
+
+
+def test_a_replica_of_a_store_is_reported_beside_the_others(finished_run, tmp_path):
+    """M is the number of those that contributed, and the steps are the replica's own."""
+    run = tmp_path / "joined"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints", "metrics-1.jsonl"))
+    config, summary = (json.loads((run / f"{name}.json").read_text()) for name in ("config", "summary"))
+    config["diloco"]["overlap_steps"] = 2
+    (run / "config.json").write_text(json.dumps(config | {"num_replicas": 1, "rendezvous": "store"}))
+    (run / "summary.json").write_text(json.dumps(summary | {"num_replicas": 3}))
+    main(["report", str(run), "--output", str(tmp_path / "joined.html")])
+    text = html.unescape((tmp_path / "joined.html").read_text())
+    assert facts(text)["replicas"] == "3" and facts(text)["steps"] == "120, 100.0% of the run"
+    (run / "summary.json").unlink()
+    main(["report", str(run), "--output", str(tmp_path / "joined.html")])
+    text = html.unescape((tmp_path / "joined.html").read_text())
+    assert facts(text)["replicas"] == "come and go" and "not finished: step 120, 100.0% of the run" in text

@@ -8,7 +8,7 @@ import numpy as np
 from diloco.report.figures.drawing import STYLES, binned_means, new_axes, viridis
 from diloco.report.html.page import figures, heading, paragraph, table
 from diloco.report.html.run_section import RunRecord, held_out_losses, tail_loss
-from diloco.report.labels import differing_settings, labels, short
+from diloco.report.labels import differing_settings, labels, short, shown_names
 from diloco.report.terminal.training import duration, megabytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def comparison_section(runs: Sequence[RunRecord]) -> str:
         [run.config.name, *(str(values[index]) for values in settings.values()), *_results(run).values()]
         for index, run in enumerate(runs)
     ]
-    columns = ["run", *(name.rpartition(".")[2] for name in settings), *_results(runs[0])]
+    columns = ["run", *shown_names(settings), *_results(runs[0])]
     about = "Settings in which the runs differ, and results; bytes are those that a replica sent."
     return "\n".join([heading(f"{len(runs)} runs"), figures(drawn), paragraph(about), table(columns, rows)])
 

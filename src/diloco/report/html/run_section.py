@@ -63,12 +63,23 @@ def run_section(run: RunRecord) -> str:
     if absent:
         parts.insert(1, paragraph(f"The metrics of replica {', '.join(absent)} are on another machine."))
     if not summary:
-        parts.insert(1, paragraph(f"The run is not finished: step {_last(metrics)} of {config.num_steps}."))
+        parts.insert(1, paragraph(f"The run is not finished: step {_progress(config, metrics)}."))
     return "\n".join(parts)
 
 
-def _last(metrics: dict[int, _Metrics]) -> int:
-    return max(steps[-1].step for steps in metrics.values())
+def _progress(config: TrainConfig, metrics: dict[int, _Metrics]) -> str:
+    """The last step, and all steps; with a rendezvous, where replicas differ in steps, the part of the run."""
+    last = max((steps[-1] for steps in metrics.values()), key=lambda step: step.step)
+    if config.rendezvous is None:
+        return f"{last.step:,} of {config.num_steps:,}"
+    return f"{last.step:,}, {last.tokens / config.num_tokens:.1%} of the run"
+
+
+def _num_replicas(config: TrainConfig, summary: Summary | None) -> int | None:
+    """M; with a rendezvous, the replicas that have contributed, which the summary alone knows."""
+    if summary is not None:
+        return summary.num_replicas
+    return config.num_replicas if config.rendezvous is None else None
 
 
 def _facts(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Metrics]) -> dict[str, str]:
@@ -78,8 +89,8 @@ def _facts(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Met
     sent = sum(step.bytes_sent for step in first)
     facts_of_run = {
         "method": config.method,
-        "replicas": str(config.num_replicas),
-        "steps": f"{_last(metrics):,} of {config.num_steps:,}",
+        "replicas": str(_num_replicas(config, summary) or "come and go"),
+        "steps": _progress(config, metrics),
         "training loss, last 5 %": f"{np.mean([tail_loss(steps) for steps in metrics.values()]):.4f}",
         "compute utilization": f"{1 - blocked / seconds:.1%}",
         "blocked": f"{blocked:.1f} s of {seconds:.0f} s",
@@ -190,7 +201,7 @@ def _bytes(config: TrainConfig, summary: Summary | None, metrics: dict[int, _Met
     steps = next(iter(metrics.values()))
     x = [step.step for step in steps]
     num_params = (summary.num_trained_params or summary.num_params) if summary else config.model.num_trained_params
-    each = ring_all_reduce_bytes(num_params, config.num_replicas)
+    each = ring_all_reduce_bytes(num_params, _num_replicas(config, summary) or 1)
     sent = np.cumsum([float(step.bytes_sent) for step in steps])
     axes.plot(x, sent, color=viridis(0.0), label=config.method)
     if config.method != "data_parallel" and each:
