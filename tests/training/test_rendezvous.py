@@ -315,7 +315,8 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
     bucket = f"bucket-{number.name}"
     flags = ["--rendezvous", bucket, "--runs", f"elastic-{number.name}"]
     metrics = folder / flags[-1] / "stopped" / "metrics-0.jsonl"
-    for start in (1, 2):  # by the same command
+    starts = (1, 2) if number == signal.SIGTERM else (1,)  # by the same command
+    for start in starts:
         with subprocess.Popen(
             command("--name", "stopped", *flags, "--num-tokens", str(8 * 64 * 4000)),
             cwd=folder,
@@ -336,8 +337,8 @@ def test_a_command_joins_and_a_signal_lets_it_leave(stop, number, exit_code, fol
         assert ("this run trusts everybody who can write to " in errors) == (start == 1)
         end = rf"diloco: stopped by {number.name}; go on with: .* --resume {flags[-1]}/stopped"
         assert re.fullmatch(end, stopped)
-    assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped"] * 2
-    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False] * 2
+    assert [join.name for join in bodies(str(folder / bucket), Join)] == ["stopped" for _ in starts]
+    assert [leave.finished for leave in bodies(str(folder / bucket), Leave)] == [False for _ in starts]
     refused = run(folder, "--name", "other", *flags, "--diloco.sync-every", "7")
     assert refused.returncode == 2
     assert "differs from the run in --num-tokens: the run has 2048000, and this replica 30720" in refused.stderr

@@ -131,7 +131,7 @@ def _number(row: dict[str, str], name: str, where: str, least: float | None = No
     try:
         value = float(text)
     except ValueError:
-        raise UserError(f"{where}: {name} must be a number, not {text!r}") from None
+        raise UserError(f"{where}: {name} must be a number, not {text[:40]!r}") from None
     if not math.isfinite(value) or (value <= 0 if least is None else value < least):
         bound = "above 0" if least is None else f"at least {least:g}"
         raise UserError(f"{where}: {name} must be {bound} and finite, not {text}")
