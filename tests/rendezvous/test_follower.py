@@ -55,7 +55,7 @@ def test_a_replica_does_not_go_on_alone_in_a_directory_that_was_unmounted(tmp_pa
         replica.step(pause_seconds=0.004)
     url.rename(tmp_path / "mounted")
     url.mkdir()
-    with pytest.raises(diloco.ExchangeError, match=r"log/\d+ is not in .* emptied, or unmounted"):
+    with pytest.raises(diloco.ExchangeError, match=r"the run is not in .* emptied, or unmounted"):
         for _ in range(200):
             replica.step(pause_seconds=0.004)
-    assert not (url / "log").exists()
+    assert len(list(url.glob("log/*"))) < 2, "a write that the unmount has overtaken, at the most"

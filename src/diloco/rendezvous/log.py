@@ -66,11 +66,11 @@ class Log:
         """Refuse to go on alone in a directory that was emptied, or unmounted under this replica."""
         if not self._store.is_directory:
             return
-        name = name_of(self.state.number - 1)
-        data = await self._store.get(name, most_bytes=MOST_BYTES, patience_seconds=FOR_EVER)
-        if data is None or sha256(bytes(data)) != self.state.previous:
+        # Entry 0, since a write that an unmount has overtaken leaves the newest one behind.
+        data = await self._store.get(name_of(0), most_bytes=MOST_BYTES, patience_seconds=FOR_EVER)
+        if data is None or sha256(bytes(data)) != self.state.run:
             raise LogError(
-                f"{name} is not in {self._store.url} any more: the directory was emptied, or unmounted on this "
+                f"the run is not in {self._store.url} any more: the directory was emptied, or unmounted on this "
                 "computer; bring it back, and start this replica again"
             )
 
