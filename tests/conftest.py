@@ -47,14 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One test process more than there are cores: a quarter of the time tests wait for links and deadlines."""
-    from diloco.training.launcher import num_cores
-
-    return num_cores() + 1
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job ignores them, and so would its children.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -66,3 +66,16 @@ def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_ou
 
     assert asyncio.run(snapshots_after(7, 8, 12)) == [12, 12, 12]
     assert store.num_reads == 1
+
+
+def test_a_snapshot_is_asked_for_again_as_long_as_newer_ones_take_its_place():
+    """A slow reader: the run has written two more, and deleted the one it asked for, three times."""
+    delivery = delivery_of(OneObject(snapshots.name_of(0, 20, f"{20:064x}")), state_with(4, 8), state_with())
+    later = iter([state_with(8, 12), state_with(12, 16), state_with(16, 20)])
+
+    async def newest() -> SimpleNamespace:
+        return next(later)
+
+    delivery._newest = newest
+    ref = SimpleNamespace(number=9, body=SimpleNamespace(fragment=0, round=7))
+    assert asyncio.run(delivery._snapshot_after(ref)).round == 20

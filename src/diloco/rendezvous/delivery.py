@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from diloco.rendezvous.archive import newest_snapshot
 from diloco.rendezvous.contract import Content, Decision, Form, StoredSnapshot
@@ -108,11 +107,22 @@ class Delivery:
         p, least = ref.body.fragment, ref.body.round
         if (stored := self._snapshots.get(p)) is not None and stored.round >= least:
             return stored
-        with suppress(LogError):  # newer ones may have taken its place, of which this replica has not read yet
-            stored = await newest_snapshot(self._store, self._state(), p, self._form.sizes[p])
-        if stored is None or stored.round < least:
-            stored = await newest_snapshot(self._store, await self._newest(), p, self._form.sizes[p])
-        if stored is None or stored.round < least:
-            raise LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
+        stored = await self._newest_snapshot(ref)
         self._snapshots[p] = stored
         return stored
+
+    async def _newest_snapshot(self, ref: OuterRef) -> StoredSnapshot:
+        """A fragment's newest snapshot; while it is read, newer ones may take its place, and it is deleted."""
+        p, state = ref.body.fragment, self._state()
+        while True:
+            error = LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
+            try:
+                stored = await newest_snapshot(self._store, state, p, self._form.sizes[p])
+                if stored is not None and stored.round >= ref.body.round:
+                    return stored
+            except LogError as missing:
+                error = missing
+            newest = await self._newest()
+            if newest.fragments[p].snapshots == state.fragments[p].snapshots:
+                raise error
+            state = newest

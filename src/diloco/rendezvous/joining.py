@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,11 +92,13 @@ async def enter(store: Store, log: Log, own: int, wish: Wish) -> Entrance:
     """
     patience = wish.timeout_seconds
     await _wait_for_others(log, wish, own)
-    try:
-        newest = await _newest_snapshots(store, log.state, wish)
-    except LogError:  # newer ones may have taken their place meanwhile
+    for _ in range(_MOST_TRIES):
+        with suppress(LogError):  # newer ones may have taken their place meanwhile
+            newest = await _newest_snapshots(store, log.state, wish)
+            break
         for _, entry in await log.read(patience_seconds=patience):
             log.state.check_goes_on(own, entry)
+    else:
         newest = await _newest_snapshots(store, log.state, wish)
     return Entrance(replay=_replay(log.state), snapshots=newest)
 
@@ -188,6 +191,7 @@ async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
 
 
 _SECONDS_OF_SILENCE = 3.0
+_MOST_TRIES = 10
 
 
 def _replay(state: RunState) -> tuple[OuterRef, ...]:
