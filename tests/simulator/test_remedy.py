@@ -64,3 +64,8 @@ def test_the_latency_is_the_largest_with_which_any_plan_reaches_the_target():
     latency_seconds = remedy(wanted).latency_seconds
     assert latency_seconds > 1.5 and feasible(with_replicas(wanted, latency_seconds=latency_seconds))
     assert not feasible(with_replicas(wanted, latency_seconds=1.05 * latency_seconds + 0.1))
+
+
+def test_a_latency_of_nothing_is_an_answer():
+    """A hundredth of 10⁷ s is too much already, and without any the target is reached."""
+    assert remedy(task(10.0, latency_seconds=1e7)).latency_seconds == 0.0

@@ -32,10 +32,11 @@ def remedy(task: Task) -> Remedy:
     best = max(plans, key=lambda plan: (round(plan.compute_utilization, 6), [-risk for risk in plan.risk]))
     longest = max(plan.model.settings.sync_every for plan in plans)
     enough = [_least_gbit_s(plan) for plan in plans if plan.model.settings.sync_every == longest]
+    low_enough = map(_most_latency_seconds, plans)
     return Remedy(
         best=best,
         link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
-        latency_seconds=max(filter(None, map(_most_latency_seconds, plans)), default=None),
+        latency_seconds=max((seconds for seconds in low_enough if seconds is not None), default=None),
         step_factor=min(filter(None, map(_least_step_factor, plans)), default=None),
     )
 
