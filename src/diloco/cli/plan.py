@@ -121,6 +121,7 @@ def _plan_measured(arguments: list[str]) -> None:
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     from diloco.measure.step import measurable
     from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.state import slow_imports
     from diloco.training.traits import fields_with, get
 
     changed = changes(asked)
@@ -138,7 +139,8 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     if under_a_launcher():
         _measure_and_plan(config, target, train, json)
     else:
-        launch(_measure_and_plan, config.num_replicas, config.processes_per_replica, config, target, train, json)
+        sizes = (config.num_replicas, config.processes_per_replica)
+        launch(_measure_and_plan, *sizes, config, target, train, json, imports=slow_imports(config))
 
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:

@@ -177,7 +177,7 @@ def slow_imports(config: TrainConfig) -> tuple[str, ...]:
     """Modules that every process of a run needs, and that take a second to import."""
     modules = config.model.slow_imports
     if config.num_shards > 1:
-        return (*modules, "torch.distributed.fsdp")
+        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
     needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile
     return (*modules, "torch._dynamo") if needs_dynamo else modules
 
