@@ -40,7 +40,7 @@ model = LlamaForCausalLM(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
@@ -58,7 +58,7 @@ group = groups[shard]
 assert isinstance(group, dist.ProcessGroup), "this process belongs to the group of its shard"
 exchange = diloco.ProcessGroupExchange(group, timeout_seconds=240)
 
-fragments = diloco.strided(model, layers_per_fragment=2)
+fragments = diloco.strided(model, layers_per_fragment=1)
 engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
