@@ -73,3 +73,11 @@ def test_it_is_gone_after_the_block(process):
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_files_in_the_working_directory_are_not_run(tmp_path, monkeypatch):
+    (tmp_path / "token.py").write_text("raise SystemExit(3)")  # a name of Python's own
+    monkeypatch.chdir(tmp_path)
+    process = Contained("builtins:bytes", doing="a file can't be read")
+    with process, pytest.raises(AssertionError, match="'bytes' object is not callable"):
+        ask(process, b"you")

@@ -1,3 +1,4 @@
+import codecs
 import gzip
 import hashlib
 import json
@@ -289,3 +290,60 @@ def test_fields_that_are_not_kept_take_no_memory(tmp_path):
     assert [document.text for document in documents(str(path), Reading(longest_bytes=1 << 21))] == ["a"]
     assert tracemalloc.get_traced_memory()[1] < 8 << 20, "500,000 lists take more than 30 MB"
     tracemalloc.stop()
+
+
+def test_a_dataset_that_lies_here_changes_with_its_files(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/train.jsonl").write_text("{}")
+    source = f"hf:{tmp_path}"
+    before = fingerprint(source), content(source)
+    assert before[1] == [source, ["deep/train.jsonl", hashlib.sha256(b"{}").hexdigest()]]
+    (tmp_path / "deep/train.jsonl").write_text("{}\n{}")
+    assert fingerprint(source) != before[0] and content(source) != before[1]
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt", "/*/*.txt"])
+def test_directories_behind_links_are_read_once(tmp_path, pattern):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/b.txt").write_text("b")
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    (tmp_path / "texts/deep/a.txt").write_text("a")
+    (tmp_path / "texts/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "texts")
+    read = [document.id for document in documents(f"{tmp_path}/texts{pattern}")]
+    assert read == ["deep/a.txt", "linked/b.txt"]
+
+
+def test_a_directory_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    for name in ("a.txt", "closed/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    scan = os.scandir
+
+    def closed(path):  # root reads all
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    for source in (tmp_path, tmp_path / "**/*.txt"):
+        with pytest.raises(UserError, match=r"can't be looked up: .*Permission denied.*closed"):
+            documents(str(source))
+
+
+def test_a_byte_order_mark_and_blank_lines_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"hello")
+    (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\n\n \n{"text": "two"}\n\n')
+    read = [*documents(f"{tmp_path}/a.txt"), *documents(f"{tmp_path}/b.jsonl")]
+    assert read == [Document("a.txt", "hello"), Document("b.jsonl:1", "one"), Document("b.jsonl:4", "two")]
+
+
+def test_two_columns_of_text_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text,text\none,two\n")
+    column = pyarrow.array(["one"])
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column, column], ["text"] * 2), tmp_path / "b.parquet")
+    for name in ("a.csv", "b.parquet"):
+        with pytest.raises(
+            UserError, match=rf"{name} can't be read: .* several columns `text`: rename all but one"
+        ):
+            list(documents(str(tmp_path / name)))

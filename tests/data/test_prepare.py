@@ -1,6 +1,7 @@
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.index import SPLITS, read_index, shard_path
+from diloco.data.index import INDEX_FILE, SPLITS, read_index, shard_path
 from diloco.data.prepare import PrepareProgress, prepare, resolve
 from diloco.data.shards import open_split
 from diloco.data.splits import is_held_out
@@ -273,3 +274,22 @@ def test_a_tokenizer_that_was_exchanged_is_noticed(source, tmp_path):
 def test_an_output_that_is_a_file_is_refused(source, tmp_path):
     with pytest.raises(UserError, match=r"rows\.jsonl can't be made a directory"):
         prepare(DataConfig(train=(source,)), Path(source))
+
+
+def test_a_finished_directory_of_somebody_else_is_used_as_it_is(source, tmp_path):
+    config = DataConfig(train=(source,))
+    output = prepare(config, tmp_path / "out")
+    (output / "lock").unlink()
+    (output / "lock").mkdir()  # it can't be opened, as in a directory that may not be written to
+    assert prepare(config, output) == output
+    with pytest.raises(UserError, match=r"was prepared with data\.held_out_fraction="):
+        prepare(replace(config, held_out_fraction=0.5), output)
+    (output / INDEX_FILE).unlink()
+    with pytest.raises(UserError, match=r"out can't be locked, to be written: .*: name another directory"):
+        prepare(config, output)
+
+
+def test_held_out_text_without_a_byte_is_refused(source, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [""] * 50)
+    with pytest.raises(UserError, match=r"data.held_out=.* holds no text: name other sources"):
+        prepare(DataConfig(train=(source,), held_out=(held_out,)), tmp_path / "out")

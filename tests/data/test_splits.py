@@ -161,3 +161,16 @@ def test_an_empty_split_is_refused(tmp_path, train, held_out, message):
     with pytest.raises(UserError, match=message):
         prepare(DataConfig(**sources), tmp_path / "out")
     assert not (tmp_path / "out/index.json").exists()
+
+
+def test_an_empty_document_is_no_held_out_text(tmp_path):
+    empty = next(i for i in range(1000) if is_held_out(f"doc{i}", 0.01))
+    texts = [
+        "" if i == empty else "text" for i in range(empty + 2) if i == empty or not is_held_out(f"doc{i}", 0.01)
+    ]
+    ids = [i for i in range(empty + 2) if i == empty or not is_held_out(f"doc{i}", 0.01)]
+    rows = [{"id": f"doc{i}", "text": text * 100} for i, text in zip(ids, texts, strict=True)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = texts_of("held_out", train=(str(path),), held_out_fraction=0.01)
+    assert held_out == ["text"] * (len(ids) - 1), "the end of each document"

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from diloco.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
@@ -166,3 +169,21 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read_whole(bpe_path, mo
     monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 100)
     with pytest.raises(UserError, match=r"has more than 100 bytes: name another file"):
         load_tokenizer(bpe_path)
+
+
+def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):
+    vocabulary = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
+    vocabulary |= {"<s": 256, "<s>": 257}
+    backend = Backend(BPE(vocab=vocabulary, merges=[("<", "s"), ("<s", ">")]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="has no token to precede a document"):
+        load_tokenizer(tmp_path)
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    (ids,) = tokenizer.encode(["<s>"])
+    assert ids.tolist() == [257] and tokenizer.bos_id == 258
+    # An entry that its name does not encode to is one, though the file adds it to nothing.
+    Backend(BPE(vocab=vocabulary | {"[BOS]": 258}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).bos_id == 257

@@ -41,3 +41,13 @@ def test_mean_and_standard_error_are_those_of_the_sequences():
     losses = [np.mean([-log_probabilities[a, b] for a, b in pairwise(w)]) for w in windows]
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert result.standard_error == pytest.approx(np.std(losses, ddof=1) / math.sqrt(5), rel=1e-4)
+
+
+def test_dropout_is_off_while_a_model_is_evaluated():
+    model = Bigrams(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    model.dropout = torch.nn.Dropout(0.5)
+    model.frozen = torch.nn.Dropout(0.5).eval()
+    model.forward = lambda tokens, cache=None: model.dropout(model.table[tokens])
+    batches = [np.arange(6).reshape(1, 6)]
+    assert sequence_losses(model, batches, CPU) == sequence_losses(Bigrams(model.table), batches, CPU)
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)

@@ -80,3 +80,30 @@ def test_a_context_that_is_shared_is_read_once():
     context = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     likelihoods(model, [(context, [1, 2, 3]), (context, [4, 5]), (context, [6])] * 2, max_length=64, device=CPU)
     assert read == [9, 6 * 2]
+
+
+class Recording(Decoder):
+    """A decoder that notes the tokens of each pass."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL.config, seed=3)
+        self.num_tokens: list[int] = []
+
+    def forward(self, tokens_BxT, cache=None):
+        self.num_tokens.append(tokens_BxT.numel())
+        return super().forward(tokens_BxT, cache)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [([1], [i % 13] * 11) for i in range(300)],  # one context, as where every request begins with BOS alone
+        [([1, i % 13], [2] * (100 if i == 250 else 1)) for i in range(300)],  # one long continuation
+    ],
+)
+def test_no_pass_has_more_tokens_than_are_allowed(pairs):
+    model = Recording()
+    scores = likelihoods(model, pairs, max_length=256, device=CPU, batch_tokens=200)
+    assert max(model.num_tokens) <= 200
+    for pair, score in list(zip(pairs, scores, strict=True))[::50]:
+        assert score.log_likelihood == pytest.approx(directly(*pair, 256)[0], abs=1e-4)

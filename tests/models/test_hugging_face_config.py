@@ -10,7 +10,12 @@ from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import FileError, UserError
 from diloco.models import hugging_face_config
-from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model, transformers_config
+from diloco.models.hugging_face_config import (
+    HuggingFaceConfig,
+    hugging_face_model,
+    transformers_config,
+    weight_files,
+)
 from diloco.models.spec import load_family
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
@@ -126,3 +131,14 @@ def test_without_transformers_one_sentence_says_what_to_install(tmp_path, monkey
 def test_a_stored_architecture_that_is_none_is_refused(architecture):
     with pytest.raises(UserError, match=r"model\.architecture is no config\.json of transformers"):
         HuggingFaceConfig(num_layers=1, width=1, vocab_size=1, architecture=architecture)
+
+
+def test_the_weights_are_those_that_transformers_takes_first(tmp_path):
+    write_config(tmp_path)
+    for name in ("model.safetensors", "a.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    config = hugging_face_model(str(tmp_path))
+    assert weight_files(config) == [tmp_path / "model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_files(config) == [tmp_path / "a.safetensors"]

@@ -97,3 +97,7 @@ def test_the_stop_token_ends_the_text_and_is_no_part_of_it(model):
 def test_values_out_of_range_are_refused(model, options, message):
     with pytest.raises(UserError, match=message):
         Writer(model, context=8, **options)
+
+
+def test_a_temperature_near_zero_takes_the_likeliest(model):
+    assert written(model, [1, 2], 5, temperature=1e-40) == written(model, [1, 2], 5)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diloco.cli.main import main
+from diloco.errors import UserError
 from diloco.scaling import judgement, parametric
 from diloco.scaling.laws import Laws
 from diloco.scaling.parametric import FORMS, NUM_STARTS, fit_parametric
@@ -328,3 +329,10 @@ def test_points_on_a_law_leave_no_interval_but_the_law():
     )
     few = PowerLawFit([1e6, 2e6, 4e6], [2.0, 1.9, 1.85])
     assert few.exponent().low is None and few.predict(1e7).high is None
+
+
+def test_a_value_that_no_float_holds_is_refused():
+    steep = PowerLawFit([1e6, 1.1e6, 1.3e6], [math.exp(480 - 35 * math.log(n)) for n in (1e6, 1.1e6, 1.3e6)])
+    assert steep.law(1e6) == pytest.approx(math.exp(480 - 35 * math.log(1e6)))
+    with pytest.raises(UserError, match=r"the law's value would be e\^-729: take a size nearer to those"):
+        steep.predict(1e15)

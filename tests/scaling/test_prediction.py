@@ -384,3 +384,15 @@ def test_a_table_is_judged(tmp_path, capsys):
     assert "needs 3 sizes below the largest" in output["forms_refused"]["sum"]
     assert {(edge["quantity"], edge["value"]) for edge in output["on_edge"]} == {("outer_learning_rate", 0.8)}
     assert output["extrapolation"] == []
+
+
+def test_sizes_too_near_to_each_other_are_no_crash(tmp_path):
+    rates = (2**-9, 2**-5, 2**-10, 2**-4, 2**-7)
+    rows = [f"{1e7 + 3e5 * i},0,{3 - 0.01 * i},{rate}" for i, rate in enumerate(rates)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["params,replicas,eval_loss,learning_rate", *rows]))
+    laws = Laws(read_table(table))
+    near = predict(1.05e7, 0, laws=laws)["learning_rate"]
+    assert 0 < near["value"] < 1
+    factor = laws.fit("learning_rate", 0, "independent").factor()
+    assert factor.low is None and "the interval has no end" in factor.reason

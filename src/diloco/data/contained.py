@@ -41,7 +41,7 @@ class Contained:
 
     def __init__(self, factory: str, *arguments: str, doing: str) -> None:
         self.doing = doing
-        self._command = [sys.executable, "-m", __name__, factory, *arguments]
+        self._command = [sys.executable, "-P", "-m", __name__, factory, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes, *, most_bytes: int, most_seconds: float) -> bytes:

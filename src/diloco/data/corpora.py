@@ -1,8 +1,9 @@
 """Documents of text, streamed from the standard library, from files, or from the Hugging Face Hub."""
 
+import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -50,9 +51,9 @@ def fingerprint(source: str) -> list[Any]:
     """
     if source == "stdlib":
         return [platform.python_version()]
-    if source.startswith("hf:"):
+    if _is_of_the_hub(source):
         return []
-    root, paths = _match(source)
+    root, paths = _files(source)
     stats = [(path, path.stat()) for path in paths]
     return [[path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
@@ -70,10 +71,11 @@ def content(source: str) -> list[Any]:
     """The text of `source` wherever it lies: Python's version, files' names and SHA-256, or a dataset's name."""
     if source == "stdlib":
         return [source, platform.python_version()]
-    if source.startswith("hf:"):
+    if _is_of_the_hub(source):
         return [source]
-    root, paths = _match(source)
-    return [[path.relative_to(root).as_posix(), file_digest(path)] for path in paths]
+    root, paths = _files(source)
+    name = [source] if source.startswith("hf:") else []  # its documents are named by that
+    return [*name, *([path.relative_to(root).as_posix(), file_digest(path)] for path in paths)]
 
 
 def file_digest(path: Path) -> str:
@@ -103,7 +105,7 @@ def _stdlib() -> Iterator[Document]:
 def _hub(source: str, reading: Reading) -> Iterator[Document]:
     name, config, split = _parse_hub(source)
     load_dataset = require("datasets", extra="hub").load_dataset
-    if not Path(name).exists():
+    if _is_of_the_hub(source):
         check_reachable(source)
     try:
         for number, row in enumerate(load_dataset(name, config, split=split, streaming=True), start=1):
@@ -120,6 +122,19 @@ def _hub(source: str, reading: Reading) -> Iterator[Document]:
             f"source {source!r} is loaded by a script of its own, which the library `datasets` refuses: download "
             "its files and name them"
         ) from error
+
+
+def _is_of_the_hub(source: str) -> bool:
+    """True for a dataset that does not lie here: the library takes a directory's path for a name, too."""
+    return source.startswith("hf:") and not Path(_parse_hub(source)[0]).exists()
+
+
+def _files(source: str) -> tuple[Path, list[Path]]:
+    """The files of a source that lie here, and the directory that their names are relative to."""
+    if not source.startswith("hf:"):
+        return _match(source)
+    root = Path(_parse_hub(source)[0])
+    return root, [path for folder in _folders(root) for path in sorted(folder.iterdir()) if path.is_file()]
 
 
 def _parse_hub(source: str) -> tuple[str, str | None, str]:
@@ -145,7 +160,7 @@ def _match(source: str) -> tuple[Path, list[Path]]:
             root, paths = pattern.parent, [pattern]
         else:
             root = Path(*takewhile(lambda part: not set("*?[") & set(part), pattern.parts[:-1]))
-            paths = sorted(path for path in root.glob(str(pattern.relative_to(root))) if path.is_file())
+            paths = sorted({path for path in _glob(root, pattern.relative_to(root).parts) if path.is_file()})
     except (OSError, ValueError) as error:  # a directory closed to us, or a pattern that is none
         raise UserError(f"source {source!r} can't be looked up: {error}") from error
     if not paths:
@@ -158,13 +173,46 @@ def _match(source: str) -> tuple[Path, list[Path]]:
 
 def _files_below(directory: Path) -> list[Path]:
     """The files of a directory that can be read, hidden ones left out, sorted."""
-    paths = [
+    paths = sorted(
         path
-        for path in sorted(directory.rglob("*"))
+        for folder in _folders(directory)
+        for path in folder.iterdir()
         if suffixes_of(path) is not None
         and not any(part.startswith(".") for part in path.relative_to(directory).parts)
         and path.is_file()
-    ]
+    )
     if not paths:
         raise UserError(f"the directory {directory} holds no file with a known suffix: {', '.join(SUFFIXES)}")
     return paths
+
+
+def _glob(root: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The paths that match a pattern below a directory; `**` is every directory, those behind links too."""
+    if "**" not in parts:
+        yield from root.glob("/".join(parts))
+        return
+    place = parts.index("**")
+    for base in root.glob("/".join(parts[:place])) if place else (root,):
+        for folder in _folders(base) if base.is_dir() else ():
+            yield from _glob(folder, parts[place + 1 :]) if parts[place + 1 :] else (folder,)
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    """A directory and those below it, behind symbolic links too, each once.
+
+    Raises:
+        OSError: if one may not be read.
+    """
+    seen: set[tuple[int, int]] = set()
+    for folder, names, _ in os.walk(directory, onerror=_raise, followlinks=True):
+        stat = Path(folder).stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            names.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        names.sort()
+        yield Path(folder)
+
+
+def _raise(error: OSError) -> None:
+    raise error

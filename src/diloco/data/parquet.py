@@ -83,6 +83,8 @@ def answering_with_rows(text_field: str) -> Callable[[bytes], bytes]:
 def _rows(parquet: Any, path: str, text_field: str) -> Iterator[dict[str, Any]]:
     with parquet.ParquetFile(path, pre_buffer=False, buffer_size=MIB) as file:
         names = file.schema_arrow.names
+        if names.count(text_field) > 1:
+            raise UserError(f"it has several columns `{text_field}`: rename all but one")
         columns = [column for column in ("id", text_field) if column in names] if text_field in names else names
         row_bytes = max(1, _column_bytes(file.metadata, columns)) / max(1, file.metadata.num_rows)
         num_rows = round(min(max(_ANSWER_BYTES / row_bytes, _FEWEST_ROWS), _MOST_ROWS))

@@ -33,12 +33,7 @@ from diloco.data.index import (
 )
 from diloco.data.packing import SplitWriter
 from diloco.data.readers import Document
-from diloco.data.splits import (
-    DOCUMENT_BYTES,
-    SplitDocuments,
-    check_disjoint,
-    empty_split,
-)
+from diloco.data.splits import DOCUMENT_BYTES, SplitDocuments, check_disjoint, empty_split
 from diloco.data.tokenizers import FILES, Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
 from diloco.files import expanded, sha256, write_atomically
@@ -121,6 +116,9 @@ def prepare(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{output} can't be made a directory: {error}") from error
+    if (output / INDEX_FILE).exists() and (output / SETTINGS_FILE).exists():
+        _check_settings(output, settings)  # nothing is written: the directory may be somebody else's
+        return output
     report = progress or (lambda _: None)
     with _lock(output, report):
         _claim(output, settings)
@@ -150,12 +148,16 @@ def _settings(config: DataConfig, shard_tokens: int) -> PreparationSettings:
 @contextmanager
 def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
     # The operating system drops the lock of a process that is killed.
-    with (output / "lock").open("w") as file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(PrepareProgress(stage="waiting for another process"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = stack.enter_context((output / "lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report(PrepareProgress(stage="waiting for another process"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(f"{output} can't be locked, to be written: {error}: name another directory") from error
         yield
 
 
@@ -167,7 +169,12 @@ def _claim(output: Path, settings: PreparationSettings) -> None:
         raise UserError(f"{output} holds files of another preparation: name another output", "output")
     if not (path.exists() and is_made):
         write_record(path, settings)
-    earlier = read_settings(path)
+    _check_settings(output, settings)
+
+
+def _check_settings(output: Path, settings: PreparationSettings) -> None:
+    """Refuse a directory that was prepared with other settings."""
+    earlier = read_settings(output / SETTINGS_FILE)
     for name, label in _LABELS.items():
         before, now = getattr(earlier, name), getattr(settings, name)
         if before != now:
@@ -243,7 +250,7 @@ def _pack(
             report(PrepareProgress(stage="packing", **asdict(packed)))
     for split, writer in writers.items():
         writer.close()
-        if not writer.shards:
+        if not total(writer.shards).num_bytes:
             raise empty_split(config, split)
     splits: dict[Split, tuple[Shard, ...]] = {split: tuple(writer.shards) for split, writer in writers.items()}
     return Index(

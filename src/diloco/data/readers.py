@@ -1,5 +1,6 @@
 """Files of text, opened by their suffixes and cut into documents: plain text, JSON lines, CSV, Parquet."""
 
+import codecs
 import csv
 import gzip
 import io
@@ -118,7 +119,7 @@ def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Documen
         content += piece
         if len(content) > reading.longest_bytes:
             raise reading.too_long("the text")
-    yield Document(name, content.decode())
+    yield Document(name, content.decode("utf-8-sig"))
 
 
 def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
@@ -129,6 +130,9 @@ def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Docume
         place = f"line {number}"
         if len(line) > reading.longest_bytes:
             raise reading.too_long(place)
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not line.strip():
+            continue
         row = _parsed(line, place, reading.text_field, decoder)
         yield reading.document(row, default_id=f"{name}:{number}", place=place)
 
@@ -150,7 +154,10 @@ def _parsed(line: bytes, place: str, text_field: str, decoder: msgspec.json.Deco
     except RecursionError:
         raise UserError(f"{place} is not JSON: its lists and objects are nested too deep") from None
     except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from error
+        strictly = (
+            "" if len(line) <= _SHORT_LINE_BYTES else " (NaN is none, and is taken in lines below 1 MiB only)"
+        )
+        raise UserError(f"{place} is not JSON: {error}{strictly}") from error
 
 
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
@@ -162,6 +169,8 @@ def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document
         for row in csv.reader(lines, strict=True):
             if header is None:
                 header = row or None
+                if row.count(reading.text_field) > 1:
+                    raise UserError(f"the header has several columns `{reading.text_field}`: rename all but one")
             elif row:
                 if len(row) != len(header):
                     raise UserError(f"{lines.place} has {len(row)} fields, and the header {len(header)}")

@@ -62,7 +62,8 @@ class SplitDocuments:
                 if len(ahead) > 1 and ahead_bytes > _MOST_AHEAD_BYTES:
                     ahead = None
             ((name, _),) = _whole(document, config)
-            splits.add(name)
+            if document.text:
+                splits.add(name)
             train_bytes += num_bytes if name == "train" else 0
             if len(splits) == 2 or (config.max_train_bytes is not None and train_bytes >= config.max_train_bytes):
                 break

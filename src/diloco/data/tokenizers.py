@@ -147,9 +147,11 @@ class HuggingFaceTokenizer:
             self._backend.no_truncation()
             self._backend.no_padding()
             vocabulary = self._backend.get_vocab(with_added_tokens=True)
+            bos = _find_bos(self._backend, vocabulary)
         self.name, self._content = path.name, content
         self.digest = sha256(content)
-        bos = _find_bos(vocabulary, path)
+        if bos is None:
+            raise UserError(f"{path} has no token to precede a document: add one of {', '.join(_BOS)}")
         self.bos_id = vocabulary[bos]
         self.vocab_size = _checked_size(max(vocabulary.values()) + 1, path)
         # A text that spells BOS out must not get one: BOS is made a special token, and those are not looked for.
@@ -176,12 +178,18 @@ class HuggingFaceTokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def _find_bos(vocabulary: dict[str, int], path: Path) -> str:
-    names = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
-    for name in names:
-        if name in vocabulary:
+_BOS = ("<s>", "<|endoftext|>", "[BOS]", "<bos>", "<|begin_of_text|>")
+
+
+def _find_bos(backend: Any, vocabulary: dict[str, int]) -> str | None:
+    """The name of BOS: an added token, or else an entry that its own name does not encode to."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    if names := [name for name in _BOS if name in added]:
+        return names[0]
+    for name in _BOS:
+        if name in vocabulary and vocabulary[name] not in backend.encode(name, add_special_tokens=False).ids:
             return name
-    raise UserError(f"{path} has no token to precede a document: add one of {', '.join(names)}")
+    return None
 
 
 class SentencePieceTokenizer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from diloco.models.language_model import LanguageModel
+from diloco.models.language_model import LanguageModel, in_evaluation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def sequence_losses(model: LanguageModel, batches: Iterable[np.ndarray], device:
         device: where the model is.
     """
     losses: list[float] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), in_evaluation(model):
         for batch in batches:
             window_BxT1 = torch.from_numpy(batch).to(device)
             logits_BxTxV = model(window_BxT1[:, :-1])

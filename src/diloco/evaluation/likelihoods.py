@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from diloco.errors import UserError
-from diloco.models.language_model import LanguageModel
+from diloco.models.language_model import LanguageModel, in_evaluation
 
 
 class Likelihood(NamedTuple):
@@ -31,23 +31,23 @@ def likelihoods(
 ) -> list[Likelihood]:
     """The likelihood of each (context, continuation), both at least a token long.
 
-    Contexts of equal length are read together, and a context that several continuations share is read once. A
-    context that is too long loses its beginning; a continuation of more than half of `max_length` is scored in
-    parts.
+    Contexts of equal length are read together, and a context that several continuations share is read once, unless
+    they are more than one pass takes. A context that is too long loses its beginning; a continuation of more than
+    half of `max_length` is scored in parts.
 
     Args:
         model: a model that offers a cache.
         requests: token ids of each context and continuation.
         max_length: the most tokens that the model may read in one sequence.
         device: where the model is.
-        batch_tokens: tokens in one forward pass, about.
+        batch_tokens: the most tokens in one forward pass, unless a single request has more.
 
     Raises:
         UserError: if a continuation has no token, or the model offers no cache.
     """
     parts = [part for index, request in enumerate(requests) for part in _parts(index, request, max_length)]
     totals = [Likelihood(0.0, True)] * len(requests)
-    with torch.inference_mode():
+    with torch.inference_mode(), in_evaluation(model):
         for group in _batches(parts, batch_tokens):
             for (index, *_), part in zip(group, _score(model, group, device), strict=True):
                 before = totals[index]
@@ -71,15 +71,21 @@ def _parts(index: int, request: tuple[Sequence[int], Sequence[int]], max_length:
 
 
 def _batches(parts: list[_Part], batch_tokens: int) -> Iterator[list[_Part]]:
-    """Groups of parts whose contexts have one length; parts with the same context are neighbours."""
+    """Groups of parts whose contexts have one length; parts with the same context are neighbours.
+
+    A group has one part, or at most `batch_tokens` tokens, those that fill up shorter continuations included.
+    """
     group: list[_Part] = []
-    num_tokens = 0
-    for part in sorted(parts, key=lambda part: (len(part[1]), part[1])):
-        is_new = not group or part[1] != group[-1][1]
-        if group and is_new and (len(part[1]) != len(group[-1][1]) or num_tokens >= batch_tokens):
+    context_tokens = longest = 0
+    for part in sorted(parts, key=lambda part: (len(part[1]), part[1], len(part[2]))):
+        _, context, continuation = part
+        new_tokens = 0 if group and context == group[-1][1] else len(context)
+        padded_tokens = (len(group) + 1) * max(longest, len(continuation))
+        is_full = context_tokens + new_tokens + padded_tokens > batch_tokens
+        if group and (is_full or len(context) != len(group[-1][1])):
             yield group
-            group, num_tokens = [], 0
-        num_tokens += is_new * len(part[1]) + len(part[2])
+            group, context_tokens, longest, new_tokens = [], 0, 0, len(context)
+        context_tokens, longest = context_tokens + new_tokens, max(longest, len(continuation))
         group.append(part)
     if group:
         yield group

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from diloco.models.language_model import LanguageModel
 
 _FIXED = tyro.conf.Fixed
-_WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+_WEIGHTS = ("model.safetensors", _INDEX := "model.safetensors.index.json")
+"""In the order in which transformers looks for them."""
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 _MOST_LAYERS = 4096
@@ -211,7 +212,7 @@ def weight_files(config: HuggingFaceConfig) -> list[Path]:
     try:
         first = _file(folder, hub, *_WEIGHTS)
         names = [first.name]
-        if first.name == _WEIGHTS[0]:
+        if first.name == _INDEX:
             index = read_json(first, dict[str, Any])
             names = sorted({str(shard) for shard in index.get("weight_map", {}).values()})
             if any(Path(shard).name != shard for shard in names):

@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, V vocabulary, R rows taken from B.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Float32, Int64
@@ -42,6 +44,19 @@ class LanguageModel(nn.Module):
     def loss(self, logits_BxTxV: Tensor, targets_BxT: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
         """The cross-entropy to report and the objective to train on, as of `next_token_loss`."""
         return next_token_loss(logits_BxTxV, targets_BxT, z_loss)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """A context without what a model does in training only, such as dropout."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def next_token_loss(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.models.language_model import LanguageModel
+from diloco.models.language_model import LanguageModel, in_evaluation
 
 
 class Writer:
@@ -74,13 +74,17 @@ class Writer:
             self._cache, self._num_cached = self._model.new_cache(), 0
         unread_1xT = torch.tensor([self._tokens[self._num_cached :]], device=self._device)
         self._num_cached = len(self._tokens)
-        return self._model(unread_1xT, self._cache)[0, -1, : self._vocab_size].float().cpu()
+        with in_evaluation(self._model):
+            return self._model(unread_1xT, self._cache)[0, -1, : self._vocab_size].float().cpu()
 
     def _chosen(self, logits_V: Tensor) -> int:
         if self._temperature == 0:
             return int(logits_V.argmax())
         top = logits_V.topk(min(self._top_k, len(logits_V)))
-        choice = torch.multinomial((top.values / self._temperature).softmax(dim=-1), 1, generator=self._generator)
+        below_the_first = (
+            top.values - top.values[0]
+        ) / self._temperature  # at most 0, however low the temperature
+        choice = torch.multinomial(below_the_first.softmax(dim=-1), 1, generator=self._generator)
         return int(top.indices[choice])
 
 

@@ -213,13 +213,24 @@ class PowerLawFit:
 
 
 _REPEATS = 4000
-_LARGEST = 500.0  # a coefficient at which the law's value is still finite
+_LARGEST = 500.0  # a coefficient, or a logarithm, whose exponential is finite and above 0
 _LEAST_FREEDOM = 3  # fewer degrees of freedom say too little about the errors
 
 
 def _exp(estimate: Estimate) -> Estimate:
-    low, high = (None if number is None else math.exp(number) for number in (estimate.low, estimate.high))
-    return Estimate(math.exp(estimate.value), low, high, estimate.reason)
+    """An estimate of y from one of log y."""
+    if abs(estimate.value) > _LARGEST:
+        raise UserError(
+            f"the law's value would be e^{estimate.value:.3g}: take a size nearer to those of the table"
+        )
+    value = math.exp(estimate.value)
+    if estimate.low is None or estimate.high is None:
+        return Estimate(value, reason=estimate.reason)
+    if max(abs(estimate.low), abs(estimate.high)) > _LARGEST:
+        return Estimate(
+            value, reason="the interval has no end: the sizes lie too near to each other for these errors"
+        )
+    return Estimate(value, math.exp(estimate.low), math.exp(estimate.high), estimate.reason)
 
 
 def log_residual(measured: float, predicted: float) -> float:

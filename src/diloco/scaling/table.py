@@ -76,6 +76,8 @@ def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:
                 f"{path} has no column {name!r}: it needs params, replicas and eval_loss, with commas between "
                 f"them, and has {given}"
             )
+    if twice := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+        raise UserError(f"{path} has two columns {twice[0]!r}: drop one")
     runs = list(_runs(path, numbered_rows))
     points = [run.point for run in runs]
     if sync_every is not None:
@@ -102,9 +104,13 @@ class _Run:
     line: int
 
 
+_SUCCEEDED = ("", "false", "no", "none", "nan", "0", "0.0")
+"""Cells of `failed` in rows that did not fail, as various programs write them."""
+
+
 def _runs(path: Path, numbered: list[tuple[int, dict[Any, Any]]]) -> Iterator[_Run]:
     # Failed runs of our own sweep give the reason in `failed`.
-    numbered = [(line, row) for line, row in numbered if (row.get("failed") or "").lower() in ("", "false", "0")]
+    numbered = [(line, row) for line, row in numbered if (row.get("failed") or "").lower() in _SUCCEEDED]
     used = [name for name in _OPTIONAL if any(row.get(name) for _, row in numbered)]
     for line, row in numbered:
         where = f"{path}, line {line}"
