@@ -3,6 +3,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,16 @@ def test_an_export_to_a_full_disk_ends_in_one_sentence(finished_run, full_disk):
 def test_a_directory_is_no_place_for_a_file(path):
     with pytest.raises(FileWriteError, match=r"can't write \.: it is a directory"):
         write_atomically(path, [b"text"])
+
+
+def test_several_may_write_one_file_at_once(tmp_path):
+    contents = [bytes([number]) * 5000 for number in range(4)]
+
+    def write(content: bytes) -> None:
+        for _ in range(20):
+            write_atomically(tmp_path / "a", [content])
+            assert (tmp_path / "a").read_bytes() in contents, "whole"
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, contents))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -109,7 +109,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "report/html/experiment_section.py": "report/html/test_page.py",
     "report/html/run_section.py": "report/html/test_page.py",
     "report/html/store_section.py": "rendezvous/test_timeline.py",
-    "report/labels.py": "report/live/test_server.py",
     "report/live/facts.py": "report/live/test_server.py",
     "report/live/page.py": "report/live/test_server.py",
     "report/live/snapshot.py": "report/live/test_server.py",

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """
     if not path.name:
         raise FileWriteError(f"can't write {path}: it is a directory")
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # several may write it at once
     size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
     with writing(path, size):
         try:

@@ -97,3 +97,13 @@ def test_only_finished_runs_are_tabulated(capsys, tmp_path):
     # A result that lacks a task is not finished: the run would have to be trained again for it.
     (tmp_path / "mine.jsonl").write_text("a question")
     assert list(cli_experiment._finished(one, tmp_path, (tmp_path / "mine.jsonl",)).runs) == [one.runs[1]]
+
+
+def test_the_table_of_another_corpus_is_left_alone(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{**row, "run": "run-0123456789ab"} for row in made_up(experiment("freezing", TIERS["small"]()))]
+    write_rows(rows, tmp_path / "freezing.csv")
+    with pytest.raises(SystemExit, match="2"):
+        main(["experiment", "freezing", "--output", str(tmp_path)])
+    sentence = "freezing.csv is of another --corpus or --tier: choose another --output"
+    assert sentence in capsys.readouterr().err and len(read_rows(tmp_path / "freezing.csv")) == len(rows)

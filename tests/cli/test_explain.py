@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from diloco.cli._explain import explained, hinted
@@ -42,3 +46,13 @@ def test_every_error_shows_its_traceback_on_request(monkeypatch, capsys):
     assert end(UserError("a mistake")) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback") and "UserError: a mistake" in printed
+
+
+@pytest.mark.parametrize(("redirection", "encoding"), [(">&-", "utf-8"), ("> /dev/null", "ascii")])
+def test_an_output_that_is_closed_or_lacks_a_letter_is_no_failure(redirection, encoding):
+    command = f'"$0" -m diloco scaling predict --num-params 1e9 --num-replicas 4 {redirection}'
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    process = subprocess.run(
+        ["sh", "-c", command, sys.executable], env=environment, capture_output=True, text=True
+    )
+    assert (process.returncode, process.stderr) == (0, "")

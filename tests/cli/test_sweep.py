@@ -8,6 +8,7 @@ from tests.experiments.runner.machines import Valley
 from diloco.cli import sweep
 from diloco.cli.main import main
 from diloco.experiments.runner.rows import read_rows, write_rows
+from diloco.training.running import running
 
 
 class MortalValley(Valley):
@@ -101,6 +102,10 @@ def test_a_table_that_names_no_run_is_left_alone(text, tmp_path, capsys):
         (["--axis", "seed=0", "--plan", "--name", "foo"], "--name=foo: a sweep names each run by its settings"),
         (["--axis", "seed=0", "--plan", "--runs", "bar"], "--runs=bar: a sweep keeps them below --output: set"),
         (["--axis", "seed=0", "--plan", "--rendezvous", "st"], "--rendezvous=st: all of a sweep would meet in"),
+        (
+            ["--axis", "seed=0", "--plan", "--prometheus-port", "9"],
+            "--prometheus-port=9: all of a sweep would take",
+        ),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(flags, sentence, text, capsys):
@@ -116,3 +121,22 @@ def test_a_plan_shows_runs_and_cost(text, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 + 3 and "replicas=0" in lines[0] and "learning_rate=0.002" in lines[0]
     assert lines[4] == "4 runs, and then up to 2:" and " hours on 2 cores" in lines[5]
+
+
+def test_a_second_sweep_waits_for_the_first(text, tmp_path, capsys):
+    with running(tmp_path), pytest.raises(SystemExit, match="2"):
+        main(["sweep", "tiny", *text, "--axis", "seed=0", "--output", str(tmp_path)])
+    assert "trains there; wait for it, or choose another --output" in capsys.readouterr().err
+
+
+def test_a_plan_counts_other_sizes_that_come_later(text, capsys):
+    main(["sweep", "tiny", *text, "--axis", "num_replicas=0", "--then", "width=48,64", "--plan", "--cores", "2"])
+    assert "1 runs, and then up to 2:" in capsys.readouterr().out
+
+
+def test_a_seed_is_kept_to_its_last_digit(text, tmp_path, monkeypatch):
+    machine = Valley()
+    monkeypatch.setattr(sweep, "machines_of", lambda *_: machine)
+    command = ["sweep", "tiny", *text, "--axis", "num_replicas=0", "--axis", "seed=9007199254740993"]
+    main([*command, "--output", str(tmp_path)])
+    assert [job.config.seed for job in machine.jobs] == [9007199254740993]

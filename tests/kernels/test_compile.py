@@ -1,5 +1,6 @@
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,16 +27,27 @@ def test_a_compiler_that_fails_is_quoted_with_its_flags(monkeypatch, tmp_path):
 
 def test_native_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with patch.object(compiling, "_compile", side_effect=lambda compiler, output: output.touch()) as made:
-        first = compiled_library()
-        assert compiled_library() == first and first.parent == tmp_path / "cache" / "diloco"
+    with patch.object(compiling, "_compile", wraps=compiling._compile) as made:
+        first = Path(compiled_library()._name)
+        assert Path(compiled_library()._name) == first and first.parent == tmp_path / "cache" / "diloco"
         assert made.call_count == 1
     assert [path.name for path in first.parent.iterdir()] == [first.name]
+    damaged = tmp_path / "other" / "diloco" / first.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"cut short")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert Path(compiled_library()._name) == damaged and damaged.stat().st_size > 1000, "it is made anew"
 
 
 def test_a_home_that_cannot_be_written_to_is_no_hindrance(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with patch.object(compiling, "_compile", side_effect=lambda compiler, output: output.touch()):
-        library = compiled_library()
-    assert library.exists() and isinstance(library, Path) and tmp_path not in library.parents
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library = Path(compiled_library()._name)
+    assert not library.exists() and [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"
+
+
+def test_a_command_with_an_open_quote_is_no_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "gcc -DX='a")
+    with pytest.raises(OSError, match=r"CC=gcc -DX='a is no command: No closing quotation"):
+        compiled_library()

@@ -176,9 +176,7 @@ def test_a_library_that_cannot_be_had_is_done_without_and_one_warning(part, monk
         raise OSError("wrong architecture")
 
     monkeypatch.setattr(part, fail)
-    message = (
-        r"native.c could not be compiled: using slower PyTorch code with identical results .wrong architecture"
-    )
+    message = r"native.c could not be compiled or loaded: using slower PyTorch code .* results .wrong architecture"
     with pytest.warns(RuntimeWarning, match=message) as warnings:
         assert native.native.__wrapped__() is None
     assert len(warnings) == 1

@@ -20,7 +20,8 @@ def explained() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # `>&-` closes it
+                sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
         exit_code = exit_code_of(error)
         if exit_code is None:

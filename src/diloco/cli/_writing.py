@@ -1,5 +1,6 @@
 """The flags with which a run's model writes text, for `diloco generate` and `diloco chat`."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.cli._source import source
 from diloco.errors import UserError
+from diloco.report.terminal.training import printable
 from diloco.training.sections import Parameters
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ def as_utf8() -> Iterator[None]:
 
 
 def show(pieces: Iterable[str]) -> Iterator[str]:
-    """Print pieces of text as they come, and pass them on."""
+    """Print pieces of text as they come, on a terminal without control characters, and pass them on."""
+    shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
         yield piece

@@ -113,6 +113,7 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     from diloco.report.figures.drawing import save
     from diloco.report.figures.experiments import draw_experiment
 
+    _check_table(one, output)
     rows: list[dict] = []
     with grid_progress(one.name) as on_progress:
         for results in run_grid(
@@ -130,6 +131,14 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
         measured, verdict = one.finding(rows)
         print(f"{one.name} ({one.source}): {one.claim}\n  measured: {measured}\n  {verdict}")
     return sum("failed" in row for row in rows)
+
+
+def _check_table(one: Experiment, output: Path) -> None:
+    """Refuse to replace a table that has finished runs, and none of them this experiment's."""
+    table = output / f"{one.name}.csv"
+    earlier = {row.get("run") for row in finished(read_rows(table))} if table.exists() else set()
+    if earlier and earlier.isdisjoint(make_job(run.config, output / "runs").config.name for run in one.runs):
+        raise UserError(f"{table} is of another corpus or tier: choose another output", "output", "corpus", "tier")
 
 
 def _asked(one: Experiment, tasks: tuple[Path, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import io
 import math
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from diloco.version import __version__
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; exits with 0, with 1 when a run fails, with 2 for a user's mistake."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale that lacks a character is no failure
     with explained():
         if words and words[0] in verbs():
             import_module(f"{cli.__name__}.{words[0]}").run(words[1:])

@@ -24,6 +24,7 @@ from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
 from diloco.training.recipes import recipe
+from diloco.training.running import running
 
 HELP = "runs over learning rate, batch, replicas: diloco sweep RECIPE --axis NAME=VALUES … [--plan]"
 ORDER = 7
@@ -95,6 +96,7 @@ _NOT_VARIED = {
     "name": "a sweep names each run by its settings: leave it out",
     "runs": "a sweep keeps them below output: set that, and leave this out",
     "rendezvous": "all of a sweep would meet in one store: leave it out",
+    "prometheus_port": "all of a sweep would take the same port: leave it out, and see `diloco watch`",
 }
 """Settings that a sweep can't give its runs, and why."""
 
@@ -108,7 +110,7 @@ def _axes(field: str, texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
         if name in axes:
             raise UserError(f"{field} {name} is given twice", field)
         try:
-            axes[name] = tuple(float(value) for value in values.split(","))
+            axes[name] = tuple(map(int if name == "seed" else float, values.split(",")))
         except ValueError:
             raise UserError(f"{field} {text!r} is not of the form NAME=NUMBER,NUMBER,…", field) from None
     return axes
@@ -116,6 +118,11 @@ def _axes(field: str, texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 def _run_sweep(sweep: Sweep, machines: Machines, output: Path) -> None:
     """Run a sweep; its table grows as runs finish, and keeps the rows of other sweeps around the same base."""
+    with running(output, setting="output"):
+        _run_alone(sweep, machines, output)
+
+
+def _run_alone(sweep: Sweep, machines: Machines, output: Path) -> None:
     table = output / "sweep.csv"
     earlier = _earlier_rows(table, sweep.name_of_base)
     adopt(earlier, output / "runs")
@@ -175,7 +182,7 @@ def _print_plan(sweep: Sweep, cores: int) -> None:
         one.labels["params"]: flops_per_second(
             replace(one.config, model=replace(one.config.model, vocab_size=sweep.vocab_size)), num_cores=cores
         )
-        for one in {run.labels["params"]: run for run in runs}.values()
+        for one in {run.labels["params"]: run for run in runs + later}.values()
     }
     hours = sum(_flops(run) / speeds[run.labels["params"]] for run in runs + later) / 3600
     print(f"{len(runs)} runs, and then up to {len(later)}:")

@@ -1,14 +1,16 @@
-"""Compile native.c for this processor, and keep the library in the user's cache."""
+"""Compile native.c for this processor, keep the library in the user's cache, and load it."""
 
+import ctypes
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from diloco.files import sha256
+from diloco.files import sha256, write_atomically
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -16,31 +18,41 @@ _FLAGS = ("-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapp
 _PROCESSOR_FLAGS = (("-march=native", "-mprefer-vector-width=256"), ("-march=native",), ("-mcpu=native",), ())
 
 
-def compiled_library() -> Path:
+def compiled_library() -> ctypes.CDLL:
     """The library of this source, compiler and processor, from the user's cache or compiled now.
 
     Raises:
-        OSError: if there is no compiler, or it fails.
+        OSError: if there is no compiler, or it fails, or what it makes can't be loaded.
         subprocess.SubprocessError: if the compiler does not end.
     """
-    compiler = shlex.split(os.environ.get("CC", "")) or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
-    if not compiler:
-        raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
+    compiler = _compiler()
     identity = repr((_SOURCE.read_bytes(), compiler, _FLAGS, _PROCESSOR_FLAGS, platform.machine(), _processor()))
     name = f"native-{sha256(identity.encode())[:16]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
-    if (cache / name).exists():
-        return cache / name
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco" / name
+    if cached.exists():
+        with suppress(OSError):  # cut short, or of another C library: compile it anew
+            return ctypes.CDLL(str(cached))
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / name
         _compile(compiler, library)
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            partial = cache / f"{name}.{os.getpid()}"
-            shutil.copy(library, partial)
-            return partial.replace(cache / name)
-        except OSError:  # the home can't be written to: compile for this process alone
-            return Path(shutil.copy(library, tempfile.mkdtemp(prefix="diloco-")))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, [library.read_bytes()])
+            return ctypes.CDLL(str(cached))
+        except OSError:  # the home can't be written to, or nothing there can be run: for this process alone
+            return ctypes.CDLL(str(library))  # which stays when its file is gone
+
+
+def _compiler() -> list[str]:
+    """The command of a C compiler."""
+    try:
+        compiler = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise OSError(f"CC={os.environ['CC']} is no command: {error}") from error
+    compiler = compiler or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
+    if not compiler:
+        raise OSError("no C compiler was found (install gcc or clang, or name one in CC)")
+    return compiler
 
 
 def _compile(compiler: list[str], output: Path) -> None:

@@ -150,10 +150,11 @@ def native() -> Native | None:
     try:
         if sys.byteorder != "little":
             raise OSError("the processor is big-endian")
-        return Native(ctypes.CDLL(str(compiled_library())))
+        return Native(compiled_library())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"native.c could not be compiled: using slower PyTorch code with identical results ({error})",
+            "native.c could not be compiled or loaded: using slower PyTorch code with identical results "
+            f"({error})",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -11,16 +11,29 @@ _MOST = 4
 
 
 def differing_settings(configs: Sequence[TrainConfig]) -> dict[str, list[Setting]]:
-    """The settings on which results depend and in which configs differ: their values, by dotted name."""
-    hidden = (*fields_with(TrainConfig, "incidental"), *fields_with(TrainConfig, "own_to_a_replica"))
+    """The settings on which results depend and in which configs differ: their values, by dotted name.
+
+    Text whose sources are the same by name, and which was prepared differently, is known by its directory's name.
+    """
+    hidden = (*fields_with(TrainConfig, "incidental"), *_OF_A_PLACE)
     flat = [flat_json(config) for config in configs]
+    for one, config in zip(flat, configs, strict=True):
+        one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
     names = dict.fromkeys(name for one in flat for name in one)
-    return {
+    differing = {
         name: [one.get(name, "") for one in flat]
         for name in names
         if len({one.get(name) for one in flat}) > 1
         and not any(f"{name}.".startswith(f"{other}.") for other in hidden)
     }
+    if any(name.startswith("data.") and name != _PREPARED for name in differing):
+        differing.pop(_PREPARED, None)
+    return differing
+
+
+_PREPARED = "data.prepared"
+_OF_A_PLACE = ("data.cache", "rendezvous", "elastic", "device")
+"""Settings that say where a replica is, and not what it learns."""
 
 
 @dataclass(frozen=True)

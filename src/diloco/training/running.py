@@ -20,7 +20,7 @@ _MOST_ATTEMPTS = 100
 
 
 @contextmanager
-def running(directory: Path, *, waits: bool = False) -> Iterator[None]:
+def running(directory: Path, *, waits: bool = False, setting: str = "name") -> Iterator[None]:
     """Hold the lock on a run's directory; a directory that nothing else was written to is removed at the end.
 
     The operating system drops the lock of a process that is killed.
@@ -28,11 +28,12 @@ def running(directory: Path, *, waits: bool = False) -> Iterator[None]:
     Args:
         directory: the run's.
         waits: wait until no other process holds it.
+        setting: the one that chooses the directory.
 
     Raises:
         UserError: if another process holds it, with its number, machine and time, and this one does not wait.
     """
-    with _locked(directory, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB)) as file:
+    with _locked(directory, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), setting) as file:
         with writing(directory / LOCK_FILE):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
@@ -47,7 +48,7 @@ def running(directory: Path, *, waits: bool = False) -> Iterator[None]:
                     directory.rmdir()
 
 
-def _locked(directory: Path, kind: int) -> IO[str]:
+def _locked(directory: Path, kind: int, setting: str) -> IO[str]:
     """The lock file, locked: the one that stands there now, not one that another command has just removed.
 
     Raises:
@@ -58,11 +59,11 @@ def _locked(directory: Path, kind: int) -> IO[str]:
         make_directory(directory)
         with writing(path), suppress(FileNotFoundError), ExitStack() as stack:
             file = stack.enter_context(path.open("a+"))
-            _lock(directory, file, kind)
+            _lock(directory, file, kind, setting)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 stack.pop_all()
                 return file
-    raise UserError(f"{path} is removed again and again by other commands: choose another name", "name")
+    raise UserError(f"{path} is removed again and again by other commands: choose another {setting}", setting)
 
 
 def check_not_running(directory: Path) -> None:
@@ -72,17 +73,17 @@ def check_not_running(directory: Path) -> None:
         UserError: as `running`.
     """
     with suppress(FileNotFoundError), (directory / LOCK_FILE).open() as file:
-        _lock(directory, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _lock(directory, file, fcntl.LOCK_SH | fcntl.LOCK_NB, "name")
 
 
-def _lock(directory: Path, file: IO[str], kind: int) -> None:
+def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
     try:
         fcntl.flock(file, kind)
     except BlockingIOError:
         file.seek(0)
         who = file.read() or "another process"
         raise UserError(
-            f"{directory} is in use: {who} trains there; wait for it, or choose another name", "name"
+            f"{directory} is in use: {who} trains there; wait for it, or choose another {setting}", setting
         ) from None
     except OSError as error:
         _LOG.warning(

@@ -132,3 +132,16 @@ def test_an_overtrained_run_is_timed_by_its_own_period(monkeypatch):
     one = experiment("overtraining", TIERS["paper"]())
     one.panels(made_up(one))
     assert [periods[0]({"size": size}) for size in ("1B", "100M")] == [100, 30]
+
+
+@pytest.mark.parametrize("name", ["sync_cadence", "outer_cosine"])
+def test_missing_runs_leave_the_verdict_open(name):
+    one = experiment(name, TIERS["small"]())
+    rows = made_up(one, lambda r: 1 + EFFECTS[name][0](r))
+    missing = {"size": "0.15M"} if name == "outer_cosine" else {"size": "0.24M"}
+    kept = [row for row in rows if any(row[label] != value for label, value in missing.items())]
+    assert (
+        len(kept) < len(rows)
+        and one.finding(rows).verdict == "agrees"
+        and one.finding(kept).verdict == "cannot tell"
+    )

@@ -279,3 +279,19 @@ def test_a_closed_machine_begins_nothing(small_corpus, tmp_path, monkeypatch):
     with pytest.raises(CancelledError):
         second.result(timeout=20)
     assert jobs == [two]
+
+
+def test_a_run_that_failed_here_takes_the_result_of_another_machine(small_corpus, tmp_path):
+    runs, failing = (
+        labelled_runs(small_corpus, tmp_path)[:1],
+        FakeMachine({"failed": "lower it", "is_final": True}),
+    )
+    for place in ("there", "adopted", "finished"):
+        rows = rows_of(runs, tmp_path / place, FakeMachine() if place == "there" else failing)
+        assert ("failed" in rows[0]) is (place != "there")
+    (row,) = rows_of(runs, tmp_path / "there", FakeMachine())
+    adopt([row], tmp_path / "adopted")
+    machine = FakeMachine()
+    assert rows_of(runs, tmp_path / "adopted", machine) == [row] and not machine.jobs
+    (make_job(runs[0].config, tmp_path / "finished").directory / "summary.json").write_text("{}")
+    assert rows_of(runs, tmp_path / "finished", machine) == [row] and len(machine.jobs) == 1

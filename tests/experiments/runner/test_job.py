@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.errors import CheckpointError, UserError, exit_code_of
+from diloco.errors import CheckpointError, ReplicaFailedError, TrainingError, UserError, exit_code_of
 from diloco.experiments.runner import job
 from diloco.training.recipes import recipe
 
@@ -17,3 +17,19 @@ def test_a_damaged_checkpoint_is_no_final_failure(monkeypatch):
     with pytest.raises(OSError, match="delete it") as caught:
         job._train(recipe("tiny"), resume=True)
     assert exit_code_of(caught.value) != UserError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (TrainingError("lower it", "optimizer.learning_rate"), True),
+        (TrainingError("no memory", "micro_batch", "evaluation.batch"), False),
+        (UserError("wandb can't start", "trackers"), False),
+        (UserError("there is no GPU", "device"), False),
+        (UserError("a file is gone"), False),
+        (ReplicaFailedError("lower it", exit_code=2, fields=("optimizer.learning_rate",)), True),
+        (ReplicaFailedError("was killed", exit_code=1), False),
+    ],
+)
+def test_only_a_failure_by_a_setting_that_identifies_the_run_is_final(error, is_final):
+    assert job._is_final(error) is is_final

@@ -106,3 +106,16 @@ def test_jobs_end_with_the_process_that_asked_for_them(small_corpus, tmp_path):
         # All of its processes have its standard error, or the log, as theirs.
         assert grid.communicate(timeout=30) == (None, b"")
     wait_for(lambda: is_still(job.directory / "metrics-0.jsonl"))
+
+
+def test_a_job_that_is_ended_while_it_starts_does_not_train(small_corpus, tmp_path, monkeypatch):
+    job, hand_over = endless(small_corpus, tmp_path, seed=2), job_server._hand_over
+
+    def ended(connection) -> None:
+        hand_over(connection)
+        end_running_jobs()  # it has no number yet
+
+    monkeypatch.setattr(job_server, "_hand_over", ended)
+    with ThreadPoolExecutor(1) as threads:
+        failed = threads.submit(run_job, job).result(timeout=60)
+    assert not failed["is_final"] and not has_begun(job)

@@ -146,3 +146,11 @@ def test_a_replica_of_a_store_is_reported_beside_the_others(finished_run, tmp_pa
     main(["report", str(run), "--output", str(tmp_path / "joined.html")])
     text = html.unescape((tmp_path / "joined.html").read_text())
     assert facts(text)["replicas"] == "come and go" and "not finished: step 120, 100.0% of the run" in text
+
+
+def test_a_number_with_a_comma_is_named(tmp_path, capsys):
+    row = made_up(experiment("freezing", TIERS["small"]()))[0]
+    write_rows([{"tier": "small", **row, "eval_loss": "2,31"}], tmp_path / "freezing.csv")
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path / "freezing.csv"), "--output", str(tmp_path / "report.html")])
+    assert "freezing.csv, row 1: eval_loss must be a number, not '2,31'" in capsys.readouterr().err

@@ -175,6 +175,11 @@ def test_a_port_that_is_taken_is_refused(runs, serve):
         LiveServer(Watched([]), title="", port=99999)
 
 
+def test_the_home_of_nobody_is_refused_before_anything_is_served():
+    with pytest.raises(UserError, match="~nobody-at-all/runs: "):
+        Watched(["~nobody-at-all/runs"])
+
+
 @needs_chromium
 def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_path):
     step = "document.querySelector('[data-fact=step]').textContent"

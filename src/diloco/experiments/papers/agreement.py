@@ -52,7 +52,9 @@ def outer_cosine(tier: Tier) -> Experiment:
             f"{_count(falls)} runs, is lower in the larger of two neighbouring sizes in {_count(smaller)} pairs, "
             f"and highest in the first block in {_count(first)} runs"
         )
-        return Finding(measured, all_of(*map(common, (falls, smaller, first, near))))
+        num_runs = len(tier.seeds) * len(tier.step_batches) * len(tier.sizes)
+        is_complete = "agrees" if len(curves_of_runs) == num_runs else "cannot tell"
+        return Finding(measured, all_of(is_complete, *map(common, (falls, smaller, first, near))))
 
     return Experiment(
         name="outer_cosine",
@@ -108,8 +110,9 @@ def _falls_with_size(rows: Sequence[Row], tier: Tier) -> Iterable[bool]:
     """For neighbouring sizes, at the same seed and batch: whether the larger has the lower mean over training."""
     for batch, seed in itertools.product(tier.step_batches, tier.seeds):
         means = [_mean(chosen(rows, size=size, batch=batch, seed=seed)) for size in tier.sizes]
-        for one, next_size in itertools.pairwise(mean for mean in means if mean is not None):
-            yield next_size < one
+        for one, next_size in itertools.pairwise(means):
+            if one is not None and next_size is not None:
+                yield next_size < one
 
 
 def _mean(rows: Sequence[Row]) -> float | None:

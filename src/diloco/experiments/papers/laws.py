@@ -56,10 +56,10 @@ def sync_cadence(tier: Tier) -> Experiment:
             complete = [of_seed for of_seed in best if None not in of_seed]
             if complete:
                 listed.append(f"{_name(grid)} {_rates(complete, grid)}")
-                rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
+            rises.append([of_seed == sorted(of_seed) and of_seed[0] < of_seed[-1] for of_seed in complete])
         verdicts = [common(of_grid) if len(of_grid) > 1 else "cannot tell" for of_grid in rises]
         measured = f"best outer learning rate, in each seed: {'; '.join(listed)}" if listed else "no run"
-        return Finding(measured, all_of(*verdicts) if verdicts else "cannot tell")
+        return Finding(measured, all_of(*verdicts))
 
     return Experiment(
         name="sync_cadence",

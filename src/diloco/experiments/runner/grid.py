@@ -23,6 +23,7 @@ from diloco.experiments.runner.result import read_results, write_results
 from diloco.experiments.runner.rows import columns, has_all_columns
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores as available_cores
+from diloco.training.summary import SUMMARY_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,8 @@ def make_job(
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
     result, tasks = read_results(job.directory), {task.stem for task in job.tasks}
+    if "failed" in result and (job.directory / SUMMARY_FILE).exists():
+        return None  # it was finished by another command since
     if "columns" in result:  # adopted from a table
         return result if has_all_columns(result["columns"], job) else None
     digests = result.get("questions", {})
@@ -172,7 +175,7 @@ def adopt(rows: Iterable[Mapping[str, Any]], directory: Path) -> None:
             raise UserError(f"the table's column run has {name!r}, which is no run's name: restore the table")
         earlier, names = read_results(directory / name), list(row)
         measured = {name: row[name] for name in names[names.index("run") + 1 :]}
-        if "failed" not in row and (not earlier or "columns" in earlier):
+        if "failed" not in row and (not earlier or "columns" in earlier or "failed" in earlier):
             write_results(directory / name, {"columns": measured | earlier.get("columns", {})})
 
 

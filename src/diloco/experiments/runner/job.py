@@ -9,6 +9,7 @@ from diloco.schema import read_json
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import launch, prepared
 from diloco.training.running import running
+from diloco.training.traits import fields_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,16 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     except Exception as error:
         if exit_code_of(error) is None:
             raise
-        return {"failed": str(error), "is_final": exit_code_of(error) == UserError.exit_code}
+        return {"failed": str(error), "is_final": _is_final(error)}
     return None
+
+
+def _is_final(error: Exception) -> bool:
+    """True if the run would fail again: by a setting that identifies it, and not by this machine."""
+    field = next(iter(getattr(error, "fields", ())), None)
+    # A smaller micro_batch is the remedy for a lack of memory, which other programs may have taken.
+    of_the_machine = {*fields_with(TrainConfig, "incidental"), "device", "micro_batch"}
+    return exit_code_of(error) == UserError.exit_code and field is not None and field not in of_the_machine
 
 
 def _train(config: TrainConfig, resume: bool) -> None:

@@ -34,7 +34,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "parameters": job.parameters,
         "at_step": job.at_step,
     }
-    pid, answer = None, b""
+    pid, answer, num_endings = None, b"", len(_ENDINGS)
     ours, theirs = socket.socketpair()
     with suppress(ConnectionError), ours, ours.makefile("rb") as lines:
         with theirs:
@@ -43,6 +43,8 @@ def run_job(job: Job) -> dict[str, Any]:
         pid = int(lines.readline() or 0)
         _RUNNING[pid] = job.directory
         try:
+            if len(_ENDINGS) > num_endings:  # while it started
+                _end(pid)
             answer = lines.readline()
         finally:
             del _RUNNING[pid]
@@ -53,6 +55,8 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 _RUNNING: dict[int, Path] = {}
+_ENDINGS: list[None] = []
+"""An entry for each call of `end_running_jobs`."""
 
 
 def running_jobs() -> tuple[Path, ...]:
@@ -61,10 +65,15 @@ def running_jobs() -> tuple[Path, ...]:
 
 
 def end_running_jobs() -> None:
-    """End the jobs that this process has started; they can be resumed."""
+    """End the jobs that this process has started, those that have not begun yet, too; they can be resumed."""
+    _ENDINGS.append(None)
     for pid in tuple(_RUNNING):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+        _end(pid)
+
+
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 class _Server:

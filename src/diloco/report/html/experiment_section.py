@@ -34,6 +34,11 @@ def experiment_section(path: Path) -> str:
     rows = read_rows(path)
     if any(row.get("tier") not in TIERS for row in rows):
         raise UserError(f"{path} has a row whose column 'tier' is none of {', '.join(TIERS)}")
+    for number, row in enumerate(rows, start=1):
+        for name in ("seed", "eval_loss", "num_params", "num_tokens") if "failed" not in row else ():
+            if not isinstance(row.get(name), int | float):
+                value = row.get(name, "")
+                raise UserError(f"{path}, row {number}: {name} must be a number, not {value!r} (a decimal comma?)")
     return section_of(experiment(path.stem, TIERS[rows[0]["tier"]]()), rows)
 
 

@@ -71,9 +71,15 @@ class Watched:
 
     Args:
         sources: runs' directories, directories of runs, URLs or directories of stores; nothing need be there yet.
+
+    Raises:
+        UserError: if a source is below the home directory of a user that there is not.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:
+        for source in sources:
+            if not _is_store(source):
+                expanded(source)  # refuse the home directory of nobody now
         self._sources = sources
         self._runs: dict[Path, RunFollower] = {}
         self._stores: dict[str, StoreFollower] = {}

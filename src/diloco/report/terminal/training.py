@@ -1,5 +1,6 @@
 """A run in a terminal: its data while it is prepared, its steps while it trains, and its results."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,7 +152,19 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     }
     for name, value in rows.items():
         console.print(f"{name:21}{value}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"\nThe model writes:\n\n{outcome.sample}", highlight=False, markup=False)
+    console.print(f"\nThe model writes:\n\n{printable(outcome.sample)}", highlight=False, markup=False)
+
+
+def printable(text: str) -> str:
+    """A model's text as it may be sent to a terminal, which obeys control characters: U+FFFD in their place.
+
+    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
+    'a\\tb\\n\ufffd]0;title\ufffd'
+    """
+    return _CONTROLS.sub("\ufffd", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:
