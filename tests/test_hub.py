@@ -145,7 +145,8 @@ def test_a_folder_is_uploaded_to_a_private_repository(hub, monkeypatch):
         ("model", {"private": True, "exist_ok": True}),
         {"repo_id": "me/model", "folder_path": hub},
     ]
-    with pytest.raises(UserError, match=r"refused can't be uploaded to model: 403 Forbidden$"):
+    remedy = r"it is written, and hf upload model .*refused tries again$"
+    with pytest.raises(UserError, match=rf"refused can't be uploaded to model: 403 Forbidden; {remedy}"):
         push(hub / "refused", "model")
 
 

@@ -133,6 +133,10 @@ def push(folder: Path, name: str) -> str:
     try:
         address = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} can't be uploaded to {name}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a connection that breaks is an error of the library's own library
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{folder} can't be uploaded to {name}: {reason}; it is written, and hf upload {name} {folder} tries "
+            "again"
+        ) from error
     return str(address)

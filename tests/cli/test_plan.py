@@ -89,6 +89,7 @@ MEASURED = ["--measure", "tiny"]
     ("arguments", "sentence"),
     [
         ([*DESCRIBED, "--batch-tokens", "0"], "--batch-tokens must be above 0 and finite, not 0.0"),
+        ([*DESCRIBED, "--batch-tokens", "1e-300"], "--batch-tokens=1e-300 is too small for --num-tokens=2e+10"),
         ([*DESCRIBED, "--num-tokens", "-1e10", "--batch-tokens", "-1"], "--num-tokens must be above 0 and finite"),
         (
             [*DESCRIBED, "--num-tokens", "2e7"],

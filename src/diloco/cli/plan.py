@@ -83,6 +83,10 @@ def _plan_described(
     for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
         if not 0 < value < math.inf:
             raise UserError(f"{name} must be above 0 and finite, not {value}", name)
+    if math.isinf(tokens / batch_tokens):
+        raise UserError(
+            f"batch_tokens={batch_tokens} is too small for num_tokens={tokens:g}", "batch_tokens", "num_tokens"
+        )
     num_steps = round(tokens / batch_tokens)
     _check_length(num_steps, num_tokens=tokens, batch_tokens=batch_tokens)
     task = Task(size=size, replicas=replicas, num_steps=num_steps, target=target)

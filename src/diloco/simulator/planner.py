@@ -144,10 +144,11 @@ class Plan:
 
     @property
     def peak_gbit_s(self) -> float | None:
-        """The least bandwidth at which training never waits but for latency; None if τ = 0, when it always waits.
+        """A bandwidth at which training never waits but for latency; None if τ = 0, when it always waits.
 
-        Everything due from step s to step t must have arrived τ steps after t, in the schedule's order: the worst
-        stretch from s to t decides. Steps are those of the slowest replica, for which the others wait.
+        It is the least one where all replicas are equally fast. Everything due from step s to step t must have
+        arrived τ steps after t, in the schedule's order: the worst stretch from s to t decides. Steps are those of
+        the slowest replica, for which the others wait; meanwhile their links go on, so that less may do.
         """
         schedule, sizes = self.model.schedule, self.model.fragment_params
         if not schedule.max_overlap:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from diloco.errors import UserError
 from diloco.presets import Method
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.published import (
@@ -34,9 +35,21 @@ def bandwidth_json(needed: Mapping[str, float | None]) -> str:
     return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})
 
 
+def strict_json(values: Mapping[str, float]) -> str:
+    """Numbers as JSON, which has none for infinity.
+
+    Raises:
+        UserError: if one is not finite.
+    """
+    try:
+        return json.dumps(values, allow_nan=False)
+    except ValueError:
+        raise UserError("the result is no finite number: take settings of this world") from None
+
+
 def utilization_json(compute_utilization: float) -> str:
     """A compute utilization as JSON."""
-    return json.dumps({"compute_utilization": compute_utilization})
+    return strict_json({"compute_utilization": compute_utilization})
 
 
 def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
@@ -99,7 +112,7 @@ def _gbit_s(gbit_s: float | None) -> str:
 def wall_clock_json(run: IdealizedRun) -> str:
     """The seconds of each part, as JSON."""
     parts = {name: getattr(run, f"{name}_seconds") for name in ("compute", "inside", "between")}
-    return json.dumps({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
+    return strict_json({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
 
 
 def print_wall_clock(run: IdealizedRun, console: Console) -> None:
