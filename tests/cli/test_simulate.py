@@ -220,10 +220,6 @@ WALL_CLOCK = [
         (["pictures", "--figures", "loss"], "'loss' is not a figure: choose from fragment_patterns"),
         ([*WALL_CLOCK, "--overlap-steps", "5"], "--overlap-steps=5, but --num-replicas=0 is Data-Parallel"),
         ([*WALL_CLOCK, "--batch-tokens", "1e-308", "--json"], "the result is no finite number"),
-        (
-            ["utilization", "--method", "diloco", *RUN, "--link-gbit-s", "1e-320", "--json"],
-            "the result is no finite number",
-        ),
     ],
 )
 def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp_path, monkeypatch):

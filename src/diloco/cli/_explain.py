@@ -26,7 +26,7 @@ def explained() -> Iterator[None]:
         exit_code = exit_code_of(error)
         if exit_code is None:
             raise
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and sys.stdout is not None and _nobody_reads():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         elif os.environ.get("DILOCO_TRACEBACK"):
             traceback.print_exception(error)
