@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from diloco.cli._source import source
 from diloco.errors import UserError
-from diloco.report.terminal.training import printable
 from diloco.training.sections import Parameters
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ def as_utf8() -> Iterator[None]:
 
 def show(pieces: Iterable[str]) -> Iterator[str]:
     """Print pieces of text as they come, on a terminal without control characters, and pass them on."""
+    from diloco.report.terminal.training import printable  # with torch, which the help needs not
+
     shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
     for piece in pieces:
         print(shown(piece), end="", flush=True)
