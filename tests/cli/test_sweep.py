@@ -123,7 +123,7 @@ def test_a_plan_shows_runs_and_cost(text, capsys):
     assert lines[4] == "4 runs, and then up to 2:" and " hours on 2 cores" in lines[5]
 
 
-def test_a_second_sweep_waits_for_the_first(text, tmp_path, capsys):
+def test_a_second_sweep_is_refused_while_the_first_runs(text, tmp_path, capsys):
     with running(tmp_path), pytest.raises(SystemExit, match="2"):
         main(["sweep", "tiny", *text, "--axis", "seed=0", "--output", str(tmp_path)])
     assert "trains there; wait for it, or choose another --output" in capsys.readouterr().err

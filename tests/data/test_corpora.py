@@ -299,7 +299,11 @@ def test_a_dataset_that_lies_here_changes_with_its_files(tmp_path):
     before = fingerprint(source), content(source)
     assert before[1] == [source, ["deep/train.jsonl", hashlib.sha256(b"{}").hexdigest()]]
     (tmp_path / "deep/train.jsonl").write_text("{}\n{}")
-    assert fingerprint(source) != before[0] and content(source) != before[1]
+    after = fingerprint(source), content(source)
+    assert after[0] != before[0] and after[1] != before[1]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/lock").touch()
+    assert (fingerprint(source), content(source)) == after, "hidden files are no text"
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.txt", "/*/*.txt"])

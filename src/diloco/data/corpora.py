@@ -134,7 +134,7 @@ def _files(source: str) -> tuple[Path, list[Path]]:
     if not source.startswith("hf:"):
         return _match(source)
     root = Path(_parse_hub(source)[0])
-    return root, [path for folder in _folders(root) for path in sorted(folder.iterdir()) if path.is_file()]
+    return root, _visible(root)
 
 
 def _parse_hub(source: str) -> tuple[str, str | None, str]:
@@ -173,17 +173,20 @@ def _match(source: str) -> tuple[Path, list[Path]]:
 
 def _files_below(directory: Path) -> list[Path]:
     """The files of a directory that can be read, hidden ones left out, sorted."""
-    paths = sorted(
-        path
-        for folder in _folders(directory)
-        for path in folder.iterdir()
-        if suffixes_of(path) is not None
-        and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-        and path.is_file()
-    )
+    paths = [path for path in _visible(directory) if suffixes_of(path) is not None]
     if not paths:
         raise UserError(f"the directory {directory} holds no file with a known suffix: {', '.join(SUFFIXES)}")
     return paths
+
+
+def _visible(directory: Path) -> list[Path]:
+    """The files of a directory, hidden ones left out, sorted."""
+    return sorted(
+        path
+        for folder in _folders(directory)
+        for path in folder.iterdir()
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
+    )
 
 
 def _glob(root: Path, parts: Sequence[str]) -> Iterator[Path]:

@@ -81,10 +81,9 @@ class Writer:
         if self._temperature == 0:
             return int(logits_V.argmax())
         top = logits_V.topk(min(self._top_k, len(logits_V)))
-        below_the_first = (
-            top.values - top.values[0]
-        ) / self._temperature  # at most 0, however low the temperature
-        choice = torch.multinomial(below_the_first.softmax(dim=-1), 1, generator=self._generator)
+        # The difference is at most 0, so that no quotient overflows, however low the temperature.
+        scaled = (top.values - top.values[0]) / self._temperature
+        choice = torch.multinomial(scaled.softmax(dim=-1), 1, generator=self._generator)
         return int(top.indices[choice])
 
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from diloco.errors import CheckpointError, ReplicaFailedError, TrainingError, UserError, exit_code_of
+from diloco.errors import (
+    CheckpointError,
+    NonFiniteError,
+    ReplicaFailedError,
+    TrainingError,
+    UserError,
+    exit_code_of,
+)
 from diloco.experiments.runner import job
 from diloco.training.recipes import recipe
 
@@ -26,10 +33,10 @@ def test_a_damaged_checkpoint_is_no_final_failure(monkeypatch):
         (TrainingError("no memory", "micro_batch", "evaluation.batch"), False),
         (UserError("wandb can't start", "trackers"), False),
         (UserError("there is no GPU", "device"), False),
-        (UserError("a file is gone"), False),
+        (NonFiniteError("the outer gradient is not finite: lower the learning rate"), True),
         (ReplicaFailedError("lower it", exit_code=2, fields=("optimizer.learning_rate",)), True),
         (ReplicaFailedError("was killed", exit_code=1), False),
     ],
 )
-def test_only_a_failure_by_a_setting_that_identifies_the_run_is_final(error, is_final):
+def test_a_failure_that_this_machine_caused_is_not_final(error, is_final):
     assert job._is_final(error) is is_final

@@ -79,11 +79,11 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _is_final(error: Exception) -> bool:
-    """True if the run would fail again: by a setting that identifies it, and not by this machine."""
-    field = next(iter(getattr(error, "fields", ())), None)
+    """True if the run would fail again; not if the setting at fault is one of this machine."""
+    at_fault = next(iter(getattr(error, "fields", ())), None)
     # A smaller micro_batch is the remedy for a lack of memory, which other programs may have taken.
     of_the_machine = {*fields_with(TrainConfig, "incidental"), "device", "micro_batch"}
-    return exit_code_of(error) == UserError.exit_code and field is not None and field not in of_the_machine
+    return exit_code_of(error) == UserError.exit_code and at_fault not in of_the_machine
 
 
 def _train(config: TrainConfig, resume: bool) -> None:
