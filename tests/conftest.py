@@ -12,6 +12,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from collections.abc import Callable
 from pathlib import Path
 
+# Test processes, too, begin with tests/startup/sitecustomize.py.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).with_name("startup")), os.environ.get("PYTHONPATH")])
+)
+
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -22,6 +27,8 @@ from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server
 from tests.servers import use_environment as use_environment
 from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
+
+from diloco.training.launcher import num_cores
 
 # The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
@@ -59,6 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = 0  # as long as it takes
     else:
         settings.register_profile("hostile", settings.get_profile("all"), max_examples=50)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One test process more than there are cores: a quarter of the time, a test waits for sockets or seconds."""
+    return num_cores() + 1
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

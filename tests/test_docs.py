@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 def test_the_site_builds(tmp_path: Path):
     # Not --quiet: it hides the warnings from --strict, too, and nothing fails.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}", "NO_MKDOCS_2_WARNING": "1"}
+    path = f"{ROOT / 'src'}:{os.environ['PYTHONPATH']}"
+    environment = os.environ | {"PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1"}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stdout + process.stderr
     commands = (tmp_path / "site" / "reference" / "cli.html").read_text()

@@ -28,7 +28,7 @@ def diloco(folder: Path, *commands: str) -> str:
     """The output of commands, one after another in a process that has the changed source code."""
     words = [shlex.split(command)[1:] for command in commands]
     code = f"from diloco.cli.main import main\nfor words in {words!r}: main(words)"
-    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    environment = os.environ | {"PYTHONPATH": f"{folder / 'src'}:{os.environ['PYTHONPATH']}"}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -103,7 +103,7 @@ def undisturbed_replica() -> str:
 @pytest.mark.filterwarnings("default")  # of ray
 def test_two_replicas_are_killed_and_resume(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt of each site
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -15,28 +15,29 @@ def payload(number: int) -> Tensor:
     return torch.full((SIZE,), number, dtype=torch.uint8)
 
 
-def open_files() -> int:
-    """Mapped files of the temporary directory, which have no name any more."""
+def open_files(folder: Path) -> int:
+    """Mapped files of a folder, which have no name any more."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum(line.endswith(" (deleted)") and f" {tempfile.gettempdir()}/" in line for line in maps)
+    return sum(line.endswith(" (deleted)") and f" {folder}/" in line for line in maps)
 
 
-def test_the_least_recently_used_go_to_files_and_then_leave() -> None:
+def test_the_least_recently_used_go_to_files_and_then_leave(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = PayloadCache(2 * SIZE)
     cache.keep("a", payload(1))
     cache.keep("b", payload(2))
-    assert cache.get("a") is not None and open_files() == 0
+    assert cache.get("a") is not None and open_files(tmp_path) == 0
     cache.keep("c", payload(3))
-    assert open_files() == 1, "b was used before a"
+    assert open_files(tmp_path) == 1, "b was used before a"
     for name, number in (("a", 1), ("b", 2), ("c", 3)):
         assert torch.equal(cache.get(name), payload(number))
     for number in range(4, 4 + 2 * DISK_OVER_MEMORY):
         cache.keep(str(number), payload(number))
-    assert open_files() == 2 * DISK_OVER_MEMORY
+    assert open_files(tmp_path) == 2 * DISK_OVER_MEMORY
     gone = [name for name in "abc" if cache.get(name) is None]
     assert len(gone) == 1, "memory holds two, files 32, and 35 were kept"
     cache.drop("4")
-    assert cache.get("4") is None and open_files() == 2 * DISK_OVER_MEMORY - 1
+    assert cache.get("4") is None and open_files(tmp_path) == 2 * DISK_OVER_MEMORY - 1
 
 
 def test_a_payload_larger_than_all_of_it_is_given_up() -> None:

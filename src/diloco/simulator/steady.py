@@ -8,7 +8,7 @@ for homogeneous, monotone functions, 2004).
 Shapes: S times in the state, B bandwidths.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,8 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_c
     history = [start_SxB]
     for num_periods in range(1, _LEAPS_AFTER[-1] + 10 * longest_cycle + 200):
         next_SxB = period(history[-1])
-        for cycle, earlier_SxB in enumerate(reversed(history[-longest_cycle:]), 1):
-            grown_SxB = next_SxB - earlier_SxB
+        for cycle in _likely_cycles(next_SxB, history[: -longest_cycle - 1 : -1]):
+            grown_SxB = next_SxB - history[-cycle]
             settled_B = np.isnan(rate_B) & (np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0))
             rate_B[settled_B] = grown_SxB[0, settled_B] / cycle
         if not np.isnan(rate_B).any():
@@ -53,6 +53,14 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_c
 
 
 _LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
+
+
+def _likely_cycles(next_SxB: Times, recent: Sequence[Times]) -> NDArray[np.intp]:
+    """Numbers of periods, at most those of `recent`, over which the first and the last time have grown equally."""
+    ends = slice(None, None, max(len(next_SxB) - 1, 1))
+    grown_Cx2xB = next_SxB[ends] - np.array([earlier_SxB[ends] for earlier_SxB in recent])
+    equal_CxB = np.abs(grown_Cx2xB[:, 0] - grown_Cx2xB[:, -1]) <= 2e-11 * np.abs(grown_Cx2xB[:, 0])
+    return 1 + np.flatnonzero(equal_CxB.any(1))
 
 
 def _leap(x_SxB: Times, grown_SxB: Times) -> Times:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import DilocoError
 from diloco.experiments.runner.job import Job, result_of
 from diloco.files import make_directory
-from diloco.training.ancestor import IMPORTS, end_with_parent
+from diloco.training.ancestor import IMPORTS, end_with_parent, import_modules
 from diloco.training.config import TrainConfig
 from diloco.training.traits import from_json, to_json
 
@@ -136,8 +135,7 @@ def _import_for(config: TrainConfig) -> None:
     from diloco.training.state import slow_imports
 
     with suppress(DilocoError, ImportError):  # the job itself says so
-        for module in (*IMPORTS, *slow_imports(config)):
-            import_module(module)
+        import_modules((*IMPORTS, *slow_imports(config)))
 
 
 def _run(job: Job, connection: socket.socket, server: int) -> None:
