@@ -72,7 +72,8 @@ def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_t
     settings = {"snapshot_rounds": 1000, "memory_bytes": 1}  # each payload is downloaded again
     fast, slow = Replica(str(tmp_path), name="fast", patience=0, **settings), Replica(str(tmp_path), **settings)
     until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
-    until(lambda: min(fast.rounds) >= 12, fast)
+    num_rounds = max(slow.rounds) + 10
+    until(lambda: min(fast.rounds) >= num_rounds, fast)
     waiting = slow.exchange._following.decisions
     assert len(waiting) == MOST_DECISIONS_A_FRAGMENT * P, "as in a long evaluation"
     until(lambda: slow.rounds >= fast.rounds, slow)
@@ -143,7 +144,8 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     slow.exchange._store.create = slow_create
     until(lambda: 0 in rounds.in_flight, slow)
     flight = rounds.in_flight[0]
-    until(lambda: min(fast.rounds) >= 12, fast)
+    num_rounds = max(slow.rounds) + 12
+    until(lambda: min(fast.rounds) >= num_rounds, fast)
     is_slow.set()
     until(lambda: counted(slow)[0] == flight.seq, fast)
     together = fast.exchange.state.fragments[0].since[-1].body.contributions
