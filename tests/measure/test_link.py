@@ -11,13 +11,13 @@ from diloco.measure.link import measure_link
 
 
 class SlowLinks:
-    """Exchanges among M replicas, with a clock that only payloads on a link of a given speed advance."""
+    """Exchanges among M replicas, with a clock that payloads on a link of a given speed advance, and one stall."""
 
     replica = 0
 
     def __init__(self, num_replicas, gbit_s, latency_seconds):
         self.num_replicas, self._gbit_s, self._latency_seconds = num_replicas, gbit_s, latency_seconds
-        self.now = 0.0
+        self.now, self._stall_seconds = 0.0, 1.0
 
     def start(self, payloads, *_):
         num_bytes = sum(payload.numel() for payload in payloads.values())
@@ -25,7 +25,8 @@ class SlowLinks:
         return self
 
     def wait(self):
-        self.now += self._seconds
+        self.now += self._seconds + self._stall_seconds
+        self._stall_seconds = 0.0
 
 
 @pytest.mark.parametrize(("num_replicas", "gbit_s"), [(2, 0.05), (5, 0.2), (2, 400.0)])

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 
@@ -21,8 +21,8 @@ def measure_link(
         beside: an exchange among all processes that share links and measure at the same time; None is `exchange`.
 
     Returns:
-        payload bits that this replica sends to all others together, while it receives as many; and the duration of
-        an exchange of a few bytes.
+        payload bits that this replica sends to all others together, while it receives as many; and the median
+        duration of an exchange of a few bytes.
     """
     rounds, together = count(1), beside or exchange
 
@@ -30,10 +30,11 @@ def measure_link(
         payload = torch.zeros(num_bytes, dtype=torch.uint8)
         others = {replica: payload for replica in range(exchange.num_replicas) if replica != exchange.replica}
         share(together, None)  # all begin at once
-        start = time.perf_counter()
+        times_seconds = [time.perf_counter()]
         for _ in range(times):
             exchange.start(others, Tag(Channel.PROBE, round=next(rounds))).wait()
-        return (time.perf_counter() - start) / times
+            times_seconds.append(time.perf_counter())
+        return statistics.median(end - start for start, end in pairwise(times_seconds))
 
     latency_seconds, num_bytes = exchange_seconds(8, 20), 1 << 16
     while True:
