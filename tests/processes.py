@@ -188,6 +188,14 @@ def init_group(folder: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
 
 
+def wait_for_files(*paths: str | Path, seconds: float = 20.0) -> None:
+    """Wait until other processes have made files."""
+    deadline = time.monotonic() + seconds
+    while not all(Path(path).exists() for path in paths):
+        assert time.monotonic() < deadline, f"not all of {paths} came in time"
+        time.sleep(0.01)
+
+
 def _fork_replicas(
     connections: Sequence[Connection],
     imports: Sequence[str],

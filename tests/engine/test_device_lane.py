@@ -100,12 +100,19 @@ def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
     assert run_replicas(bits_of_both, M, cases) == [[True] * len(cases)] * M
 
 
+def wait_for_sends(engine: diloco.StreamingDiLoCo) -> None:
+    deadline = time.monotonic() + 20
+    while not all(flight.sent.has_ended() for flight in engine._rounds.in_flight):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def diverged(step: int) -> tuple[int, str, list[tuple[int, int]]]:
     """Fragment 1 of replica 1 is not finite after a step: where training ends, its error, and what was sent."""
     with FakeDevice() as device:
         case = Case(P=2, H=4, T=12, tau=2, wire="e3m0")
         model = device.on_device(case.model())
-        engine = case.engine(model, exchange=diloco.ProcessGroupExchange(timeout_seconds=5.0))
+        engine = case.engine(model, exchange=diloco.ProcessGroupExchange(timeout_seconds=20))
         sent: list[tuple[int, int]] = []
         start = engine.exchange.start
         engine.exchange.start = lambda payloads, tag: (sent.append(tag[1:3]), start(payloads, tag))[1]
@@ -115,7 +122,7 @@ def diverged(step: int) -> tuple[int, str, list[tuple[int, int]]]:
                 if t == step and dist.get_rank() == 1:
                     model.blocks[1].bias.inner.fill_(float("nan"))
                 engine.step()
-                time.sleep(0.1)  # the host is far ahead of a GPU, but not here
+                wait_for_sends(engine)  # the host is far ahead of a GPU, but not here
         except (diloco.NonFiniteError, diloco.ExchangeError) as error:
             return engine.num_steps, f"{type(error).__name__}: {error}", [tag for tag in sent if tag[1]]
         return case.T, "no error", sent

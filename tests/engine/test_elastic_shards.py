@@ -252,12 +252,12 @@ def _break(replica: Replica, how: str) -> None:
 
 ENDS = {
     "not_finite": (
-        r"NonFiniteError: step ([789]|1\d): the outer gradient of blocks.1.weight",
-        r"ExchangeError: process 0 of this replica failed: step ([789]|1\d): the outer gradient of blocks",
+        r"NonFiniteError: step ([789]|\d\d+): the outer gradient of blocks.1.weight",
+        r"ExchangeError: process 0 of this replica failed: step ([789]|\d\d+): the outer gradient of blocks",
     ),
     "replaced": (
-        r"ExchangeError: process 1 of this replica failed: step ([789]|1\d): parameter blocks.1.weight",
-        r"UserError: step ([789]|1\d): parameter blocks.1.weight was replaced",
+        r"ExchangeError: process 1 of this replica failed: step ([789]|\d\d+): parameter blocks.1.weight",
+        r"UserError: step ([789]|\d\d+): parameter blocks.1.weight was replaced",
     ),
     "killed": ("ExchangeError: process 1 of this replica does not answer", None),
     "loaded": (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.processes import run_replicas
+from tests.processes import run_replicas, wait_for_files
 
 import diloco
 from diloco.exchange import connect as connecting
@@ -46,35 +46,38 @@ def end(how: str, folder: str) -> None:
 
 
 def pid_of_the_first(folder: str) -> int:
-    while not Path(folder, "pid").exists():
-        time.sleep(0.02)
+    wait_for_files(Path(folder, "pid"))
     return int(Path(folder, "pid").read_text())
 
 
 def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tuple[str, tuple[int, ...], float]:
     """The error of replica 1, while replica 0 goes no further than to some moment of the start."""
-    if os.environ["DILOCO_REPLICA"] == "0":
-        wait_for, open_store = Meeting._wait_for, Meeting.open
+    is_first, wait_for, open_store = os.environ["DILOCO_REPLICA"] == "0", Meeting._wait_for, Meeting.open
 
-        def wait_unless_last(meeting: Meeting, store: object, replica: int, rank: int) -> None:
-            if moment == "comparing" and replica == 2:
-                end(how, folder)
-            wait_for(meeting, store, replica, rank)
+    def wait_at_the_end(meeting: Meeting, store: object, replica: int, rank: int) -> None:
+        if is_first:
+            Path(folder, "has come").touch()
+        if moment == "comparing" and replica == 2:
+            end(how, folder) if is_first else pid_of_the_first(folder)
+        wait_for(meeting, store, replica, rank)
 
-        def open_and_end(meeting: Meeting, seconds: float) -> object:
-            opened = open_store(meeting, seconds)
-            if moment == "listening":
-                end(how, folder)
-            return opened
+    def open_and_end(meeting: Meeting, seconds: float) -> object:
+        opened = open_store(meeting, seconds)
+        if moment == "listening":
+            end(how, folder)
+        return opened
 
-        Meeting._wait_for, Meeting.open = wait_unless_last, open_and_end
-        connecting._exchange = lambda *_: end(how, folder)
-    elif moment == "listening":
-        pid_of_the_first(folder)
+    Meeting._wait_for = wait_at_the_end
+    if is_first:
+        Meeting.open, connecting._exchange = open_and_end, lambda *_: end(how, folder)
+    else:
+        wait_for_files(Path(folder, "pid" if moment == "listening" else "has come"))
     start = time.monotonic()
     with pytest.raises(diloco.ExchangeError) as caught:
         diloco.connect(
-            num_replicas=2 if moment == "connecting" else 3, timeout_seconds=TIMEOUT_SECONDS, secret=secret
+            num_replicas=2 if moment == "connecting" else 3,
+            timeout_seconds=20 if is_first else TIMEOUT_SECONDS,
+            secret=secret,
         )
     seconds = time.monotonic() - start
     if how == "stops":
@@ -95,20 +98,19 @@ def start_in_vain(moment: str, how: str, secret: str | None, folder: str) -> tup
 )
 def test_a_start_ends_with_a_sentence(moment, how, secret, sentence, tmp_path):
     arguments = (moment, how, secret, str(tmp_path))
-    _, (message, missing, seconds) = run_replicas(
-        start_in_vain, 2, *arguments, joined=False, mortal=(0,), timeout_seconds=20
-    )
+    _, (message, missing, seconds) = run_replicas(start_in_vain, 2, *arguments, joined=False, mortal=(0,))
     assert re.search(sentence, message), message
     assert missing == (0,) or "could not be connected" in message
-    assert seconds < TIMEOUT_SECONDS + 5
+    assert seconds < TIMEOUT_SECONDS + 10
 
 
 def exchange_in_vain(folder: str) -> tuple[str, list[float]]:
     """The error of a wait for replica 0, and how long the wait, the notice of it, and that of a finish took."""
     notices._SECONDS_TO_BE_READ = 0.5
-    exchange = diloco.connect(timeout_seconds=TIMEOUT_SECONDS)
+    exchange = diloco.connect(timeout_seconds=20)
     payloads = {1 - exchange.replica: torch.ones(9, dtype=torch.uint8)}
     exchange.start(payloads, Tag(Channel.PAYLOAD, 0, 1)).wait()
+    exchange._timeout_seconds = TIMEOUT_SECONDS
     if exchange.replica == 0:
         end("stops", folder)
     pid = pid_of_the_first(folder)
@@ -127,8 +129,6 @@ def exchange_in_vain(folder: str) -> tuple[str, list[float]]:
 
 
 def test_an_exchange_with_a_replica_that_stands_still_ends(tmp_path):
-    _, (message, durations) = run_replicas(
-        exchange_in_vain, 2, str(tmp_path), joined=False, mortal=(0,), timeout_seconds=20
-    )
+    _, (message, durations) = run_replicas(exchange_in_vain, 2, str(tmp_path), joined=False, mortal=(0,))
     assert message.startswith("fragment 0, round 2: no payload from or to replica 0")
-    assert all(seconds < TIMEOUT_SECONDS + 3 for seconds in durations), durations
+    assert all(seconds < TIMEOUT_SECONDS + 10 for seconds in durations), durations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, run_cases, train
 from tests.ports import free_port
-from tests.processes import init_group, run_replicas
+from tests.processes import init_group, run_replicas, wait_for_files
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
@@ -19,6 +19,8 @@ from diloco.exchange.control import share
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
+# Kept until this process ends, long after its own part is over.
+HELD: list[object] = []
 
 
 def train_connected(case: Case, num_connections: int) -> str:
@@ -123,10 +125,10 @@ def test_a_process_that_has_ended_is_named_by_its_leader():
     assert missing == (), "no replica is missing"
 
 
-def connect_again(leader: bool) -> set[str]:
-    """Train, close, and train anew at the same address."""
+def connect_again(leader: bool, folder: str) -> set[str]:
+    """Train, close, replica 0 first, and train anew at the same address."""
     hashes = set()
-    for _ in range(2):
+    for attempt in ("first", "second"):
         exchange = diloco.connect(leader=leader, timeout_seconds=20)
         model = CASE.model()
         engine = CASE.engine(model, exchange=exchange)
@@ -134,15 +136,14 @@ def connect_again(leader: bool) -> set[str]:
             pass
         hashes.add(engine.outer_hash())
         if exchange.replica == 1:
-            time.sleep(1)
+            wait_for_files(Path(folder, attempt))  # until the store of the first time is gone
         exchange.close()
-        if exchange.replica == 1:
-            time.sleep(1)  # until the store of the first time is gone
+        Path(folder, attempt).touch()
     return hashes
 
 
-def test_replicas_that_have_closed_connect_again():
-    one, other = run_replicas(connect_again, 2, False, joined=False)
+def test_replicas_that_have_closed_connect_again(tmp_path):
+    one, other = run_replicas(connect_again, 2, False, str(tmp_path), joined=False)
     assert one == other and len(one) == 1
 
 
@@ -150,7 +151,7 @@ def start_differently() -> str:
     leader = os.environ["DILOCO_REPLICA"] == "1"
     with pytest.raises(diloco.UserError) as caught:
         diloco.connect(leader=leader, timeout_seconds=10)
-    time.sleep(1)  # replica 0 holds the store, from which the other reads
+    HELD.append(caught)  # with replica 0's store, from which the other reads
     return str(caught.value)
 
 
@@ -170,7 +171,7 @@ def come_twice() -> str:
         exchange = diloco.connect(timeout_seconds=10)
     except diloco.UserError as error:
         return str(error)
-    time.sleep(2)
+    HELD.append(exchange)
     return str(exchange.num_replicas)
 
 
@@ -190,7 +191,7 @@ def one_job_of_two_replicas() -> str:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     with pytest.raises(diloco.UserError) as caught:
         diloco.connect(timeout_seconds=10)
-    time.sleep(1)
+    HELD.append(caught)
     return str(caught.value)
 
 
@@ -221,11 +222,11 @@ def test_a_port_in_use_and_a_foreign_address_are_refused():
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.meeting._SECONDS_BETWEEN_REPORTS", 0.1)
+    monkeypatch.setattr("diloco.exchange.meeting._SECONDS_BETWEEN_REPORTS", 0.0)
     address = f"127.0.0.1:{free_port()}"
     missing = f"replica {1 - replica} of 2"
     with caplog.at_level(logging.WARNING), pytest.raises(diloco.ExchangeError, match=f"{missing} did not come to"):
-        diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=0.5)
+        diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=1)
     assert f"waiting for {missing} at {address}" in caplog.messages
 
 

@@ -16,10 +16,10 @@ from diloco.exchange.inside import Call, Inside
 S = 3
 
 
-def inside(timeout_seconds: float = 20.0) -> Inside:
+def inside() -> Inside:
     group = dist.group.WORLD
     assert group is not None
-    return Inside(group_like(group, timeout_seconds), timeout_seconds)
+    return Inside(group_like(group, 20), 20)
 
 
 def exchange_vectors() -> list[float]:
@@ -66,7 +66,7 @@ def test_a_failure_reaches_every_process_with_its_reason(who: int):
     ends = run_replicas(fail, S, who)
     for index, (message, seconds) in enumerate(ends):
         assert message == ("no room" if index == who else f"process {who} of this replica failed: no room")
-        assert seconds < 2
+        assert seconds < 10, "not the 20 s of a wait"
 
 
 def be_killed(who: int) -> str:
@@ -92,10 +92,10 @@ def test_a_process_that_is_killed_ends_the_waits_of_the_others(who: int):
 
 
 def wait_in_vain() -> tuple[str, float]:
-    ours, start = inside(timeout_seconds=0.5), time.monotonic()
+    ours, start = inside(), time.monotonic()
+    ours._timeout_seconds = 0.5
     if ours.is_first:
-        time.sleep(1.5)
-        return "", 0.0
+        return "", 0.0  # and its process stays
     with pytest.raises(ExchangeError) as caught:
         ours.follow(Call.DONE)
     return str(caught.value), time.monotonic() - start
@@ -103,7 +103,7 @@ def wait_in_vain() -> tuple[str, float]:
 
 def test_a_wait_is_bounded():
     _, (message, seconds) = run_replicas(wait_in_vain, 2)
-    assert message.startswith("process 0 of this replica does not answer: ") and 0.4 < seconds < 1.4
+    assert message.startswith("process 0 of this replica does not answer: ") and 0.4 < seconds < 10
 
 
 def do_different_things() -> str:

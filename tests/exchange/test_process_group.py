@@ -1,6 +1,7 @@
 import os
 import random
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import run_replicas
+from tests.processes import run_replicas, wait_for_files
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.exchange import gloo
@@ -78,7 +79,10 @@ def connections_of(num_connections: int) -> tuple[int, list[int], list[int]]:
 
 def _tcp_connections() -> int:
     """Established ones of this process, listed by the kernel."""
-    mine = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            mine.add(str(link.readlink()))
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "01" and f"socket:[{row[9]}]" in mine for row in rows)
 
@@ -132,26 +136,25 @@ def test_replicas_are_counted_within_their_group():
     run_replicas(exchange_within, 3, [1, 2])
 
 
-def start_before_a_late_peer(delay_seconds: float) -> float:
+def start_before_a_late_peer(folder: str) -> None:
+    """The second replica is so late that the first one's start has returned."""
     exchange = ProcessGroupExchange(timeout_seconds=20)
     dist.barrier()
     if exchange.replica == 1:
-        time.sleep(delay_seconds)
-    begin = time.monotonic()
+        wait_for_files(Path(folder, "has started"))
     pending = exchange.start(payloads(exchange, (0, 90_000, 1)), payload_tag(0, 90_000, 1))
-    seconds = time.monotonic() - begin
+    Path(folder, "has started").touch()
     assert_delivered(exchange, (0, 90_000, 1), pending.wait())
-    return seconds
 
 
-def test_start_returns_at_once_while_a_peer_is_late():
-    seconds, _ = run_replicas(start_before_a_late_peer, 2, 1.0)
-    assert seconds < 0.5
+def test_start_returns_at_once_while_a_peer_is_late(tmp_path):
+    run_replicas(start_before_a_late_peer, 2, str(tmp_path))
 
 
 def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...], float] | None:
-    exchange = ProcessGroupExchange(timeout_seconds=1.0)
+    exchange = ProcessGroupExchange(timeout_seconds=20)
     exchange.start(payloads(exchange, (0, 1, 0)), payload_tag(0, 1)).wait()
+    exchange._timeout_seconds = 2 if ending == "silent" else 20
     dist.barrier()
     if exchange.replica == absent:
         if ending == "silent":
@@ -180,7 +183,7 @@ def test_an_absent_replica_is_named_within_the_time_limit(absent, ending):
         message, missing, seconds = results[replica]
         assert "fragment 40, round 90000" in message
         assert f"replica {absent}" in message and missing == (absent,)
-        assert seconds < 3
+        assert seconds < 15
 
 
 def wait_again_in_vain() -> None:

@@ -20,7 +20,7 @@ import diloco
 from diloco.errors import ExchangeError
 from diloco.exchange.door import _MOST_HANDSHAKES, Door
 from diloco.exchange.tls import dial, security_of
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, Transport
 
 
 def exchange_under_attack(port: int, num_rounds: int) -> list[int]:
@@ -99,6 +99,8 @@ ROGUES = (
     *(half_a_hello, silence, with_the_secret),
 )
 HELD: list[socket.socket] = []
+KEPT: list[Transport] = []
+"""Exchanges that stay until their process ends."""
 
 
 def release(num_left: int) -> None:
@@ -142,7 +144,7 @@ def be_hostile(frames: bytes) -> str:
     exchange.start(payload, Tag(Channel.PAYLOAD, 0, 1)).wait()
     if exchange.replica == 1:
         exchange._groups[0]._links[0]._outgoing.sendall(frames)
-        time.sleep(1)
+        KEPT.append(exchange)
         return ""
     with pytest.raises(ExchangeError) as caught:
         exchange.start(payload, Tag(Channel.PAYLOAD, 0, 2)).wait()
@@ -163,7 +165,7 @@ def come_twice(port: int) -> str:
         exchange = diloco.connect(f"127.0.0.1:{port}", replica=replica, num_replicas=2, secret=SECRET)
     except diloco.UserError as error:
         return str(error)
-    time.sleep(1)
+    KEPT.append(exchange)
     return str(exchange.num_replicas)
 
 

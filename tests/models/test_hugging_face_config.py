@@ -53,7 +53,7 @@ def test_what_is_no_model_is_one_sentence(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     since = time.monotonic()
     assert "the Hugging Face Hub does not answer at http://127.0.0.1:9" in refused("nowhere/gpt2")
-    assert time.monotonic() - since < 3, "and no library tries again for a minute"
+    assert time.monotonic() - since < 20, "and no library tries again for a minute"
 
 
 def test_a_name_on_the_hub_is_kept_and_its_files_are_looked_up(tmp_path, monkeypatch):

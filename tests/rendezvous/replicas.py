@@ -5,7 +5,6 @@ Legend: P fragments, H sync period, θ a replica's parameters, Θ the outer para
 
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,9 +118,9 @@ class Plan:
     from_entry: int = 0
     """The number of the entry with which it starts, once the log has it."""
     kill_at: int = 0
-    """The step after which it kills itself with SIGKILL; 0 for never."""
-    stops: tuple[str, int, float] | None = None
-    """The replica that it stops with SIGSTOP, after which step, and the seconds after which that one goes on."""
+    """The step from which on it kills itself with SIGKILL, once the log has counted it; 0 for never."""
+    stops: tuple[str, int, int] | None = None
+    """The replica that it stops with SIGSTOP, after which step, and the step after which that one goes on."""
     clock_hours: float = 0.0
     """The error of the process's clock."""
     settings: dict = field(default_factory=dict)
@@ -154,10 +153,11 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
     try:
         for t in range(1, plan.num_steps + 1):
             replica.step(tokens=plan.tokens, pause_seconds=plan.step_seconds)
-            if t == plan.kill_at:
+            if plan.kill_at and t >= plan.kill_at and any(steps for _, steps in replica.engine._rounds.counted):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if plan.stops is not None and t == plan.stops[1]:
-                _stop(int(Path(folder, f"{plan.stops[0]}.pid").read_text()), plan.stops[2])
+            if plan.stops is not None and t in plan.stops[1:]:
+                number = signal.SIGSTOP if t == plan.stops[1] else signal.SIGCONT
+                os.kill(int(Path(folder, f"{plan.stops[0]}.pid").read_text()), number)
         replica.finish()
     except DilocoError as error:
         failure = str(error)
@@ -171,11 +171,6 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
         uncounted_tokens=replica.engine.uncounted_tokens,
         failure=failure,
     )
-
-
-def _stop(pid: int, seconds: float) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
 
 
 def wait_for_entry(url: str, number: int) -> None:

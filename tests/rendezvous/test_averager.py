@@ -102,7 +102,8 @@ def test_who_dies_after_an_entry_is_stood_in_for(tmp_path) -> None:
     a, b = (Replica(str(tmp_path), name=name, **CUT) for name in "ab")
     until(lambda: min(counted(a) + counted(b)) >= P, a, b)
     stop_averaging(a)
-    since, rounds = b.exchange.state.number + P, b.rounds[0] + 3
+    state = a.exchange.state  # of what it has not read a has averaged nothing
+    since, rounds = state.number, state.fragments[0].round + 3
     until(lambda: b.rounds[0] >= rounds, a, b)  # a contributes, and averages nothing
     assert authors(tmp_path, b, since) == {b.exchange.replica}
     a.vanish()

@@ -28,7 +28,7 @@ def test_a_race_has_one_winner_whose_bytes_all_read():
 def test_a_directory_is_sound_at_once(tmp_path: Path):
     store, started = Store.open(str(tmp_path)), time.monotonic()
     asyncio.run(assert_sound(store))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10
     assert asyncio.run(store.list("")) == []
 
 

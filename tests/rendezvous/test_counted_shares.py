@@ -11,7 +11,7 @@ from tests.rendezvous.replicas import P, Replica
 from tests.rendezvous.test_averager import CUT, R, averager_of, check, verify
 
 from diloco.errors import FileError
-from diloco.rendezvous import averages
+from diloco.rendezvous import averages, payloads
 from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.keys import NoKeys
 
@@ -69,7 +69,8 @@ def test_an_average_or_a_share_that_was_tampered_with_is_named(whole_run, tmp_pa
     with pytest.raises(FileError, match=f"average {name} can't be used: it has share 0, where 1 is expected"):
         verify(folder, a)
     average.write_bytes(true)
-    share = min((folder / "payloads" / "1").glob("*-1"))
+    seq = min(c["seq"] for c in check(folder).contributions if c["replica"] == 1)
+    share = folder / payloads.name_of(1, seq, 1)
     damage(share)
     reason = f"counts a share that is not sound: payload payloads/1/{share.name} can't be used: its body does not"
     with pytest.raises(FileError, match=rf"entry \d+ of the log: averages/\d+/1, by replica \d, {reason}"):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.processes import run_replicas
 from tests.rendezvous.replay import Replayed, replayed
-from tests.rendezvous.replicas import Outcome, Plan, live, theta0
+from tests.rendezvous.replicas import Outcome, P, Plan, live, theta0
 
 
 def lives(tmp_path, *plans: Plan, **settings) -> tuple[list[Outcome | None], Replayed]:
@@ -31,11 +31,12 @@ def numbers(run: Replayed, replica: int) -> list[int]:
 def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(combine: str, tmp_path) -> None:
     outcomes, run = lives(
         tmp_path,
-        Plan(name="stopper", stops=("stopped", 30, 0.4), clock_hours=-1000.0),
+        Plan(name="stopper", stops=("stopped", 30, 90), clock_hours=-1000.0),
         Plan(name="stopped"),
         Plan(name="killed", kill_at=40, settings={"overlap_steps": 1}),
         Plan(name="slow", num_steps=50, step_seconds=0.01),
         Plan(name="joiner", num_steps=60, from_entry=12, tokens=24, clock_hours=5.0),
+        num_replicas=4,  # all but the joiner
         **({"combine": combine, "num_shares": 4} if combine != "gather" else {}),
     )
     names = [e["body"]["name"] for e in run.entries if e["kind"] == "join"]
@@ -43,7 +44,7 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     for outcome in (outcomes[i] for i in (0, 1, 3, 4)):
         assert outcome is not None and outcome.failure is None
         assert numbers(run, outcome.replica), f"{names[outcome.replica]} was never counted"
-        assert outcome.longest_seconds < 0.5
+        assert outcome is outcomes[1] or outcome.longest_seconds < 4, "nobody waits for who is dead or stopped"
     killed = names.index("killed")
     for c in run.contributions:
         per_step = 24 if names[c["replica"]] == "joiner" else 8
@@ -54,4 +55,5 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     num_counted = sum(run.contributions[i]["steps"] for i in numbers(run, steady))
     assert outcomes[0] is not None and num_counted == pytest.approx(3 * (120 - outcomes[0].uncounted_tokens / 8))
     if combine == "gather":  # with averages a round takes longer, the more so on a busy machine
-        assert num_counted >= 3 * (120 - 24)
+        parts = [run.contributions[i] for i in numbers(run, steady)]
+        assert all(sum(c["steps"] for c in parts if c["fragment"] == p) >= 60 for p in range(P))

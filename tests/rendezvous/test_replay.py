@@ -245,5 +245,5 @@ def test_every_replicas_theta_is_the_replays(tmp_path) -> None:
     assert {member.name for member in replay.state.members if member.tokens} == {"r0", "r1"}
     for rounds, checksums in ends:
         assert [replay.checksum(p, last) for p, last in enumerate(rounds)] == checksums
-    last = max(rounds for rounds, _ in ends)
+    last = [max(rounds) for rounds in zip(*(rounds for rounds, _ in ends), strict=True)]
     assert last == [log.round for log in replay.state.fragments]

@@ -91,8 +91,8 @@ def test_patience_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
         StoreUnreachableError, match=r"can't create log/0 in s3://bucket/run within 0.3 s: check"
     ) as e:
         asyncio.run(store.create("log/0", b"mine", patience_seconds=0.3))
-    assert time.monotonic() - started < 2 and "\n" not in str(e.value)
-    assert 0 < store.outage_seconds < 2
+    assert time.monotonic() - started < 10 and "\n" not in str(e.value)
+    assert 0 < store.outage_seconds < 10
 
 
 def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -113,14 +113,19 @@ def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monke
 
 
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    get = obstore.get_async
+
     async def hang(*arguments: object, **options: object) -> None:
+        monkeypatch.setattr(obstore, "get_async", get)
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr(obstore, "get_async", hang)
+    asyncio.run(Store.open(str(tmp_path)).create("log/0", b"mine"))
     store = Store.open(str(tmp_path), timeout_seconds=0.05)
+    monkeypatch.setattr(obstore, "get_async", hang)
     with pytest.raises(StoreUnreachableError, match=r"no answer in 0\.05 s"):
-        asyncio.run(store.get("log/0", most_bytes=1, patience_seconds=0.2))
-    assert store.requests["get"] > 1
+        asyncio.run(store.get("log/0", most_bytes=4, patience_seconds=0))
+    monkeypatch.setattr(obstore, "get_async", hang)
+    assert asyncio.run(store.get("log/0", most_bytes=4)) == b"mine" and store.requests["get"] > 2
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,19 @@ def come_and_go(config: TrainConfig) -> None:
     """Replicas a and b begin; c joins in two shards, is killed, and comes back from its checkpoint in one."""
     names = ("a", "b", "c", "c", "c")
     rank = int(os.environ["DILOCO_REPLICA"])
-    others_metrics, is_back = config.directory / "metrics-0.jsonl", config.runs / "is-back"
+    others_metrics = config.directory / "metrics-0.jsonl"
+    is_back, is_counted = config.runs / "is-back", config.runs / "is-counted"
     saved = config.runs / "c" / "checkpoints" / "replica-0" / "step-00000004.sha256"
 
     def wait_for_the_last(metrics) -> None:
         if metrics.step == STEPS // 3:
             wait_for(is_back)
+        if metrics.step == STEPS // 2:
+            wait_for(is_counted)
+
+    def tell(metrics) -> None:
+        if any("c" in outer_step.contributors for outer_step in metrics.outer_steps):
+            is_counted.touch()
 
     def die(metrics) -> None:
         if metrics.step == 5:
@@ -117,7 +124,7 @@ def come_and_go(config: TrainConfig) -> None:
     else:
         wait_for(mine.directory / "metrics-0.jsonl", num_lines=5)
         wait_for(saved)
-        train(mine, resume=True, on_start=lambda step: is_back.write_text(str(step)))
+        train(mine, resume=True, on_start=lambda step: is_back.write_text(str(step)), on_step=tell)
 
 
 @pytest.fixture(scope="module")
@@ -274,9 +281,14 @@ def test_a_launchers_processes_must_be_the_shards(config, monkeypatch):
 
 def interrupt(config: TrainConfig) -> str:
     """Replica b presses Ctrl-C; its payloads are counted, and a goes on."""
-    rank = int(os.environ["DILOCO_REPLICA"])
+    rank, has_left = int(os.environ["DILOCO_REPLICA"]), config.runs / "has-left"
+
+    def wait_for_b(metrics) -> None:
+        if metrics.step == STEPS * 3 // 8:
+            wait_for(has_left)
+
     if rank == 0:
-        train(of(config, "a"))
+        train(of(config, "a"), on_step=wait_for_b)
         return "finished"
 
     def press(metrics) -> None:
@@ -286,6 +298,7 @@ def interrupt(config: TrainConfig) -> str:
     try:
         train(of(config, "b"), on_step=press)
     except KeyboardInterrupt:
+        has_left.touch()
         return "interrupted"
     return "not interrupted"
 

@@ -5,12 +5,14 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from tests.ports import free_port
-from tests.processes import run_replicas
+from tests.processes import run_replicas, wait_for_files
 
 from diloco.errors import UserError
 from diloco.training import waiting
@@ -18,17 +20,30 @@ from diloco.training.launcher import STORE
 from diloco.training.waiting import store_with_all
 
 
-def arrive(port: int, late_rank: int, silence: float) -> list[str]:
-    """Come to the store, one process late; the sentences that this one logged meanwhile."""
+def arrive(port: int, late_rank: int, silence: float, folder: str, awaited: list[str]) -> list[str]:
+    """Come to the store, one process late, after sentences of the others; those that this one logged meanwhile."""
     rank = int(os.environ["DILOCO_REPLICA"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     waiting._SECONDS_OF_SILENCE = silence
     sentences: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: sentences.append(record.getMessage())
+
+    def emit(record: logging.LogRecord) -> None:
+        sentences.append(record.getMessage())
+        Path(folder, f"{rank}: {sentences[-1]}").touch()
+
+    def connected(*args: Any, **kwargs: Any) -> dist.Store:
+        store = tcp_store(*args, **kwargs)
+        if late_rank != 0:
+            sentences.clear()  # the first process may have listened a moment later
+        return store
+
+    handler.emit = emit
     logging.getLogger("diloco").addHandler(handler)
+    tcp_store, dist.TCPStore = dist.TCPStore, connected
     if rank == late_rank:
         time.sleep(1.0)
+        wait_for_files(*(Path(folder, sentence) for sentence in awaited))
     store = store_with_all(rank=rank, world_size=3, name_of="replica {}".format, timeout_seconds=20)
     store.set(f"ready/{rank}", "")
     if rank == 0:  # whose process holds the store
@@ -44,12 +59,14 @@ def arrive(port: int, late_rank: int, silence: float) -> list[str]:
         (2, 9.0, {0: [], 1: [], 2: []}),
     ],
 )
-def test_it_is_said_who_has_not_come(late, silence, expected):
+def test_it_is_said_who_has_not_come(late, silence, expected, tmp_path):
     port = free_port()
-    logged = run_replicas(arrive, 3, port, late, silence, joined=False)
+    expected = {replica: [one.format(port) for one in sentences] for replica, sentences in expected.items()}
+    awaited = [f"{replica}: {one}" for replica, sentences in expected.items() for one in sentences]
+    logged = run_replicas(arrive, 3, port, late, silence, str(tmp_path), awaited, joined=False)
     for replica, sentences in expected.items():
         # Another one may be late, too, where the computer is busy.
-        assert logged[replica][-1:] == [sentence.format(port) for sentence in sentences]
+        assert logged[replica][-1:] == sentences
 
 
 def arrive_again(rank: int, marks: list[str], begin: Barrier) -> list[str]:
@@ -83,7 +100,7 @@ def test_processes_that_are_started_again_meet_anew_at_the_same_store(monkeypatc
 def alone(monkeypatch, port: int) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    store_with_all(rank=0, world_size=2, name_of="replica {}".format, timeout_seconds=0.3)
+    store_with_all(rank=0, world_size=2, name_of="replica {}".format, timeout_seconds=1)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +122,7 @@ def test_an_environment_without_an_address_is_told_what_is_missing(monkeypatch, 
 
 
 def test_whoever_does_not_come_in_time_is_named(monkeypatch):
-    with pytest.raises(TimeoutError, match=r"^replica 1 did not come within 0\.3 s: start the replicas"):
+    with pytest.raises(TimeoutError, match=r"^replica 1 did not come within 1 s: start the replicas"):
         alone(monkeypatch, free_port())
 
 

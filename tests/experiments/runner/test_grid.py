@@ -138,7 +138,7 @@ def test_a_run_is_evaluated_at_a_step_of_its_own(small_corpus, tmp_path):
 
 
 SCRIPT = """
-import sys
+import sys, time
 from pathlib import Path
 from tests.experiments.runner.machines import labelled_runs
 from diloco.experiments.runner.grid import LocalMachine, run_grid
@@ -149,6 +149,8 @@ runs = [run for run in labelled_runs(corpus, output) if run.labels["kind"] in sy
 options = {"parameters": ("replica", "average")}
 for rows in run_grid(runs, output / "runs", LocalMachine(1), **options):
     write_rows(rows, output / "grid.csv")
+    if "to be killed" in sys.argv and len(rows) == 3:  # all but the run that is not over
+        time.sleep(1000)
 """
 
 
@@ -167,7 +169,10 @@ def trained(small_corpus, tmp_path_factory) -> Path:
     """A grid that was killed in its second run, and called again; beside it, that run undisturbed."""
     folder = tmp_path_factory.mktemp("grids")
     output, kinds = folder / "killed", ("first", "same", "two", "wrong")
-    with start(small_corpus, folder / "alone", "two") as alone, start(small_corpus, output, *kinds) as killed:
+    with (
+        start(small_corpus, folder / "alone", "two") as alone,
+        start(small_corpus, output, *kinds, "to be killed") as killed,
+    ):
         try:
             deadline = time.monotonic() + 200
             while not results(output) or len(list((output / "runs").glob("*/metrics-0.jsonl"))) < 2:

@@ -159,9 +159,9 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(b"GET /state.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
         assert asked.wait(10)
-    gone.set()
     answering = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
     assert answering
+    gone.set()
     for thread in answering:
         thread.join(10)
     assert capsys.readouterr().err == ""
