@@ -80,10 +80,9 @@ def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
     kept = finished_files(directory)
     assert len(kept) >= 11
     assert not (directory / "index.json").exists()
+    (directory / "train-00099.bin.0a1b2c3d.partial").touch()  # as a kill may leave one
     finish(source, directory, tokenizer)
     assert {path: finished_files(directory)[path] for path in kept} == kept
-    for path in directory.glob("*.partial"):  # of a file that a kill has cut
-        path.unlink()
     assert content(directory) == content(tmp_path / "whole")
 
 

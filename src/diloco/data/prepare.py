@@ -170,6 +170,8 @@ def _claim(output: Path, settings: PreparationSettings) -> None:
     if not (path.exists() and is_made):
         write_record(path, settings)
     _check_settings(output, settings)
+    for part in output.glob("*.partial"):  # of a process that was killed
+        part.unlink()
 
 
 def _check_settings(output: Path, settings: PreparationSettings) -> None:
