@@ -194,13 +194,13 @@ class ElasticMembership:
 
 
 def _warn_of_uncounted(rounds: ElasticRounds) -> None:
-    """Name the fragments whose last work the run did not count; the warning points to the caller's caller."""
+    """Name the fragments whose last work the run did not count; the warning points to who called the engine."""
     fragments = [p for p in range(rounds.state.num_fragments) if rounds.has_uncounted(p)]
     if fragments:
         warnings.warn(
             f"finish(flush=True) came too late for fragments {fragments}: before their payloads could be counted, "
-            f"the other replicas were more than max_stale = {rounds.rendezvous.max_stale} outer steps ahead, and the "
-            "outer parameters lack this replica's last work: call finish(flush=True) again",
+            f"the others were more than max_stale = {rounds.rendezvous.max_stale} outer steps ahead, and the outer "
+            "parameters lack this replica's last work: call finish(flush=True) again",
             stacklevel=4,
         )
 
