@@ -199,8 +199,8 @@ def _warn_of_uncounted(rounds: ElasticRounds) -> None:
     if fragments:
         warnings.warn(
             f"finish(flush=True) came too late for fragments {fragments}: before their payloads could be counted, "
-            f"the others were more than max_stale = {rounds.rendezvous.max_stale} outer steps ahead, and the outer "
-            "parameters lack this replica's last work: call finish(flush=True) again",
+            f"the others were more than max_stale = {rounds.rendezvous.max_stale} outer steps ahead, and the "
+            "outer parameters lack this replica's last work: call finish(flush=True) again",
             stacklevel=4,
         )
 
