@@ -76,7 +76,7 @@ def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
 
 
 def test_a_join_is_tried_once(tmp_path):
-    Replica(str(tmp_path / "store"))
+    first = Replica(str(tmp_path / "store"))
     exchange = diloco.StoreRendezvous(str(tmp_path / "store"), name="b")
     model = new_model()
     fragments = diloco.sequential(model, layers_per_fragment=1)
@@ -88,6 +88,8 @@ def test_a_join_is_tried_once(tmp_path):
                 schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P),
                 exchange=exchange,
             )
+    exchange.abort("the test is over")
+    first.vanish()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}])
