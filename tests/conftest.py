@@ -9,7 +9,7 @@ import signal
 # Before anything starts threads: a core for each test process, and each replica that it starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Test processes, too, begin with tests/startup/sitecustomize.py.
@@ -20,6 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
+from tests.memory import backgrounds
 from tests.servers import azurite as azurite
 from tests.servers import directory as directory
 from tests.servers import moto as moto
@@ -82,6 +83,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True
     only_quick = config.getoption("markexpr") == "not slow"
     return (only_quick and "\npytestmark = pytest.mark.slow" in collection_path.read_text()) or None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_replica_outlives_its_module() -> Iterator[None]:
+    """A replica that a test leaves in a run would ask its store for news, until the process ends."""
+    yield
+    for background in list(backgrounds()):
+        background.stop()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import sysconfig
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from tests import memory
 
 from diloco.data.corpora import content, documents, file_digest, fingerprint
 from diloco.data.readers import Document, Reading
@@ -286,10 +286,8 @@ def test_content_is_the_same_wherever_the_files_lie(tmp_path):
 def test_fields_that_are_not_kept_take_no_memory(tmp_path):
     path = tmp_path / "values.jsonl"
     path.write_bytes(b'{"text": "a", "n": [' + b"[]," * 500_000 + b"[]]}\n")
-    tracemalloc.start()
-    assert [document.text for document in documents(str(path), Reading(longest_bytes=1 << 21))] == ["a"]
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20, "500,000 lists take more than 30 MB"
-    tracemalloc.stop()
+    with memory.at_most(8 << 20):  # 500,000 lists take more than 30 MB
+        assert [document.text for document in documents(str(path), Reading(longest_bytes=1 << 21))] == ["a"]
 
 
 def test_a_dataset_that_lies_here_changes_with_its_files(tmp_path):

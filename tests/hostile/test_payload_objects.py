@@ -5,13 +5,13 @@ pytest tests/hostile/test_payload_objects.py --hostile-examples 100000    # of e
 
 import hashlib
 import json
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from hypothesis import settings
+from tests import memory
 from tests.hostile.mutations import generator, mutated_bytes, mutated_json
 
 from diloco.errors import PayloadError
@@ -111,20 +111,18 @@ def test_no_changed_payload_is_taken(signers, signed):
     signer = signers[0] if signed else NoKeys()
     header, body = payload_of()
     num_refused = num_tried = 0
-    tracemalloc.start()
-    for data, is_signed in mutated_payloads(signer):
-        num_tried += 1
-        try:
-            other = taken(data, signer.public)
-        except PayloadError as error:
-            num_refused += 1
-            assert "payloads/3/" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
-        else:
-            assert is_signed and data.endswith(body), data[:600]
-            assert replace(other, **CLAIMS) == replace(header, **CLAIMS) and other != header, other
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < MOST_BYTES and num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
+    with memory.at_most(MOST_BYTES):
+        for data, is_signed in mutated_payloads(signer):
+            num_tried += 1
+            try:
+                other = taken(data, signer.public)
+            except PayloadError as error:
+                num_refused += 1
+                assert "payloads/3/" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
+            else:
+                assert is_signed and data.endswith(body), data[:600]
+                assert replace(other, **CLAIMS) == replace(header, **CLAIMS) and other != header, other
+    assert num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
     assert taken(sealed(header, signer) + body, signer.public) == header
 
 
@@ -162,23 +160,21 @@ def test_no_changed_snapshot_is_taken_but_for_other_finite_values():
     content = b"".join(sealed_snapshot(vectors)[0])
     head = len(content) - 8 * N
     num_refused = num_tried = 0
-    tracemalloc.start()
-    for data, named in mutated_snapshots(content):
-        num_tried += 1
-        ours = {name: torch.zeros(N) for name in vectors}
-        try:
-            read_into(ours, data, name=name_of(2, 8, hashlib.sha256(named).hexdigest()))
-        except SnapshotError as error:
-            num_refused += 1
-            assert "snapshots/2/8-" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
-            assert not ours["outer"].any() and not ours["velocity"].any()
-        else:
-            # Whoever writes the log's entry can name any values.
-            assert data[:head] == content[:head] and len(data) == len(content) and named is data
-            assert all(vector.isfinite().all() for vector in ours.values())
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < MOST_BYTES and num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.7 * num_tried
+    with memory.at_most(MOST_BYTES):
+        for data, named in mutated_snapshots(content):
+            num_tried += 1
+            ours = {name: torch.zeros(N) for name in vectors}
+            try:
+                read_into(ours, data, name=name_of(2, 8, hashlib.sha256(named).hexdigest()))
+            except SnapshotError as error:
+                num_refused += 1
+                assert "snapshots/2/8-" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
+                assert not ours["outer"].any() and not ours["velocity"].any()
+            else:
+                # Whoever writes the log's entry can name any values.
+                assert data[:head] == content[:head] and len(data) == len(content) and named is data
+                assert all(vector.isfinite().all() for vector in ours.values())
+    assert num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.7 * num_tried
 
 
 def state_after_norms() -> RunState:

@@ -5,7 +5,6 @@ pytest tests/hostile/test_shares.py --hostile-examples 100000    # of each kind,
 
 import json
 import random
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from tests import memory
 from tests.hostile.mutations import mutated_bytes, mutated_json
 from tests.rendezvous.shares import CutStep, N, R
 from tests.wire import reference as wire_reference
@@ -53,15 +53,15 @@ def taken(step: CutStep, header: Header, share: int, data: bytes) -> Tensor:
 
 def test_no_changed_share_is_taken(step: CutStep) -> None:
     rng, header = random.Random(1), step.headers[0]
-    tracemalloc.start()
-    for _ in range(NUM_EXAMPLES):
-        share = rng.randrange(R)
-        data = step.sent[0][share].numpy().tobytes()
-        if (changed := mutated_bytes(data, rng)) != data:
-            with pytest.raises(PayloadError, match=f"payload payloads/0/00000001-{share} can't be used: its body"):
-                taken(step, header, share, changed)
-    assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    tracemalloc.stop()
+    with memory.at_most(MOST_BYTES):
+        for _ in range(NUM_EXAMPLES):
+            share = rng.randrange(R)
+            data = step.sent[0][share].numpy().tobytes()
+            if (changed := mutated_bytes(data, rng)) != data:
+                with pytest.raises(
+                    PayloadError, match=f"payload payloads/0/00000001-{share} can't be used: its body"
+                ):
+                    taken(step, header, share, changed)
     assert torch.equal(taken(step, header, 0, step.sent[0][0].numpy().tobytes()), step.sent[0][0])
 
 
@@ -177,22 +177,20 @@ def test_no_changed_average_is_taken_but_for_other_claims(step: CutStep) -> None
     """A member can claim to have left somebody out, and a norm within 0.1 %: a replay finds out."""
     header, payload = step.made(1)
     num_refused = num_tried = 0
-    tracemalloc.start()
-    for data, is_signed in mutated_averages(step):
-        num_tried += 1
-        try:
-            other, body = step.opened(data, 1)
-        except PayloadError as error:
-            num_refused += 1
-            text = str(error)
-            assert "average averages/0000000003/1" in text and "\n" not in text and len(text) < 1000, error
-        else:
-            assert is_signed and torch.equal(body, payload)
-            claims: AverageHeader = replace(other, left_out=header.left_out, norm=header.norm)
-            assert claims == header != other
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < MOST_BYTES and num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
+    with memory.at_most(MOST_BYTES):
+        for data, is_signed in mutated_averages(step):
+            num_tried += 1
+            try:
+                other, body = step.opened(data, 1)
+            except PayloadError as error:
+                num_refused += 1
+                text = str(error)
+                assert "average averages/0000000003/1" in text and "\n" not in text and len(text) < 1000, error
+            else:
+                assert is_signed and torch.equal(body, payload)
+                claims: AverageHeader = replace(other, left_out=header.left_out, norm=header.norm)
+                assert claims == header != other
+    assert num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
 
 
 def test_an_average_of_another_kind_signer_or_share_is_not_taken(step: CutStep) -> None:
