@@ -10,7 +10,7 @@ from diloco.rendezvous.background import Background
 
 @contextmanager
 def at_most(num_bytes: int) -> Iterator[None]:
-    """Fail if the objects made in this context take so many bytes at any time.
+    """Fail if the objects made in this context take `num_bytes` or more at any time.
 
     No request to a store may be under way: one that ends while tracing stops crashes Python (CPython's gh-128679,
     mended in 3.12.9 and 3.13.2).

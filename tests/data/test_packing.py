@@ -81,7 +81,9 @@ def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, source):
     assert len(kept) >= 11
     assert not (directory / "index.json").exists()
     (directory / "train-00099.bin.0a1b2c3d.partial").touch()  # as a kill may leave one
+    (directory / "somebody.else's.partial").touch()
     finish(source, directory, tokenizer)
+    (directory / "somebody.else's.partial").unlink()
     assert {path: finished_files(directory)[path] for path in kept} == kept
     assert content(directory) == content(tmp_path / "whole")
 

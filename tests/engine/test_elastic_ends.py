@@ -168,8 +168,12 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
 
     slow.exchange._store.create = held_create
     is_held.set()
-    with ThreadPoolExecutor(1) as thread, pytest.warns(UserWarning, match="came too late for fragments") as warned:
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.warns(UserWarning, match="lack this replica's last work on fragments") as warned,
+    ):
         flushed = thread.submit(slow.engine.finish, flush=True)
+        until(lambda: set(rounds.in_flight) == set(range(P)), fast)
         num_rounds = max(slow.rounds) + 8
         until(lambda: min(fast.rounds) >= num_rounds, fast)
         is_held.clear()

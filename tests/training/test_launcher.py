@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import signal
@@ -12,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from tests.sockets import family_of, listening
 
-from diloco.training.ancestor import SIGNALS, on_signal
+from diloco.training import ancestor
+from diloco.training.ancestor import SIGNALS, import_modules, on_signal
 from diloco.training.launcher import STORE, _explain
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe
@@ -132,3 +134,18 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_imports_leave_the_collector_as_it_was(is_enabled, monkeypatch):
+    states = []
+    monkeypatch.setattr(ancestor, "import_module", lambda name: states.append(gc.isenabled()) or 1 / len(name))
+    if not is_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            import_modules(["torch", ""])
+        assert gc.isenabled() == is_enabled and states == [False, False] and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -162,16 +162,15 @@ def _lock(output: Path, report: ProgressCallback) -> Iterator[None]:
 
 
 def _claim(output: Path, settings: PreparationSettings) -> None:
-    path = output / SETTINGS_FILE
-    is_made = any(file.name not in ("lock", SETTINGS_FILE) for file in output.iterdir())
-    names = (INDEX_FILE, *FILES, *(f"{split}-*" for split in SPLITS))
+    path, names = output / SETTINGS_FILE, (INDEX_FILE, *FILES, *(f"{split}-*" for split in SPLITS))
     if not path.exists() and any(any(output.glob(name)) for name in names):
         raise UserError(f"{output} holds files of another preparation: name another output", "output")
-    if not (path.exists() and is_made):
+    for name in (SETTINGS_FILE, *names):
+        for part in output.glob(f"{name.removesuffix('*')}*.partial"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+    if not path.exists() or all(file.name in ("lock", SETTINGS_FILE) for file in output.iterdir()):
         write_record(path, settings)
     _check_settings(output, settings)
-    for part in output.glob("*.partial"):  # of a process that was killed
-        part.unlink()
 
 
 def _check_settings(output: Path, settings: PreparationSettings) -> None:

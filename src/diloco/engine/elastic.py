@@ -1,6 +1,5 @@
 """A replica among others that come and go: when it offers a fragment, what resumes, how it ends."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +103,6 @@ class ElasticMembership:
                 if rounds.has_uncounted(p):
                     rounds.send(p)
             merged += self._drained()
-            _warn_of_uncounted(rounds)
         return merged
 
     def _drained(self) -> tuple[OuterStep, ...]:
@@ -191,18 +189,6 @@ class ElasticMembership:
                     own.add_(part_n.view(own.shape))
         self._translation.clear()
         self._then.clear()
-
-
-def _warn_of_uncounted(rounds: ElasticRounds) -> None:
-    """Name the fragments whose last work the run did not count; the warning points to who called the engine."""
-    fragments = [p for p in range(rounds.state.num_fragments) if rounds.has_uncounted(p)]
-    if fragments:
-        warnings.warn(
-            f"finish(flush=True) came too late for fragments {fragments}: before their payloads could be counted, "
-            f"the others were more than max_stale = {rounds.rendezvous.max_stale} outer steps ahead, and the "
-            "outer parameters lack this replica's last work: call finish(flush=True) again",
-            stacklevel=4,
-        )
 
 
 def accepted_of(rounds: ReplicaRounds, run: str, state: object) -> dict[str, Any]:

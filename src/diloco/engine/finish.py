@@ -46,3 +46,14 @@ def warn_of_unsent(rounds: ReplicaRounds) -> None:
             "finish(flush=True), or choose a smaller sync_every",
             stacklevel=3,
         )
+
+
+def warn_of_uncounted(rounds: ReplicaRounds) -> None:
+    """Name the fragments whose last work no outer step has counted; the warning points to the caller's caller."""
+    fragments = [p for p in range(len(rounds.last_sent)) if rounds.has_uncounted(p)]
+    if fragments:
+        warnings.warn(
+            f"the outer parameters lack this replica's last work on fragments {fragments}: its payloads were more "
+            "than max_stale outer steps late, or left out for their norms; call finish(flush=True) again",
+            stacklevel=3,
+        )

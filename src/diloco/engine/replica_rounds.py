@@ -88,6 +88,10 @@ class ReplicaRounds:
         """Whether Θ_p is the initial one, as far as this replica's sends say."""
         return not self.last_sent[p]
 
+    def has_uncounted(self, p: int) -> bool:
+        """Whether a fragment has work that no payload on the way tells; a fixed group counts all payloads."""
+        return False
+
     def expect_next(self) -> None:
         """Announce the fragment that is used next, if that is known."""
 

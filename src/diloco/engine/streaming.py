@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diloco.engine.arguments import check_exchange, check_model, settings_of
 from diloco.engine.attach import Attachment, attached
-from diloco.engine.finish import warn_of_unsent
+from diloco.engine.finish import warn_of_uncounted, warn_of_unsent
 from diloco.engine.masters import Masters
 from diloco.engine.member import member
 from diloco.engine.model_loads import ModelLoads
@@ -166,7 +166,8 @@ class StreamingDiLoCo(EngineView):
 
         Args:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
-                work of all. Without it, a warning names the fragments that were never sent.
+                work of all; a warning names the fragments of which it does not. Without it, a warning names those
+                that were never sent.
         """
         self._check_going_on()
         if flush and self._loads.pending:
@@ -174,6 +175,8 @@ class StreamingDiLoCo(EngineView):
         with self._whole():
             merged = self._membership.finish(flush=flush)
         warn_of_unsent(self._rounds)
+        if flush:
+            warn_of_uncounted(self._rounds)
         return merged
 
     def adopt(self) -> None:

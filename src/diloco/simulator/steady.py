@@ -37,7 +37,7 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_c
     history = [start_SxB]
     for num_periods in range(1, _LEAPS_AFTER[-1] + 10 * longest_cycle + 200):
         next_SxB = period(history[-1])
-        for cycle in _likely_cycles(next_SxB, history[: -longest_cycle - 1 : -1]):
+        for cycle in _likely_cycles(next_SxB, history[: -longest_cycle - 1 : -1], np.isnan(rate_B)):
             grown_SxB = next_SxB - history[-cycle]
             settled_B = np.isnan(rate_B) & (np.ptp(grown_SxB, axis=0) <= 1e-11 * grown_SxB.max(0))
             rate_B[settled_B] = grown_SxB[0, settled_B] / cycle
@@ -55,12 +55,12 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_c
 _LEAPS_AFTER = (2, 5, 10, 20, 40, 80)
 
 
-def _likely_cycles(next_SxB: Times, recent: Sequence[Times]) -> NDArray[np.intp]:
-    """Numbers of periods, at most those of `recent`, over which the first and the last time have grown equally."""
+def _likely_cycles(next_SxB: Times, recent: Sequence[Times], is_open_B: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Numbers of periods over which the first and the last time have grown equally, where λ is still open."""
     ends = slice(None, None, max(len(next_SxB) - 1, 1))
     grown_Cx2xB = next_SxB[ends] - np.array([earlier_SxB[ends] for earlier_SxB in recent])
     equal_CxB = np.abs(grown_Cx2xB[:, 0] - grown_Cx2xB[:, -1]) <= 2e-11 * np.abs(grown_Cx2xB[:, 0])
-    return 1 + np.flatnonzero(equal_CxB.any(1))
+    return 1 + np.flatnonzero(equal_CxB[:, is_open_B].any(1))
 
 
 def _leap(x_SxB: Times, grown_SxB: Times) -> Times:

@@ -88,13 +88,15 @@ def import_modules(names: Iterable[str]) -> None:
 
     What this process holds then is left out of later collections, also of its children's.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         for name in names:
             import_module(name)
     finally:
-        gc.enable()
         gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def end_with_parent() -> None:
