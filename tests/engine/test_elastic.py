@@ -38,6 +38,19 @@ def counted(replica: Replica) -> list[int]:
     return [log.last_seq.get(replica.exchange.replica, -1) for log in replica.exchange.state.fragments]
 
 
+def held_payloads(replica: Replica) -> threading.Event:
+    """Hold back a replica's payloads until the event is set."""
+    create, may_upload = replica.exchange._store.create, threading.Event()
+
+    async def held_create(name: str, data, **limits):
+        while name.startswith("payloads/") and not may_upload.is_set():
+            await asyncio.sleep(0.01)
+        return await create(name, data, **limits)
+
+    replica.exchange._store.create = held_create
+    return may_upload
+
+
 def uncounted(replica: Replica) -> list[np.ndarray]:
     """Θ − θ, by fragment."""
     return [outer_p - theta_p for outer_p, theta_p in zip(replica.outer(), replica.theta(), strict=True)]
@@ -134,20 +147,14 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     settings = {"snapshot_rounds": 2, "max_stale": 1000}
     fast = Replica(str(tmp_path), name="fast", patience=0, **settings)
     slow = Replica(str(tmp_path), name="slow", **settings)
-    rounds, create, is_slow = slow.engine._rounds, slow.exchange._store.create, threading.Event()
+    rounds = slow.engine._rounds
     until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
-
-    async def slow_create(name: str, data, **limits):
-        while name.startswith("payloads/") and not is_slow.is_set():
-            await asyncio.sleep(0.01)
-        return await create(name, data, **limits)
-
-    slow.exchange._store.create = slow_create
+    may_upload = held_payloads(slow)
     until(lambda: 0 in rounds.in_flight, slow)
     flight = rounds.in_flight[0]
     num_rounds = max(slow.rounds) + 12
     until(lambda: min(fast.rounds) >= num_rounds, fast)
-    is_slow.set()
+    may_upload.set()
     until(lambda: fast.exchange.last_counted(1, 0) == flight.seq, fast)
     together = fast.exchange.state.fragments[0].since[-1].body.contributions
     assert [counted.replica for counted in together] == [0, 1]

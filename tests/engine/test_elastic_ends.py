@@ -1,8 +1,6 @@
 """The end of a replica among others when something is wrong with it, while the others go on."""
 
-import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ from pathlib import Path
 import obstore
 import pytest
 from obstore.exceptions import GenericError
-from tests.engine.test_elastic import counted, until
+from tests.engine.test_elastic import counted, held_payloads, until
 from tests.rendezvous.replicas import P, Replica, new_model
 
 from diloco.cli.main import main
@@ -158,16 +156,9 @@ def test_who_leaves_does_not_wait_for_a_store_that_is_gone(tmp_path, monkeypatch
 
 def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> None:
     fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
-    rounds, create, is_held = slow.engine._rounds, slow.exchange._store.create, threading.Event()
+    rounds = slow.engine._rounds
     until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
-
-    async def held_create(name: str, data, **limits):
-        while name.startswith("payloads/") and is_held.is_set():
-            await asyncio.sleep(0.01)
-        return await create(name, data, **limits)
-
-    slow.exchange._store.create = held_create
-    is_held.set()
+    may_upload = held_payloads(slow)
     with (
         ThreadPoolExecutor(1) as thread,
         pytest.warns(UserWarning, match="lack this replica's last work on fragments") as warned,
@@ -176,7 +167,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
         until(lambda: set(rounds.in_flight) == set(range(P)), fast)
         num_rounds = max(slow.rounds) + 8
         until(lambda: min(fast.rounds) >= num_rounds, fast)
-        is_held.clear()
+        may_upload.set()
         until(flushed.done, fast)
         flushed.result()
     assert str(list(range(P))) in str(warned[0].message)

@@ -166,8 +166,8 @@ class StreamingDiLoCo(EngineView):
 
         Args:
             flush: then send and merge every fragment once more, so that Θ, which is what to ship, holds the last
-                work of all; a warning names the fragments of which it does not. Without it, a warning names those
-                that were never sent.
+                work of all. A warning names the fragments whose last work was not counted, or, without `flush`,
+                those that were never sent.
         """
         self._check_going_on()
         if flush and self._loads.pending:
