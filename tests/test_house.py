@@ -57,6 +57,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cli/report.py": "cli/test_finished_runs.py",
     "cli/scaling.py": "scaling/test_prediction.py",
     "data/hugging_face.py": "training/test_export.py",
+    "engine/decided.py": "engine/test_elastic_shards.py",
     "engine/encoded.py": "engine/test_device_lane.py",
     "engine/phases.py": "engine/test_rounds.py",
     "engine/view.py": "engine/test_streaming.py",

@@ -64,6 +64,26 @@ def test_payloads_that_are_refused_are_left_out():
     assert may_decide(log.state, 0, here, 0, overlap_over=True, patience_over=True) == (here[0],)
 
 
+def test_until_its_patience_is_over_a_replica_writes_only_what_another_confirms():
+    log = Log(num_fragments=1).join("a", "b", "c").rounds(2, 0, 1, 2)
+    newest = {replica: log.contribution(replica) for replica in range(3)}
+    late = {replica: log.contribution(replica, base_round=1) for replica in range(3)}
+
+    def counted_replicas(own: int, here, *, patience_over: bool = False):
+        chosen = may_decide(log.state, 0, here, own, overlap_over=True, patience_over=patience_over)
+        return chosen and [contribution.replica for contribution in chosen]
+
+    for here in ({0: newest[0], 1: late[1]}, {0: newest[0], 1: late[1], 2: late[2]}):
+        assert counted_replicas(0, here) is None, "its own payload alone is new"
+        assert counted_replicas(1, here) == sorted(here), "what another writes is confirmed"
+        assert counted_replicas(0, here, patience_over=True) == sorted(here)
+    assert counted_replicas(0, late) is None, "nobody has told the newest parameters"
+    assert counted_replicas(0, {0: newest[0], 1: newest[1], 2: late[2]}) == [0, 1, 2]
+    log.add(Leave(finished=False), 1)
+    log.add(Leave(finished=False), 2)
+    assert counted_replicas(0, {0: newest[0], 1: late[1]}) == [0, 1], "nobody else can write"
+
+
 OURS, THEIRS = "0" * 16, "f" * 16
 
 

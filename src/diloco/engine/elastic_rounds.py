@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diloco.engine import observe
+from diloco.engine import decided, observe
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
 from diloco.errors import DisagreementError, ExchangeError
@@ -27,13 +27,10 @@ from diloco.outer.mixing import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep
 from diloco.outer.take import merge_in_place
 from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average, add_up
 from diloco.rendezvous import snapshots
-from diloco.rendezvous.averages import joined
-from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
+from diloco.rendezvous.contract import Decision, Form, Joined, Offer, Rendezvous, StoredSnapshot
 from diloco.rendezvous.verify import norms_of
 from diloco.schedule import Sync
-from diloco.wire.payload import Key
 
 _MOST_SECONDS = 0.05
 """Time after which the decisions that are left wait for the next inner step."""
@@ -78,14 +75,20 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
-        self.bases = [self.state.digest(p) for p in range(num_fragments)]
-        """Digest of each Θ_p."""
+        kinds = (OUTER, *self.settings.outer.slots)
+        self.digests = [{kind: self.state.digest(p, kind) for kind in kinds} for p in range(num_fragments)]
+        """For each fragment the digests of Θ and of the slots, as the last outer step left them."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
 
     @property
     def replica(self) -> int:
         """This replica's number in the run."""
         return self.rendezvous.replica
+
+    @property
+    def bases(self) -> list[int]:
+        """The digest of each Θ_p."""
+        return [digests[OUTER] for digests in self.digests]
 
     @property
     def uncounted_tokens(self) -> float:
@@ -112,12 +115,11 @@ class ElasticRounds(ReplicaRounds):
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""
-        kinds = (OUTER, *self.settings.outer.slots)
-        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in kinds}
+        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in self.digests[p]}
         snapshots.read_into(vectors, stored.data, name=stored.name)
         for kind, vector_N in vectors.items():
             self.state.use(kind, p).copy_(vector_N)
-            self.state.keep(kind, p)
+            self.keep(kind, p)
         self._applied(p, stored.round)
 
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
@@ -149,7 +151,7 @@ class ElasticRounds(ReplicaRounds):
         """Encode a fragment's outer gradient and offer it."""
         key, tau = self.form.key(p, self.rounds[p], self.replica), self.settings.schedule.overlap(0)
         with self.record.encoding():
-            self.check_outer_parameters(p, self.bases[p])
+            self.check_unchanged(p, OUTER, self.bases[p])
             self.check_parameters((p,))
             # A payload a share: each share is addressed to one of so many.
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
@@ -218,7 +220,8 @@ class ElasticRounds(ReplicaRounds):
         p, entry = decision.fragment, f"step {self.num_steps}: entry {decision.number} of the log"
         if decision.round != self.rounds[p] + 1:
             raise ExchangeError(f"{entry} is round {decision.round} of fragment {p} after round {self.rounds[p]}")
-        self.check_outer_parameters(p, self.bases[p])
+        for kind, digest in self.digests[p].items():
+            self.check_unchanged(p, kind, digest)
         if decision.before != self.bases[p]:
             raise DisagreementError(
                 f"{entry}: the outer parameters of fragment {p} before round {decision.round} are not those of "
@@ -230,7 +233,7 @@ class ElasticRounds(ReplicaRounds):
             return self._jump(decision, content, mixing)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
-            average = _average(self.form, decision, content, to_N)
+            average = decided.average(self.form, decision, content, to_N)
         flight = self.in_flight.get(p) if decision.is_own else None
         sync = Sync(p, decision.round, self.num_steps if flight is None else flight.step)
         self.take(sync, average, decision.cohort, mixing)
@@ -240,10 +243,16 @@ class ElasticRounds(ReplicaRounds):
         self.bytes_received += content.bytes_received
         self.bytes_sent += content.bytes_sent
         if decision.with_snapshot:
-            kinds = (OUTER, *self.settings.outer.slots)
-            vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
+            vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in self.digests[p]}
             self.rendezvous.snapshot(p, decision.round, vectors)
-        return self._described(decision, content, sync)
+        makers = decided.remade(self.form, decision, content, self.parameters.device)
+        return observe.described(sync, 0.0, *makers, self.parameters.spans[p], self._shard_group, decision.cohort)
+
+    def keep(self, kind: str, p: int) -> None:
+        """Take a vector that was changed back to where it lives, and note its digest."""
+        super().keep(kind, p)
+        if kind in self.digests[p]:
+            self.digests[p][kind] = self.state.digest(p, kind)
 
     def _count(self, p: int, flight: Flight) -> None:
         """Note that an own payload was counted."""
@@ -254,28 +263,10 @@ class ElasticRounds(ReplicaRounds):
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self.bases[p] = self.state.digest(p)
         self.rendezvous.applied(p, round, self.bases[p])
         flight = self.in_flight.get(p)
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
             del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work
-
-    def _described(self, decision: Decision, content: Content, sync: Sync) -> OuterStep:
-        """The outer step for logs."""
-        size, device = self.form.sizes[decision.fragment], self.parameters.device
-
-        def make_average() -> Tensor:
-            return _average(self.form, decision, content, torch.empty(size, device=device)).divided()
-
-        def make_deltas() -> Iterator[Tensor]:
-            for key in _keys(self.form, decision):
-                if content.payloads:  # with averages nobody has all payloads
-                    to_N = torch.empty(size, device=device)
-                    yield self.form.codec.decode_into(to_N, content.payloads[key.replica], key)
-
-        spans = self.parameters.spans[decision.fragment]
-        cohort = decision.cohort
-        return observe.described(sync, 0.0, make_average, make_deltas, spans, self._shard_group, cohort)
 
 
 def _is_counted(rounds: ElasticRounds, p: int, flight: Flight, *, by_round: int) -> bool:
@@ -283,14 +274,3 @@ def _is_counted(rounds: ElasticRounds, p: int, flight: Flight, *, by_round: int)
     rendezvous = rounds.rendezvous
     is_counted = rendezvous.last_counted(rounds.replica, p) >= flight.seq
     return is_counted and rendezvous.last_round(rounds.slot, p) <= by_round
-
-
-def _average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:
-    if content.averages:
-        return joined(form, decision.fragment, decision.round, decision.cohort, content.averages, to_N)
-    return add_up(form.codec, content.payloads, to_N, _keys(form, decision), decision.cohort)
-
-
-def _keys(form: Form, decision: Decision) -> list[Key]:
-    bases = decision.base_rounds
-    return [form.key(decision.fragment, bases[m], m) for m in decision.cohort.members]

@@ -110,16 +110,17 @@ class ReplicaRounds:
         except UserError as error:
             raise UserError(f"step {self.num_steps}: {error}") from None
 
-    def check_outer_parameters(self, p: int, base: int) -> None:
-        """Refuse a Θ_p that its last outer step did not leave so, before anybody else hears of it.
+    def check_unchanged(self, p: int, kind: str, digest: int) -> None:
+        """Refuse a vector that the last outer step did not leave so, before anybody else hears of it.
 
         Raises:
-            DisagreementError: if its digest is not `base`.
+            DisagreementError: if it has another digest.
         """
-        if self.state.digest(p) != base:
+        if self.state.digest(p, kind) != digest:
+            name = "outer parameters" if kind == OUTER else f"{kind} of the outer parameters"
             raise DisagreementError(
-                f"step {self.num_steps}: the outer parameters of fragment {p} are not those that the last outer "
-                "step left: this computer's memory changed; nothing was sent or merged: start this replica again"
+                f"step {self.num_steps}: the {name} of fragment {p} are not those that the last outer step left: "
+                "this computer's memory changed; nothing was sent or merged: start this replica again"
             )
 
     def encode(self, p: int, key: Key, cohort: Cohort, *, base: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -195,7 +196,11 @@ class ReplicaRounds:
     def keep_error(self, p: int, error_N: Tensor) -> None:
         """Take the error that a payload leaves."""
         self.state.use(ERROR, p).copy_(error_N)
-        self.state.keep(ERROR, p)
+        self.keep(ERROR, p)
+
+    def keep(self, kind: str, p: int) -> None:
+        """Take a vector that was changed back to where it lives."""
+        self.state.keep(kind, p)
 
     def take(self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule) -> None:
         """Take an outer step of a fragment, and merge it."""
@@ -220,7 +225,7 @@ class ReplicaRounds:
 
         yield FragmentState(use)
         for kind in used:
-            self.state.keep(kind, p)
+            self.keep(kind, p)
 
 
 def outer_state(settings: Settings, parameters: FragmentParameters, *, offload: bool) -> OuterState:

@@ -90,11 +90,11 @@ class OuterState:
         self._visiting.clear()
         return self._home[kind]
 
-    def digest(self, fragment: int) -> int:
-        """The digest of Θ_p where it lives, by which replicas compare it."""
+    def digest(self, fragment: int, kind: str = OUTER) -> int:
+        """The digest of a vector where it lives; by that of Θ_p replicas compare it."""
         if self._stream is not None:
             self._stream.synchronize()  # what `keep` took home is there
-        return outer_digest(self._home[OUTER][fragment])
+        return outer_digest(self._home[kind][fragment])
 
     def num_elements(self, fragment: int) -> int:
         """N."""

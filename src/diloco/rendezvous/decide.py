@@ -19,10 +19,15 @@ def may_decide(
 ) -> tuple[Contribution, ...] | None:
     """The contributions of the fragment's next outer entry, if this replica may write it now; None if not yet.
 
+    The entry says what Θ_p is before it, and whoever has another Θ_p ends. So until its patience is over a replica
+    writes only if a payload of another one was taken against the same newest Θ_p. Where the others' are older than
+    its own, they can write.
+
     Args:
         state: after all entries.
         fragment: p.
-        here: for each replica its newest payload of the fragment that was verified here.
+        here: for each replica its newest payload of the fragment that was verified here, and taken against the
+            run's Θ_p.
         own: this replica.
         overlap_over: whether τ own inner steps have passed since its own send.
         patience_over: whether τ + patience have.
@@ -33,8 +38,13 @@ def may_decide(
         return None
     active = state.active
     is_whole = replicas.issuperset(active)
-    is_majority = 2 * len(replicas.intersection(active)) > len(active)
-    if is_whole or (state.rules.quorum == "majority" and (patience_over or (overlap_over and is_majority))):
+    may_lack_some = state.rules.quorum == "majority"
+    is_enough = is_whole or (
+        may_lack_some and overlap_over and 2 * len(replicas.intersection(active)) > len(active)
+    )
+    newest = state.fragments[fragment].round
+    is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
+    if (is_enough and is_confirmed) or (may_lack_some and patience_over):
         return tuple(usable)
     return None
 
