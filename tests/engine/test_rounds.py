@@ -241,7 +241,7 @@ def damaged_payloads(combine: str, replica: int, byte: int, num_steps: int = 1) 
     """Replica `replica` sends payloads with a byte changed; the first error."""
     model = torch.nn.Linear(300, 1)
     torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
-    exchange = diloco.ProcessGroupExchange(timeout_seconds=5)
+    exchange = diloco.ProcessGroupExchange(timeout_seconds=20)
     start = exchange.start
 
     def start_damaged(payloads, tag):

@@ -62,8 +62,6 @@ class Replica:
             error_feedback=error_feedback,
             exchange=self.exchange,
         )
-        self.longest_seconds = 0.0
-        """The longest call of `engine.step()`."""
         self.rounds = [log.round for log in self.exchange.state.fragments]
         """The round of each fragment of the Θ that `outer()` gives."""
         self.progress = [np.zeros(len(theta_p)) for theta_p in theta0()]
@@ -76,10 +74,7 @@ class Replica:
         for progress, old, new in zip(self.progress, before, self.theta(), strict=True):
             progress += new.astype(np.float64) - old
         time.sleep(pause_seconds)
-        start = time.perf_counter()
-        outer_steps = self.engine.step(tokens=tokens)
-        self.longest_seconds = max(self.longest_seconds, time.perf_counter() - start)
-        return self.seen(outer_steps)
+        return self.seen(self.engine.step(tokens=tokens))
 
     def seen(self, outer_steps: tuple[diloco.OuterStep, ...]) -> tuple[diloco.OuterStep, ...]:
         """Note the rounds that were taken."""
@@ -119,8 +114,10 @@ class Plan:
     """The number of the entry with which it starts, once the log has it."""
     kill_at: int = 0
     """The step from which on it kills itself with SIGKILL, once the log has counted it; 0 for never."""
-    stops: tuple[str, int, int] | None = None
-    """The replica that it stops with SIGSTOP, after which step, and the step after which that one goes on."""
+    stops: tuple[str, int] | None = None
+    """The replica that it stops (SIGSTOP) after a step, and that step; it goes on when `lively` were counted."""
+    lively: tuple[str, ...] = ()
+    """The replicas, itself among them, that outer entries must count while the other one is stopped."""
     clock_hours: float = 0.0
     """The error of the process's clock."""
     settings: dict = field(default_factory=dict)
@@ -134,8 +131,10 @@ class Outcome:
     num_steps: int
     rounds: list[int]
     outer: list[np.ndarray]
-    longest_seconds: float
-    blocked_seconds: float
+    sent_steps: list[int]
+    """The step of the last send of each fragment."""
+    counted_steps: list[int]
+    """The step of the last send of each fragment that was counted."""
     uncounted_tokens: float
     failure: str | None
 
@@ -155,9 +154,8 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
             replica.step(tokens=plan.tokens, pause_seconds=plan.step_seconds)
             if plan.kill_at and t >= plan.kill_at and any(steps for _, steps in replica.engine._rounds.counted):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if plan.stops is not None and t in plan.stops[1:]:
-                number = signal.SIGSTOP if t == plan.stops[1] else signal.SIGCONT
-                os.kill(int(Path(folder, f"{plan.stops[0]}.pid").read_text()), number)
+            if plan.stops is not None and t == plan.stops[1]:
+                step_while_stopped(replica, int(Path(folder, f"{plan.stops[0]}.pid").read_text()), plan)
         replica.finish()
     except DilocoError as error:
         failure = str(error)
@@ -166,11 +164,27 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
         num_steps=replica.engine.num_steps,
         rounds=replica.rounds,
         outer=replica.outer(),
-        longest_seconds=replica.longest_seconds,
-        blocked_seconds=replica.engine.blocked_seconds,
+        sent_steps=list(replica.engine._rounds.last_sent),
+        counted_steps=[steps for _, steps in replica.engine._rounds.counted],
         uncounted_tokens=replica.engine.uncounted_tokens,
         failure=failure,
     )
+
+
+def step_while_stopped(replica: Replica, pid: int, plan: Plan) -> None:
+    """Stop a process, and take inner steps until each lively replica was counted once more, or has left."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        before = {member.name: member.steps for member in replica.exchange.state.members}
+        waiting, deadline = set(plan.lively), time.monotonic() + 20
+        while waiting:
+            assert time.monotonic() < deadline, f"{waiting} wait for {plan.stops}"
+            replica.step(tokens=plan.tokens, pause_seconds=plan.step_seconds)
+            for member in replica.exchange.state.members:
+                if member.left or member.steps > before.get(member.name, 0):
+                    waiting.discard(member.name)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def wait_for_entry(url: str, number: int) -> None:

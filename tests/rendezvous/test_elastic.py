@@ -29,9 +29,10 @@ def numbers(run: Replayed, replica: int) -> list[int]:
 
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(combine: str, tmp_path) -> None:
+    lively = ("stopper", "slow", "joiner")
     outcomes, run = lives(
         tmp_path,
-        Plan(name="stopper", stops=("stopped", 30, 90), clock_hours=-1000.0),
+        Plan(name="stopper", stops=("stopped", 30), lively=lively, clock_hours=-1000.0),
         Plan(name="stopped"),
         Plan(name="killed", kill_at=40, settings={"overlap_steps": 1}),
         Plan(name="slow", num_steps=50, step_seconds=0.01),
@@ -44,7 +45,7 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     for outcome in (outcomes[i] for i in (0, 1, 3, 4)):
         assert outcome is not None and outcome.failure is None
         assert numbers(run, outcome.replica), f"{names[outcome.replica]} was never counted"
-        assert outcome is outcomes[1] or outcome.longest_seconds < 4, "nobody waits for who is dead or stopped"
+        assert outcome is outcomes[1] or outcome.counted_steps == outcome.sent_steps, "what was sent was counted"
     killed = names.index("killed")
     for c in run.contributions:
         per_step = 24 if names[c["replica"]] == "joiner" else 8
@@ -53,7 +54,8 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
     slow, steady = (names.index(name) for name in ("slow", "stopper"))
     assert sum(run.contributions[i]["steps"] for i in numbers(run, slow)) <= 3 * 50
     num_counted = sum(run.contributions[i]["steps"] for i in numbers(run, steady))
-    assert outcomes[0] is not None and num_counted == pytest.approx(3 * (120 - outcomes[0].uncounted_tokens / 8))
+    assert outcomes[0] is not None and outcomes[0].num_steps >= 120
+    assert num_counted == pytest.approx(3 * (outcomes[0].num_steps - outcomes[0].uncounted_tokens / 8))
     if combine == "gather":  # with averages a round takes longer, the more so on a busy machine
         parts = [run.contributions[i] for i in numbers(run, steady)]
         assert all(sum(c["steps"] for c in parts if c["fragment"] == p) >= 60 for p in range(P))

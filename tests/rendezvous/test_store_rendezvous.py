@@ -2,12 +2,15 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step
+from tests.memory import backgrounds
 from tests.processes import run_replicas
+from tests.rendezvous.replicas import Replica
 from torch import nn
 
 import diloco
@@ -80,3 +83,14 @@ def test_fixed_members_end_with_the_bits_of_a_process_group(size: int, tmp_path)
         for by_gloo, by_store in pairs:
             assert by_gloo == by_store
     assert len({pairs[0][0][0] for pairs in everyones}) == 1
+
+
+@pytest.mark.parametrize("end", [Replica.finish, Replica.vanish])
+def test_no_thread_is_left_when_a_replica_has_left_or_ended(end: Callable[[Replica], None], tmp_path) -> None:
+    replica = Replica(str(tmp_path))
+    background = replica.exchange._background
+    assert background in list(backgrounds())
+    for _ in range(20):
+        replica.step()
+    end(replica)
+    assert background not in list(backgrounds())
