@@ -59,6 +59,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "data/hugging_face.py": "training/test_export.py",
     "engine/decided.py": "engine/test_elastic_shards.py",
     "engine/encoded.py": "engine/test_device_lane.py",
+    "engine/kept.py": "engine/test_elastic_ends.py",
     "engine/phases.py": "engine/test_rounds.py",
     "engine/view.py": "engine/test_streaming.py",
     "exchange/board.py": "hostile/test_frames.py",

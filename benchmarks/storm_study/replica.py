@@ -126,7 +126,7 @@ class Meter:
             before = self._rounds or [-1] * len(rounds.rounds)
             for p, (old, new) in enumerate(zip(before, rounds.rounds, strict=True)):
                 if old != new:
-                    self._outer.append((p, new, f"{rounds.bases[p]:016x}"))
+                    self._outer.append((p, new, f"{rounds.kept.base(p):016x}"))
             self._rounds = list(rounds.rounds)
 
 

@@ -125,7 +125,7 @@ class VirtualLog:
             with_snapshot=False,
         )
         self.decisions.append(decision)
-        is_kept = body.round % self.rules.snapshot_rounds == 0
+        is_kept = self.rules.is_kept(body.round - 1)
         for seat in self.seats:
             is_own = seat.replica in payloads
             if is_own:
@@ -238,6 +238,9 @@ class Seat:
 
     def last_counted(self, replica: int, fragment: int) -> int:
         return self.state.fragments[fragment].last_seq.get(replica, -1)
+
+    def newest_round(self, fragment: int) -> int:
+        return self.state.fragments[fragment].round
 
     def last_round(self, slot: int, fragment: int) -> int:
         return self.state.fragments[fragment].last_round.get(slot, 0)

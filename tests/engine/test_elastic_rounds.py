@@ -78,7 +78,7 @@ def decision(rounds: ElasticRounds, round: int, content: Content | StoredSnapsho
         number=10 + round,
         fragment=0,
         round=round,
-        before=rounds.bases[0],
+        before=rounds.kept.base(0),
         cohort=Cohort.weighted({0: 1}),
         content=content,
         base_rounds={0: 0},

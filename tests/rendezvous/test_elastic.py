@@ -38,6 +38,7 @@ def test_survivors_go_on_when_one_is_killed_one_stops_one_is_slow_and_one_joins(
         Plan(name="slow", num_steps=50, step_seconds=0.01),
         Plan(name="joiner", num_steps=60, from_entry=12, tokens=24, clock_hours=5.0),
         num_replicas=4,  # all but the joiner
+        max_stale=1000,  # whoever pauses is counted later
         **({"combine": combine, "num_shares": 4} if combine != "gather" else {}),
     )
     names = [e["body"]["name"] for e in run.entries if e["kind"] == "join"]

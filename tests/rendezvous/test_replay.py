@@ -233,7 +233,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
     engine.finish()
     exchange.leave()
     rounds = engine._membership.rounds
-    return list(rounds.rounds), [f"{base:016x}" for base in rounds.bases]
+    return list(rounds.rounds), [f"{rounds.kept.base(p):016x}" for p in range(len(rounds.rounds))]
 
 
 @pytest.mark.slow

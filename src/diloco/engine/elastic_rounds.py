@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from diloco.engine import decided, observe
+from diloco.engine.kept import Digests
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
 from diloco.errors import DisagreementError, ExchangeError
@@ -75,20 +76,14 @@ class ElasticRounds(ReplicaRounds):
         super().__post_init__()
         num_fragments = self.state.num_fragments
         self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
-        kinds = (OUTER, *self.settings.outer.slots)
-        self.digests = [{kind: self.state.digest(p, kind) for kind in kinds} for p in range(num_fragments)]
-        """For each fragment the digests of Θ and of the slots, as the last outer step left them."""
+        self.kept = Digests(self.state, self.settings.outer.slots)
+        """The digests of Θ and the slots, as the last outer step left them."""
         self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
 
     @property
     def replica(self) -> int:
         """This replica's number in the run."""
         return self.rendezvous.replica
-
-    @property
-    def bases(self) -> list[int]:
-        """The digest of each Θ_p."""
-        return [digests[OUTER] for digests in self.digests]
 
     @property
     def uncounted_tokens(self) -> float:
@@ -111,11 +106,11 @@ class ElasticRounds(ReplicaRounds):
                 num_taken += 1
         for p in range(self.state.num_fragments):
             self.take_outer_parameters(p)
-            self.rendezvous.applied(p, self.rounds[p], self.bases[p])
+            self.rendezvous.applied(p, self.rounds[p], self.kept.base(p))
 
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""
-        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in self.digests[p]}
+        vectors = {kind: empty(self.form.sizes[p], torch.float32, torch.device("cpu")) for kind in self.kept.kinds}
         snapshots.read_into(vectors, stored.data, name=stored.name)
         for kind, vector_N in vectors.items():
             self.state.use(kind, p).copy_(vector_N)
@@ -151,10 +146,10 @@ class ElasticRounds(ReplicaRounds):
         """Encode a fragment's outer gradient and offer it."""
         key, tau = self.form.key(p, self.rounds[p], self.replica), self.settings.schedule.overlap(0)
         with self.record.encoding():
-            self.check_unchanged(p, OUTER, self.bases[p])
+            self.kept.check(p, self.num_steps)
             self.check_parameters((p,))
             # A payload a share: each share is addressed to one of so many.
-            payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.bases[p])
+            payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.kept.base(p))
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
         norms = norms_of(decoded_N, self.form, source=f"step {self.num_steps}: the outer gradient of fragment {p}")
@@ -166,7 +161,7 @@ class ElasticRounds(ReplicaRounds):
             payloads=tuple(payload.cpu() for payload in payloads),
             norms=norms,
             base_round=self.rounds[p],
-            base=self.bases[p],
+            base=self.kept.base(p),
             tokens=tokens or steps,
             steps=steps,
             position=self.tokens - self.tokens_before or self.num_steps,
@@ -184,7 +179,8 @@ class ElasticRounds(ReplicaRounds):
         """Take the outer steps that were decided.
 
         Args:
-            wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time.
+            wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time, and take
+                whatever else was decided.
         """
         self.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
@@ -192,7 +188,7 @@ class ElasticRounds(ReplicaRounds):
         for p in range(self.state.num_fragments):
             if wait or time.perf_counter() < end:
                 steps += self._take_waiting(p)
-            while wait and self._is_over(p):
+            while wait and (self._is_over(p) or self._is_behind(p)):
                 start = time.perf_counter()
                 self._listen(wait_for=p)
                 self.blocked_seconds += time.perf_counter() - start
@@ -202,6 +198,10 @@ class ElasticRounds(ReplicaRounds):
     def _is_over(self, p: int) -> bool:
         """Whether a fragment is in flight, and its overlap has passed."""
         return p in self.in_flight and self.num_steps >= self.in_flight[p].due_step
+
+    def _is_behind(self, p: int) -> bool:
+        """Whether a fragment is not in flight, and a round of it was decided that is not taken."""
+        return p not in self.in_flight and self.rounds[p] < self.rendezvous.newest_round(p)
 
     def _listen(self, wait_for: int | None = None) -> None:
         for decision in self.rendezvous.decided(wait_for=wait_for):
@@ -220,14 +220,16 @@ class ElasticRounds(ReplicaRounds):
         p, entry = decision.fragment, f"step {self.num_steps}: entry {decision.number} of the log"
         if decision.round != self.rounds[p] + 1:
             raise ExchangeError(f"{entry} is round {decision.round} of fragment {p} after round {self.rounds[p]}")
-        for kind, digest in self.digests[p].items():
-            self.check_unchanged(p, kind, digest)
-        if decision.before != self.bases[p]:
+        self.kept.check(p, self.num_steps)
+        if decision.before != self.kept.base(p):
             raise DisagreementError(
                 f"{entry}: the outer parameters of fragment {p} before round {decision.round} are not those of "
                 "this replica: an outer step gave other bits, here or where the entry was written; nothing was "
                 "merged: start this replica again"
             )
+        if decision.with_snapshot:
+            vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in self.kept.kinds}
+            self.rendezvous.snapshot(p, self.rounds[p], vectors)
         content = decision.content
         if isinstance(content, StoredSnapshot):
             return self._jump(decision, content, mixing)
@@ -242,17 +244,13 @@ class ElasticRounds(ReplicaRounds):
         self._applied(p, decision.round)
         self.bytes_received += content.bytes_received
         self.bytes_sent += content.bytes_sent
-        if decision.with_snapshot:
-            vectors = {kind: self.state.use(kind, p).detach().to("cpu", copy=True) for kind in self.digests[p]}
-            self.rendezvous.snapshot(p, decision.round, vectors)
         makers = decided.remade(self.form, decision, content, self.parameters.device)
         return observe.described(sync, 0.0, *makers, self.parameters.spans[p], self._shard_group, decision.cohort)
 
     def keep(self, kind: str, p: int) -> None:
-        """Take a vector that was changed back to where it lives, and note its digest."""
+        """Take home a vector that was changed, and note its digest."""
         super().keep(kind, p)
-        if kind in self.digests[p]:
-            self.digests[p][kind] = self.state.digest(p, kind)
+        self.kept.note(kind, p)
 
     def _count(self, p: int, flight: Flight) -> None:
         """Note that an own payload was counted."""
@@ -263,7 +261,7 @@ class ElasticRounds(ReplicaRounds):
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self.rendezvous.applied(p, round, self.bases[p])
+        self.rendezvous.applied(p, round, self.kept.base(p))
         flight = self.in_flight.get(p)
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
             del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work

@@ -18,7 +18,7 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
 from diloco.engine.sharded import shard_index
 from diloco.engine.state import ERROR, OUTER, OuterState
-from diloco.errors import DisagreementError, NonFiniteError, UserError
+from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.messages import Answers
 from diloco.kernels.memory import empty
 from diloco.outer.digest import outer_digest_there
@@ -110,19 +110,6 @@ class ReplicaRounds:
         except UserError as error:
             raise UserError(f"step {self.num_steps}: {error}") from None
 
-    def check_unchanged(self, p: int, kind: str, digest: int) -> None:
-        """Refuse a vector that the last outer step did not leave so, before anybody else hears of it.
-
-        Raises:
-            DisagreementError: if it has another digest.
-        """
-        if self.state.digest(p, kind) != digest:
-            name = "outer parameters" if kind == OUTER else f"{kind} of the outer parameters"
-            raise DisagreementError(
-                f"step {self.num_steps}: the {name} of fragment {p} are not those that the last outer step left: "
-                "this computer's memory changed; nothing was sent or merged: start this replica again"
-            )
-
     def encode(self, p: int, key: Key, cohort: Cohort, *, base: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The payloads of a fragment's outer gradient, and the error that they leave.
 
@@ -199,7 +186,7 @@ class ReplicaRounds:
         self.keep(ERROR, p)
 
     def keep(self, kind: str, p: int) -> None:
-        """Take a vector that was changed back to where it lives."""
+        """Take home a vector that was changed."""
         self.state.keep(kind, p)
 
     def take(self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule) -> None:

@@ -91,7 +91,7 @@ class OuterState:
         return self._home[kind]
 
     def digest(self, fragment: int, kind: str = OUTER) -> int:
-        """The digest of a vector where it lives; by that of Θ_p replicas compare it."""
+        """The digest of a vector where it lives; replicas compare Θ_p by its digest."""
         if self._stream is not None:
             self._stream.synchronize()  # what `keep` took home is there
         return outer_digest(self._home[kind][fragment])

@@ -132,7 +132,7 @@ class Decision:
     is_own: bool
     """Whether this replica's outstanding payload is in it."""
     with_snapshot: bool
-    """Whether this replica uploads a snapshot of the fragment after it."""
+    """Whether this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +223,10 @@ class Rendezvous(Protocol):
 
     def last_counted(self, replica: int, fragment: int) -> int:
         """The newest payload of a replica, by its number in `Offer.seq`, that a fragment's rounds have counted."""
+        ...
+
+    def newest_round(self, fragment: int) -> int:
+        """The newest round of a fragment that was decided, as far as is known."""
         ...
 
     def last_round(self, slot: int, fragment: int) -> int:

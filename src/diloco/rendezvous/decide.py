@@ -20,8 +20,8 @@ def may_decide(
     """The contributions of the fragment's next outer entry, if this replica may write it now; None if not yet.
 
     The entry says what Θ_p is before it, and whoever has another Θ_p ends. So until its patience is over a replica
-    writes only if a payload of another one was taken against the same newest Θ_p. Where the others' are older than
-    its own, they can write.
+    writes only if a payload of another one was taken against the same newest Θ_p, or nobody else is active. Where
+    its own payload is the only new one, the others write, if they have the same Θ_p.
 
     Args:
         state: after all entries.

@@ -99,7 +99,7 @@ class Delivery:
             content=await self._snapshot_after(ref) if content is None else content,
             base_rounds={c.replica: c.base_round for c in parts},
             is_own=any(c.replica == self._own for c in parts),
-            with_snapshot=author == self._own and body.round % state.rules.snapshot_rounds == 0,
+            with_snapshot=author == self._own and state.rules.is_kept(body.round - 1),
         )
 
     async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:

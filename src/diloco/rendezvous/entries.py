@@ -68,6 +68,13 @@ class Rules:
     num_shares: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARES)] = 1
     """R: shares into which a fragment is cut, each averaged by one replica; 1 with gather."""
 
+    def is_kept(self, round: int) -> bool:
+        """Whether Θ after a round of a fragment is kept in a snapshot.
+
+        The author of the next round's entry uploads it: that entry names the digest of this Θ.
+        """
+        return round > 0 and round % self.snapshot_rounds == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Create:

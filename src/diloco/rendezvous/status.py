@@ -120,7 +120,7 @@ def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
     payload_bytes = num_shares * sum(map(form.share_bytes, fragments)) / len(fragments)
     average_bytes = num_shares * sum(map(form.average_bytes, fragments)) / len(fragments)
     every = state.rules.snapshot_rounds
-    snapshots = [log.round // every for log in state.fragments]
+    snapshots = [max(0, log.round - 1) // every for log in state.fragments]
     snapshot_bytes = sum(
         count * 4 * size * (1 + num_slots) for count, size in zip(snapshots, form.sizes, strict=True)
     )

@@ -72,6 +72,10 @@ class StoreView:
         """The newest payload of a replica that a fragment's rounds have counted; −1 if there is none."""
         return self.state.fragments[fragment].last_seq.get(replica, -1)
 
+    def newest_round(self, fragment: int) -> int:
+        """The newest round of a fragment that was decided, as far as this replica has read the log."""
+        return self.state.fragments[fragment].round
+
     def last_round(self, slot: int, fragment: int) -> int:
         """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
         return self.state.fragments[fragment].last_round.get(slot, 0)
