@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +62,20 @@ def initial(model: nn.Module) -> dict[str, np.ndarray]:
     return named
 
 
-def authors(folder: Path, replica: Replica, since: int) -> set[int]:
-    """The replicas that made the averages of the entries from one on."""
-    form, state, replicas = averager_of(replica)._form, replica.exchange.state, set()
+def headers(folder: Path, replica: Replica, since: int = 0) -> Iterator[averages.AverageHeader]:
+    """The headers of the averages, in the store, of the entries from one on."""
+    form, state = averager_of(replica)._form, replica.exchange.state
     for log in state.fragments:
         for ref in (ref for ref in log.since if ref.number >= since):
             for share in range(R):
                 path = folder / averages.name_of(ref.number, share)
                 if path.exists():
-                    header, _ = averages.opened(path.read_bytes(), state=state, form=form, ref=ref, share=share)
-                    replicas.add(header.replica)
-    return replicas
+                    yield averages.opened(path.read_bytes(), state=state, form=form, ref=ref, share=share)[0]
+
+
+def authors(folder: Path, replica: Replica, since: int) -> set[int]:
+    """The replicas that made the averages of the entries from one on."""
+    return {header.replica for header in headers(folder, replica, since)}
 
 
 def test_the_members_share_the_work_and_every_share_has_another_first(tmp_path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.engine.test_elastic import counted, until
 from tests.rendezvous.replicas import P, Replica
-from tests.rendezvous.test_averager import CUT, R, averager_of, check, verify
+from tests.rendezvous.test_averager import CUT, R, averager_of, check, headers, verify
 
 from diloco.errors import FileError
 from diloco.rendezvous import averages, payloads
@@ -118,7 +118,7 @@ def test_who_leaves_out_a_sound_share_is_noted(tmp_path) -> None:
         return None if part.replica == 1 and share == 2 else await contributed(ref, part, share, state)
 
     averager._contributed = leave_out
-    until(lambda: min(counted(a) + counted(b)) >= P, a, b)
+    until(lambda: min(counted(a) + counted(b)) >= P and any(h.left_out for h in headers(tmp_path, a)), a, b)
     a.finish()
     b.finish()
     replay = verify(tmp_path, a)
