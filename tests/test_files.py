@@ -100,6 +100,18 @@ def test_a_directory_is_no_place_for_a_file(path):
         write_atomically(path, [b"text"])
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_symbolic_link_stays_and_its_target_is_written(is_there, tmp_path):
+    target, link = tmp_path / "other_disk" / "file", tmp_path / "link"
+    target.parent.mkdir()
+    if is_there:
+        target.write_bytes(b"before")
+    link.symlink_to("other_disk/file")
+    write_atomically(link, [b"after"])
+    assert link.is_symlink() and target.read_bytes() == b"after"
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
 def test_several_may_write_one_file_at_once(tmp_path):
     contents = [bytes([number]) * 5000 for number in range(4)]
 

@@ -66,12 +66,15 @@ def make_directory(path: Path) -> None:
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write `chunks`, one after another, to `path`: first under another name, which is renamed once on disk.
 
+    A symbolic link stays, and what it points to is written.
+
     Raises:
         FileWriteError: if it can't be written; nothing is left of it.
     """
     if not path.name:
         raise FileWriteError(f"can't write {path}: it is a directory")
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # several may write it at once
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")  # several may write it at once
     size = sum(memoryview(chunk).nbytes for chunk in chunks) if isinstance(chunks, Sequence) else None
     with writing(path, size):
         try:
@@ -79,13 +82,13 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+            partial.replace(target)
         except BaseException:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
         # Otherwise a power failure could undo the rename, though not the writes before it.
-        sync(path.parent)
+        sync(target.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
