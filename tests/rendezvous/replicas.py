@@ -51,7 +51,8 @@ class Replica:
         **exchange,
     ) -> None:
         self.model = new_model() if model is None else model
-        settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0} | exchange
+        # 300 of these steps, the default, are one second without a store.
+        settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "max_local_steps": 100_000} | exchange
         self.exchange = diloco.StoreRendezvous(url, name=name, **settings)
         self.engine = diloco.StreamingDiLoCo(
             self.model,
