@@ -89,11 +89,10 @@ def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> No
 def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
     settings = {"patience": 100_000, "snapshot_rounds": 4}
     a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
-    until(lambda: a.rounds[0] == b.rounds[0] == c.rounds[0] == c.exchange.state.fragments[0].round == 2, *members)
     deciding = [(member.exchange._following, member.exchange._following._decision) for member in (a, b)]
     for follower, _ in deciding:
         follower._decision = lambda: None
-    until(lambda: c.rounds[0] == 3, *members)
+    until(lambda: c.rounds[0] == 3, *members)  # c writes one round after another, once it has taken the last
     gives_other_bits(c)
     until(lambda: c.rounds[0] == 4, *members)
     for follower, decision in deciding:
@@ -103,9 +102,9 @@ def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
     assert_sound(tmp_path, a, b)
 
 
-def held_offers(replica: Replica, *, after: int) -> Callable[[], None]:
-    """Hold back a replica's payloads of fragment 0 that were taken after a round; the call that lets them go."""
-    offer, held = replica.exchange.offer, []
+def held_offers(replica: Replica, *, after: int) -> tuple[list[Offer], Callable[[], None]]:
+    """Hold back a replica's payloads of fragment 0 that were taken after a round; the call lets them go."""
+    offer, held = replica.exchange.offer, list[Offer]()
 
     def held_offer(one: Offer) -> None:
         (held.append if one.fragment == 0 and one.base_round > after else offer)(one)
@@ -116,18 +115,17 @@ def held_offers(replica: Replica, *, after: int) -> Callable[[], None]:
             offer(one)
 
     replica.exchange.offer = held_offer
-    return let_go
+    return held, let_go
 
 
 def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_is_late(tmp_path) -> None:
     a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
-    let_go_of_a = held_offers(a, after=-1)
-    last_round = max(a.rounds)
-    until(lambda: b.rounds[0] == c.rounds[0] > last_round + 1, *members)
+    held, let_go_of_a = held_offers(a, after=-1)
+    until(lambda: held and b.rounds[0] == c.rounds[0] > held[0].base_round, *members)
     last_round = c.rounds[0]
     gives_other_bits(c)
-    let_go_of_b = held_offers(b, after=last_round)
+    _, let_go_of_b = held_offers(b, after=last_round)
     until(lambda: min(member.rounds[0] for member in members) > last_round, *members)
     deciding = [(member.exchange._following, member.exchange._following._decision) for member in (a, b)]
     for follower, _ in deciding:

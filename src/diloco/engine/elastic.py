@@ -94,7 +94,7 @@ class ElasticMembership:
         ]
 
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Wait for the decisions of own payloads, bounded in time, and take them."""
+        """Wait for the decisions of own payloads, bounded in time, and take them and what else was decided."""
         rounds = self.rounds
         self._translate()
         merged = self._drained()

@@ -180,15 +180,17 @@ class ElasticRounds(ReplicaRounds):
 
         Args:
             wait: wait for the decisions of all own payloads whose overlap has passed, bounded in time, and take
-                whatever else was decided.
+                whatever else was decided when this began.
         """
         self.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
         self._listen()
+        # Not those that come meanwhile: who receives more slowly than the others decide would never end.
+        newest = [self.rendezvous.newest_round(p) if wait else 0 for p in range(self.state.num_fragments)]
         for p in range(self.state.num_fragments):
             if wait or time.perf_counter() < end:
                 steps += self._take_waiting(p)
-            while wait and (self._is_over(p) or self._is_behind(p)):
+            while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
                 start = time.perf_counter()
                 self._listen(wait_for=p)
                 self.blocked_seconds += time.perf_counter() - start
@@ -199,9 +201,9 @@ class ElasticRounds(ReplicaRounds):
         """Whether a fragment is in flight, and its overlap has passed."""
         return p in self.in_flight and self.num_steps >= self.in_flight[p].due_step
 
-    def _is_behind(self, p: int) -> bool:
-        """Whether a fragment is not in flight, and a round of it was decided that is not taken."""
-        return p not in self.in_flight and self.rounds[p] < self.rendezvous.newest_round(p)
+    def _is_behind(self, p: int, newest: int) -> bool:
+        """Whether a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
+        return p not in self.in_flight and self.rounds[p] < newest
 
     def _listen(self, wait_for: int | None = None) -> None:
         for decision in self.rendezvous.decided(wait_for=wait_for):

@@ -39,9 +39,8 @@ def may_decide(
     active = state.active
     is_whole = replicas.issuperset(active)
     may_lack_some = state.rules.quorum == "majority"
-    is_enough = is_whole or (
-        may_lack_some and overlap_over and 2 * len(replicas.intersection(active)) > len(active)
-    )
+    is_majority = 2 * len(replicas.intersection(active)) > len(active)
+    is_enough = is_whole or (may_lack_some and overlap_over and is_majority)
     newest = state.fragments[fragment].round
     is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
     if (is_enough and is_confirmed) or (may_lack_some and patience_over):
