@@ -95,6 +95,7 @@ def test_the_published_tables_are_shown_cell_by_cell(capsys):
     assert "184.2 · 184.2 =" in table and "1000+ · 1000 -1" in table
     assert "86.8 · 86.85 =" in table and "1.7 · 1.389 -1" in table
     assert "504 · 695" in table and "(+38%)" in table
+    assert "1767 · 1767.33 (+0%)" in table and "0.88 · 0.87 (-1%)" in table
 
 
 def test_sequential_fragments_need_more_bandwidth_at_100b(capsys):

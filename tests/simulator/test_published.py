@@ -6,12 +6,14 @@ import pytest
 
 from diloco.simulator.published import (
     BANDWIDTHS,
+    OVERTRAINING_COSTS,
     SCALING_BANDWIDTHS,
     SCALING_SIZES,
     SIZES,
     WALL_CLOCK_HOURS,
     Cell,
     bandwidth_tables,
+    overtraining_table,
     wall_clock_table,
 )
 
@@ -42,6 +44,15 @@ def test_the_published_wall_clock_is_reproduced_except_for_data_parallel():
     assert max(np.abs(np.divide(ours["data_parallel"], WALL_CLOCK_HOURS["data_parallel"]) - 1)) > 0.3
 
 
+def test_the_published_costs_of_overtraining_are_reproduced():
+    """Payloads to the digits that are printed, hours within 6 %."""
+    for run, ours in overtraining_table().items():
+        published = OVERTRAINING_COSTS[run]
+        is_printed_whole = published.tebibits > 100
+        assert published.tebibits == (int(ours.tebibits) if is_printed_whole else round(ours.tebibits, 2))
+        np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)
+
+
 def rows(config: pytest.Config, name: str) -> list[dict[str, str]]:
     source = config.rootpath.parent / "shared" / "published" / name
     if not source.exists():
@@ -60,6 +71,11 @@ def test_the_published_figures_equal_another_transcription(pytestconfig):
     assert {(row["model"], row["method"]): cells(row) for row in first} == BANDWIDTHS
     second = rows(pytestconfig, "scaling_bandwidth.csv")
     assert {(row["model"], int(row["sync_every"])): cells(row) for row in second} == SCALING_BANDWIDTHS
+    costs = ("hours_infinite_link", "hours_1_gbit", "terabytes_exchanged")
+    third = [row for row in rows(pytestconfig, "streaming_dolma.csv") if row["replicas"] != "4"]
+    assert OVERTRAINING_COSTS == {
+        (row["method"], int(row["tokens_billion"])): tuple(float(row[cost]) for cost in costs) for row in third
+    }
     for row in first:
         size = SIZES[row["model"]]
         assert (size.num_layers, size.step_seconds) == (int(row["layers"]), float(row["step_seconds"]))

@@ -38,7 +38,7 @@ class Command:
     axis: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An axis and its values, such as learning_rate=0.004,0.008; may be repeated. Along learning_rate and
     batch_tokens the grid is extended, by √2 and by 2, while the best run of a group lies on its edge; the other
-    axes are width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed."""
+    axes are width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, outer_momentum, seed."""
     then: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An axis that is varied alone, afterwards, at the best run of each group; may be repeated."""
     tokens_per_param: float = 20.0

@@ -15,8 +15,8 @@ from diloco.schema import read_bytes
 MOST_TABLE_BYTES = 64 << 20
 """Size of the largest CSV that is read: a larger one is no table of runs."""
 
-_OF_THE_OUTER_STEP = ("outer_learning_rate", "sync_every")
-_OPTIONAL = ("learning_rate", "batch_tokens", "outer_learning_rate", "sync_every", "tokens")
+_OF_THE_OUTER_STEP = ("outer_learning_rate", "outer_momentum", "sync_every")
+_OPTIONAL = ("learning_rate", "batch_tokens", *_OF_THE_OUTER_STEP, "tokens")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Point:
     eval_loss: float
     """Nats a token."""
     settings: dict[str, float] = field(default_factory=dict)
-    """The known ones of learning_rate, batch_tokens, outer_learning_rate, sync_every and tokens."""
+    """The known ones of learning_rate, batch_tokens, tokens, and those of the outer step: outer_learning_rate,
+    outer_momentum and sync_every."""
     num_seeds: int = 1
     """The number of runs whose mean loss it is."""
 
@@ -125,7 +126,9 @@ def _runs(path: Path, numbered: list[tuple[int, dict[Any, Any]]]) -> Iterator[_R
                 raise UserError(
                     f"{where}: {name} is missing, and other rows have it: fill it in, or drop the column"
                 )
-        settings = {name: _number(row, name, where) for name in known}
+        settings = {
+            name: _number(row, name, where, least=0.0 if name == "outer_momentum" else None) for name in known
+        }
         point = Point(_number(row, "params", where), int(replicas), _number(row, "eval_loss", where), settings)
         yield _Run(point, row.get("seed") or "", line)
 
@@ -152,6 +155,10 @@ def _check_alike(path: Path, points: Sequence[Point]) -> None:
         raise UserError(
             f"{path} has runs of several periods ({given}): set sync_every to one of them", "sync_every"
         )
+    momenta = sorted({point.settings["outer_momentum"] for point in points if "outer_momentum" in point.settings})
+    if len(momenta) > 1:
+        given = ", ".join(f"{momentum:g}" for momentum in momenta)
+        raise UserError(f"{path} has runs of several outer momenta ({given}): keep the rows of one")
     ratios = sorted(point.settings["tokens"] / point.params for point in points if "tokens" in point.settings)
     if ratios and ratios[-1] > 1.1 * ratios[0]:
         raise UserError(

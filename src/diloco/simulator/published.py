@@ -1,4 +1,4 @@
-"""The papers' tables of bandwidth and wall-clock beside our simulation.
+"""The papers' tables of bandwidth, wall-clock and payloads beside our simulation.
 
 The settings of the simulation come from three places. From the papers: parameters, layers, H, fragments, τ, and
 the step times of 1B, 10B, 100B, 405B and 671B as arXiv 2501.18512 prints them; arXiv 2503.09799 prints 26 and 20
@@ -100,6 +100,31 @@ WALL_CLOCK_HOURS: dict[Method, tuple[float, ...]] = {
 """Table 1: hours of the 1B model, rounded to hours or days. The paper prints GiB/s, but the numbers are Gbit/s."""
 
 
+class Cost(NamedTuple):
+    """Time and traffic of a replica in a run of the 1B model."""
+
+    hours: float
+    """Wall-clock time on a link of infinite bandwidth."""
+    hours_1_gbit_s: float
+    """Wall-clock time on a link of 1 Gbit/s."""
+    tebibits: float
+    """Payload, at 16 bits a gradient and 4 bits an outer gradient, in 2⁴⁰ bits."""
+
+
+OVERTRAINING_COSTS: dict[tuple[Method, int], Cost] = {
+    ("data_parallel", 25): Cost(0.67, 109, 441),
+    ("data_parallel", 100): Cost(2.7, 438, 1767),
+    ("data_parallel", 250): Cost(6.75, 1097, 4418),
+    ("streaming_overlapped_fp4", 25): Cost(0.67, 0.88, 1.10),
+    ("streaming_overlapped_fp4", 100): Cost(2.7, 3.5, 4.42),
+    ("streaming_overlapped_fp4", 250): Cost(6.75, 8.75, 11.05),
+}
+"""arXiv 2501.18512, Table 2, by method and 10⁹ tokens: M = 2, H = 100. The paper prints TB for the last column."""
+_OVERTRAINING_STEP_TOKENS = 512 * 2048
+_OVERTRAINED = SIZES["1B"]._replace(num_params=32_000 * 2048 + 24 * 12 * 2048**2)
+"""All parameters of the 1B model of Table 3, embeddings included: they give the column of payloads."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A published bandwidth beside ours, in Gbit/s."""
@@ -150,4 +175,18 @@ def wall_clock_table() -> dict[Method, tuple[float, ...]]:
         model = SIZES["1B"].model(MethodSettings(method=method))
         utilization = model.compute_utilization(WALL_CLOCK_GBIT_S)
         table[method] = tuple((WALL_CLOCK_STEPS * model.step_seconds / 3600 / utilization).tolist())
+    return table
+
+
+def overtraining_table() -> dict[tuple[Method, int], Cost]:
+    """Table 2, simulated, by method and 10⁹ tokens."""
+    table: dict[tuple[Method, int], Cost] = {}
+    for method, billions in OVERTRAINING_COSTS:
+        settings = MethodSettings(method=method, sync_every=100)
+        (utilization,) = _OVERTRAINED.model(settings).compute_utilization((1.0,))
+        num_steps = billions * 1e9 / _OVERTRAINING_STEP_TOKENS
+        hours = num_steps * _OVERTRAINED.step_seconds / 3600
+        bits_per_step = 16.0 if method == "data_parallel" else 4 / settings.sync_every
+        tebibits = _OVERTRAINED.num_params * bits_per_step * num_steps / 2**40
+        table[method, billions] = Cost(hours, hours / float(utilization), tebibits)
     return table

@@ -84,6 +84,20 @@ def test_the_budget_follows_from_the_size_and_the_table_is_what_scaling_reads(ba
     assert points[0].settings["outer_learning_rate"] == 0.4
 
 
+def test_the_outer_momentum_is_a_column_where_it_is_varied(base, tmp_path):
+    """The laws read a table of one outer momentum."""
+    axes = {"width": (32, 64), "num_replicas": (0, 2), "outer_momentum": (0.0, 0.5)}
+    rows, machine = swept(base, tmp_path, axes=axes)
+    momenta = {job.config.name: job.config.diloco.outer_momentum for job in machine.jobs}
+    assert all(row.get("outer_momentum", 0.9) == momenta[row["run"]] for row in rows)
+    assert [row.get("outer_momentum") for row in rows] == [None, 0.0, 0.5] * 2
+    write_rows(rows, tmp_path / "sweep.csv")
+    with pytest.raises(UserError, match=r"several outer momenta \(0, 0.5\): keep the rows of one"):
+        read_table(tmp_path / "sweep.csv")
+    write_rows([row for row in rows if row.get("outer_momentum") != 0.5], tmp_path / "sweep.csv")
+    assert {point.settings.get("outer_momentum") for point in read_table(tmp_path / "sweep.csv")} == {None, 0.0}
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -3,8 +3,9 @@
 import pytest
 from tests.experiments.papers.made_up import made_up
 
-from diloco.experiments.papers.recipes import experiment
+from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
+from diloco.experiments.runner.rows import read_rows
 from diloco.report.figures.experiments import draw_experiment
 
 pytest.importorskip("matplotlib")
@@ -36,3 +37,11 @@ def test_many_panels_stand_in_rows_of_four():
         divmod(index, 4) for index in range(len(places))
     ]
     assert len(places) > 4
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_stored_table_has_a_figure_and_a_finding(name, pytestconfig):
+    one = experiment(name, TIERS["small"]())
+    rows = read_rows(pytestconfig.rootpath / "docs" / "results" / "experiments" / f"{name}.csv")
+    curves = [panel for panel in one.panels(rows) if panel.curves and not panel.published]
+    assert curves and one.finding(rows).measured != "no run"

@@ -176,7 +176,8 @@ def overtraining(tier: Tier) -> Experiment:
 def _overtraining_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
     theirs = curves(published.OVERTRAINING, _tokens, "method")
     labels = {"x_label": "tokens", "x_log": True}
-    compared = [row for row in rows if row.get("method") in ("Data-Parallel", "DiLoCo, M=2")]
+    of_sizes = [row for row in rows if row.get("size") in tier.overtrained]  # not those of an earlier grid
+    compared = [row for row in of_sizes if row["method"] in ("Data-Parallel", "DiLoCo, M=2")]
     first = next(iter(tier.multiples))
     return [
         *(

@@ -22,9 +22,9 @@ Setting = tuple[tuple[str, float], ...]
 
 EXTENDED = {"learning_rate": math.sqrt(2), "batch_tokens": 2.0}
 """The axes along which a grid is extended, and by what factor."""
-_AXES = ("width", "num_replicas", "sync_every", "outer_learning_rate", "seed", *EXTENDED)
-_OF_DILOCO = ("sync_every", "outer_learning_rate")
-_MAY_BE_0 = ("num_replicas", "seed")
+_OF_DILOCO = ("sync_every", "outer_learning_rate", "outer_momentum")
+_AXES = ("width", "num_replicas", *_OF_DILOCO, "seed", *EXTENDED)
+_MAY_BE_0 = ("num_replicas", "seed", "outer_momentum")
 _INTEGERS = ("width", "num_replicas", "sync_every", "seed", "batch_tokens")
 _MOST_EXTENSIONS = 20
 
@@ -40,8 +40,8 @@ class Sweep:
     base: TrainConfig
     """The config of everything that is not varied; a run's token budget follows from its size."""
     axes: Mapping[str, Sequence[float]]
-    """The values of width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, seed, learning_rate
-    and batch_tokens, of which all combinations are run."""
+    """The values of width, num_replicas (0 is Data-Parallel), sync_every, outer_learning_rate, outer_momentum,
+    seed, learning_rate and batch_tokens, of which all combinations are run."""
     then: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Axes that are varied one at a time, afterwards, at the best setting of each group: of the runs that differ
     only in extended axes and the seed, the setting with the lowest mean loss over the seeds."""
@@ -66,7 +66,7 @@ class Sweep:
             self.run(setting)
 
     def settings(self) -> list[Setting]:
-        """All combinations of the axes; Data-Parallel once, since it has neither H nor an outer learning rate."""
+        """All combinations of the axes; Data-Parallel once, since it has neither H nor an outer step."""
         products = itertools.product(*self.axes.values())
         return _different_settings(tuple(zip(self.axes, values, strict=True)) for values in products)
 
@@ -113,6 +113,8 @@ class Sweep:
             "sync_every": int(values.get("sync_every", base.diloco.sync_every)),
             "outer_learning_rate": values.get("outer_learning_rate", base.diloco.outer_learning_rate),
         }
+        if "outer_momentum" in {*self.axes, *self.then}:  # a column only where it is varied
+            diloco["outer_momentum"] = values.get("outer_momentum", base.diloco.outer_momentum)
         rate = values.get("learning_rate", base.optimizer.learning_rate)
         config = replace(
             base,

@@ -8,14 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import UserError
-from diloco.presets import Method
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.published import (
+    OVERTRAINING_COSTS,
     TARGETS,
     WALL_CLOCK_GBIT_S,
     WALL_CLOCK_HOURS,
     Cell,
+    Cost,
     bandwidth_tables,
+    overtraining_table,
     wall_clock_table,
 )
 from diloco.simulator.wall_clock import IdealizedRun
@@ -82,17 +84,35 @@ def print_published(console: Console) -> None:
             soft_wrap=True,
         )
 
-    hours = Table("method", box=None, header_style="bold", title="Hours of a run of 186,250 steps of the 1B model")
+    _print_hours(console)
+    _print_overtraining(console)
+
+
+def _print_hours(console: Console) -> None:
+    title = "arXiv 2501.18512, Table 1: hours of a run of 186,250 steps of the 1B model"
+    hours = Table("method", box=None, header_style="bold", title=title)
     for gbit_s in WALL_CLOCK_GBIT_S:
         hours.add_column(f"{gbit_s:g} Gbit/s", justify="right")
     for method, row in wall_clock_table().items():
-        hours.add_row(method, *_beside(method, row))
+        hours.add_row(method, *_beside(WALL_CLOCK_HOURS[method], row))
     console.print(hours)
     console.print(
-        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.",
+        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _print_overtraining(console: Console) -> None:
+    title = "arXiv 2501.18512, Table 2: the 1B model overtrained"
+    table = Table("method", "tokens", box=None, header_style="bold", title=title)
+    for column in ("hours", "hours, 1 Gbit/s", "Tibit"):
+        table.add_column(column, justify="right")
+    for (method, billions), cost in overtraining_table().items():
+        published: Cost = OVERTRAINING_COSTS[method, billions]
+        table.add_row(method, f"{billions}·10⁹", *_beside(published, cost))
+    console.print(table)
+    console.print("Published · simulated.", highlight=False)
 
 
 def _cell(cell: Cell) -> str:
@@ -100,8 +120,7 @@ def _cell(cell: Cell) -> str:
     return f"{_gbit_s(cell.published)} · {_gbit_s(cell.ours)} {distance}"
 
 
-def _beside(method: Method, row: Sequence[float]) -> list[str]:
-    published = WALL_CLOCK_HOURS[method]
+def _beside(published: Sequence[float], row: Sequence[float]) -> list[str]:
     return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" for p, ours in zip(published, row, strict=True)]
 
 
