@@ -1,5 +1,6 @@
 """The memory model: what it counts is kept, and what it chooses fits."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config import TrainConfig
 from diloco.training.memory import activation_bytes, device_bytes, fitted
-from diloco.training.recipes import recipe
+from diloco.training.recipes import PAPER_RECIPES, recipe
 
 GB = 1e9
 METHODS = ("data_parallel", "streaming_overlapped_fp4")
@@ -62,6 +63,18 @@ def test_shards_and_micro_batches_are_the_fewest_and_the_largest_that_fit():
             if chosen.num_shards > 1:
                 fewer = replace(chosen, shards_per_replica=chosen.num_shards // 2, micro_batch=1)
                 assert device_bytes(fewer) > 72 * GB
+
+
+def test_the_page_shows_what_fits_into_80_gb(pytestconfig):
+    page = (pytestconfig.rootpath / "docs" / "how-to" / "configure-a-run.md").read_text()
+    rows = re.findall(r"^\| `(\w[\w.]*)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert [scale for scale, *_ in rows] == list(PAPER_RECIPES)
+    for scale, *numbers in rows:
+        config = recipe(scale)
+        config = replace(config, model=replace(config.model, vocab_size=32_768))
+        fits = [fitted(replace(config, method=method), 80 * GB) for method in (*METHODS, "diloco")]
+        chosen = [(one.num_shards, one.micro_batch or one.process_batch) for one in fits]
+        assert chosen == [tuple(map(int, numbers[:2])), *2 * [tuple(map(int, numbers[2:]))]]
 
 
 def test_the_outer_parameters_take_eight_bytes_a_parameter():
