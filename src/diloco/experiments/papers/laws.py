@@ -104,17 +104,18 @@ def batch_size(tier: Tier) -> Experiment:
     def runs(seed: int) -> LabelledConfigs:
         for grid in tier.batch_grids:
             for batch, rate in itertools.product(grid.batches, grid.rates):
-                options = {"seed": seed, "batch": batch, "rate": rate, "tokens": grid.tokens}
+                options = {"size": grid.size, "seed": seed, "batch": batch, "rate": rate, "tokens": grid.tokens}
                 for replicas in (0, *grid.replicas):
                     config = _config(tier, replicas, options)
                     labels = {"batch_tokens": config.tokens_per_step, "multiple": grid.tokens, "rate": rate}
-                    yield {"method": _method(replicas), **labels}, config
+                    yield {"method": _method(replicas), "size": grid.size, **labels}, config
 
     def finding(rows: Sequence[Row]) -> Finding:
         listed, verdict = [], "cannot tell"
         for grid in tier.batch_grids:
             small, large = (
-                tier.run(batch=edge).tokens_per_step for edge in (min(grid.batches), max(grid.batches))
+                tier.run(size=grid.size, batch=edge).tokens_per_step
+                for edge in (min(grid.batches), max(grid.batches))
             )
             best = _best_rows(rows, grid)
             baseline, *others = (
@@ -123,7 +124,7 @@ def batch_size(tier: Tier) -> Experiment:
             )
             costs = zip((0, *grid.replicas), (baseline, *others), strict=True)
             named = ", ".join(f"{_method(replicas)} {cost}" for replicas, cost in costs)
-            listed.append(f"{large} tokens over {small}, {grid.tokens}× the token budget: {named}")
+            listed.append(f"{grid.size}, {large} tokens over {small}, {grid.tokens}× the token budget: {named}")
             verdict = all_of(*(baseline.rises_over(other) for other in others))
         return Finding("; ".join(listed), verdict)
 
@@ -144,7 +145,7 @@ def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
     return [
         *(
             Panel(
-                title=f"{grid.tokens}× the token budget",
+                title=f"{grid.size}, {grid.tokens}× the token budget",
                 curves=curves(_best_rows(rows, grid), "batch_tokens", "method"),
                 **labels,
             )
@@ -161,7 +162,7 @@ def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
 
 
 def _best_rows(rows: Sequence[Row], grid: BatchGrid) -> list[Row]:
-    return at_best(chosen(rows, multiple=grid.tokens), "rate", "method", "batch_tokens")
+    return at_best(chosen(rows, size=grid.size, multiple=grid.tokens), "rate", "method", "batch_tokens")
 
 
 def _method(replicas: int) -> str:

@@ -20,8 +20,10 @@ STREAMING: Method = "streaming_overlapped_fp4"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchGrid:
-    """Runs of the base size over the global batch."""
+    """Runs of one size over the global batch."""
 
+    size: str
+    """A name in the tier's sizes."""
     tokens: int
     """Multiple of the size's token budget."""
     batches: tuple[float, ...]
@@ -61,7 +63,7 @@ class Tier:
     step_batches: tuple[float, ...]
     """Multiples of a size's batch at which sizes are compared; the last is the smallest: the most steps."""
     batch_grids: tuple[BatchGrid, ...]
-    """Grids over the batch, the last with the most tokens."""
+    """Grids over the batch, the last with the most tokens; the first is at the base size."""
     cadence_grids: tuple[CadenceGrid, ...]
     """Grids over H and η, the first at the base size."""
     overtrained: Mapping[str, TrainConfig]
@@ -167,9 +169,9 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         sync_everies=(5, 10, 30, 60, 100),
         step_batches=(1, 0.25),
         batch_grids=(
-            BatchGrid(tokens=1, batches=(0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8)),
+            BatchGrid(size=base, tokens=1, batches=(0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8)),
             # As many steps as the papers' smallest runs have, and more; the best rates lie lower in longer runs.
-            BatchGrid(tokens=6, batches=(0.25, 0.5, 1), rates=(0.5, 0.25), replicas=(1, 2)),
+            BatchGrid(size=base, tokens=6, batches=(0.25, 0.5, 1), rates=(0.5, 0.25), replicas=(1, 2)),
         ),
         cadence_grids=(
             CadenceGrid(
@@ -222,7 +224,10 @@ def paper(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
         base="500M",
         sync_everies=(5, 10, 30, 100, 300),
         step_batches=(1,),
-        batch_grids=(BatchGrid(tokens=1, batches=(0.25, 0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8)),),
+        batch_grids=tuple(
+            BatchGrid(size=name, tokens=1, batches=(0.25, 0.5, 1, 2, 4), rates=(1,), replicas=(1, 2, 4, 8))
+            for name in ("500M", "100M", "1B")
+        ),
         cadence_grids=tuple(
             CadenceGrid(
                 size=name,
