@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
+from diloco.engine.arguments import check_job
 from diloco.outer.mixing import Mixing
 
 RULE = r"pass an outer rule such as diloco.Nesterov\(lr=0.4, momentum=0.9\)"
@@ -30,7 +31,8 @@ class Anything:
         ({"outer": 0.7}, rf"outer=0.7 is of the wrong type: {RULE}"),
         ({"outer": diloco.Nesterov}, RULE),
         ({"outer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, rf"outer=<SGD> .*{RULE}; the inner optimizer is"),
-        ({"mixing": "half"}, r"mixing='half' is of the wrong type: pass a number from 0 to 1, or a merge rule"),
+        ({"mixing": "half"}, r"mixing='half' is of the wrong type: pass a number of at least 0 and below 1"),
+        ({"mixing": 1.0}, "mixing=1 keeps all of a replica's own parameters"),
         ({"mixing": None}, "mixing=None is of the wrong type"),
         ({"mixing": torch.zeros(2)}, "mixing=.* is of the wrong type"),
         ({"wire": None}, r'wire=None is of the wrong type: pass the name of a codec such as "e3m0"'),
@@ -75,7 +77,7 @@ def test_a_model_that_is_no_module_is_refused():
 
 def test_numbers_and_rules_of_any_type_go_on_working():
     case = Case()
-    for mixing in (0, True, torch.tensor(0.5), Mixing(0.25)):
+    for mixing in (0, False, torch.tensor(0.5), Mixing(0.25)):
         engine = case.engine(case.model(), mixing=mixing)
         assert isinstance(engine.settings.mixing, Mixing)
     for beta in (1, np.float32(0.5), np.float64(0.5)):
@@ -171,3 +173,9 @@ def start_in_every_wrong_way(folder: str) -> str:
 
 def test_wrappers_and_replicas_that_would_train_wrongly_are_refused(tmp_path):
     assert len(set(run_replicas(start_in_every_wrong_way, 2, str(tmp_path)))) == 1
+
+
+def test_a_frameworks_job_is_no_replica_that_comes_and_goes(tmp_path):
+    check_job(1, diloco.LoopbackExchange())
+    with pytest.raises(diloco.UserError, match=r"train with diloco's own trainer, or in a loop of your own"):
+        check_job(1, diloco.StoreRendezvous(str(tmp_path)))

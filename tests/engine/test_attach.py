@@ -52,6 +52,31 @@ def test_a_step_that_calls_supers_counts_once():
     assert steps == [1, 2, 3]
 
 
+def test_an_attached_engine_counts_tokens_and_refuses_another_count():
+    model = linear()
+    optimizer, engine = adamw(model), engine_of(model)
+    attachment = engine.attach(optimizer, tokens=24)
+    for _ in range(3):
+        optimizer.step()
+    assert (engine.num_steps, engine.tokens) == (3, 72)
+    with pytest.raises(diloco.UserError, match=r"attached .* and counts its steps: leave out engine.step\(\)"):
+        engine.step()
+    attachment.remove()
+    engine.step(tokens=8)
+    assert (engine.num_steps, engine.tokens) == (4, 80)
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor(3), -1, 0.5])
+def test_tokens_are_a_whole_number(tokens):
+    model = linear()
+    engine = engine_of(model)
+    for count in (lambda: engine.step(tokens=tokens), lambda: engine.attach(adamw(model), tokens=tokens)):
+        with pytest.raises(diloco.UserError, match=r"tokens must be a whole number of 0 or more") as caught:
+            count()
+        assert ("call .item()" in str(caught.value)) == isinstance(tokens, torch.Tensor)
+    assert engine.num_steps == 0
+
+
 def test_the_engine_steps_after_the_outermost_step():
     adamw(linear())
     model = linear()
@@ -64,7 +89,7 @@ def test_the_engine_steps_after_the_outermost_step():
 
     seen = []
     engine = engine_of(model)
-    engine.step = lambda: seen.append(model.weight.detach().clone())
+    engine.step = lambda *, tokens: seen.append(model.weight.detach().clone())
     optimizer = AddsOne(model.parameters())
     engine.attach(optimizer)
     optimizer.step()
@@ -95,9 +120,9 @@ def test_a_compiled_step_is_counted_and_does_not_trace_the_engine(kind):
     optimizer, engine = kind(model.parameters()), engine_of(model)
     traced = []
 
-    def step() -> tuple:
+    def step(*, tokens: int | None) -> tuple:
         traced.append(torch.compiler.is_compiling())
-        return type(engine).step(engine)
+        return type(engine).step(engine, tokens=tokens)
 
     engine.step = step
     engine.attach(optimizer)

@@ -9,11 +9,12 @@ from pathlib import Path
 import obstore
 import pytest
 from obstore.exceptions import GenericError
+from tests.engine.cases import inner_step
 from tests.engine.test_elastic import counted, held_payloads, until
 from tests.rendezvous.replicas import H, P, Replica, new_model
 
 from diloco.cli.main import main
-from diloco.errors import DilocoError, ExchangeError
+from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.contract import Offer
 from diloco.rendezvous.keys import write_key
@@ -262,3 +263,25 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
     assert not any(rounds.has_uncounted(p) for p in range(P))
     fast.finish()
     slow.finish()
+
+
+def test_replicas_that_train_on_the_same_text_are_refused(tmp_path) -> None:
+    replicas = [Replica(str(tmp_path), name=name, quorum="all") for name in "ab"]
+    deadline = time.monotonic() + 20.0
+    with pytest.raises(UserError, match=r"all 2 replicas made the same outer gradient of fragment \d"):
+        while time.monotonic() < deadline:
+            for replica in replicas:
+                inner_step(replica.model, 0, replica.engine.num_steps + 1)
+                replica.engine.step(tokens=8)
+            time.sleep(0.003)
+    for replica in replicas:
+        replica.vanish()
+
+
+def test_an_outer_gradient_without_tokens_is_refused(tmp_path) -> None:
+    replica = Replica(str(tmp_path))
+    with pytest.raises(UserError, match=rf"step {H}: the last {H} inner steps read no token.*step\(tokens=...\)"):
+        for t in range(1, H + 1):
+            inner_step(replica.model, 0, t)
+            replica.engine.step()
+    replica.vanish()

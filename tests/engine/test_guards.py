@@ -7,6 +7,7 @@ from tests.processes import run_replicas
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
+from diloco.outer.mixing import Mixing
 
 
 def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tuple[int, str | None]:
@@ -46,7 +47,7 @@ def train_honestly() -> list[tuple[int, str | None]]:
         train(torch.bfloat16, Plain),
         train(torch.bfloat16, Plain, mixing=0.99),
         train(torch.float32, Plain, mixing=0.0, outer=fast),
-        train(torch.float32, Plain, mixing=1.0),
+        train(torch.float32, Plain, mixing=Mixing(1.0)),
         train(torch.float32, Plain, mixing=0.0, sync_every=1, wire="e3m0"),
         train(torch.bfloat16, Plain, mixing=0.5, sync_every=2, overlap_steps=1),
     ]

@@ -229,7 +229,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
     for t in range(1, CASE.T + 1 - 20 * rank):
         inner_step(model, rank, t)
         time.sleep(0.01)
-        engine.step()
+        engine.step(tokens=8)
     engine.finish()
     exchange.leave()
     rounds = engine._membership.rounds

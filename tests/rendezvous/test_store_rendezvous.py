@@ -42,7 +42,7 @@ OF_SHARES = [
 def hashes(engine: diloco.StreamingDiLoCo, model: nn.Module, replica: int, num_steps: int) -> tuple[str, float]:
     for t in range(1, num_steps + 1):
         inner_step(model, replica, t)
-        engine.step()
+        engine.step(tokens=8)
     engine.finish()
     return engine.outer_hash(), sum(p.double().sum().item() for p in model.parameters())
 

@@ -73,9 +73,9 @@ def test_the_published_figures_equal_another_transcription(pytestconfig):
     assert {(row["model"], int(row["sync_every"])): cells(row) for row in second} == SCALING_BANDWIDTHS
     costs = ("hours_infinite_link", "hours_1_gbit", "terabytes_exchanged")
     third = [row for row in rows(pytestconfig, "streaming_dolma.csv") if row["replicas"] != "4"]
-    assert OVERTRAINING_COSTS == {
+    assert {
         (row["method"], int(row["tokens_billion"])): tuple(float(row[cost]) for cost in costs) for row in third
-    }
+    } == OVERTRAINING_COSTS
     for row in first:
         size = SIZES[row["model"]]
         assert (size.num_layers, size.step_seconds) == (int(row["layers"]), float(row["step_seconds"]))

@@ -97,17 +97,40 @@ def check_model(model: object, exchange: Transport | Rendezvous) -> None:
             _check_ddp(path or "the model", module, exchange)
 
 
+def checked_tokens(tokens: object) -> int:
+    """The tokens of an inner step; None is 0.
+
+    Raises:
+        UserError: if it is no whole number of 0 or more.
+    """
+    if tokens is None:
+        return 0
+    if not isinstance(tokens, int) or tokens < 0:
+        hint = ": call .item()" if isinstance(tokens, torch.Tensor) else ""
+        shown = "a tensor" if hint else f"{tokens!r}"
+        raise UserError(f"tokens must be a whole number of 0 or more, not {shown}{hint}", "tokens")
+    return tokens
+
+
 def check_job(num_processes: int, exchange: Transport | Rendezvous) -> None:
     """Refuse the processes of a framework's job as replicas: they average their gradients at every step.
+
+    Refuse a rendezvous, too: a framework that starts again begins its text again, and leaves no run at its end.
 
     Raises:
         UserError: that says how to start the replicas.
     """
-    advice = "of one process" if is_rendezvous(exchange) else "with exchange=diloco.connect(...)"
-    if num_processes > 1 and (is_rendezvous(exchange) or isinstance(exchange, ProcessGroupExchange)):
+    if is_rendezvous(exchange):
+        raise UserError(
+            "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
+            "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
+            "exchange=diloco.connect(...)",
+            "exchange",
+        )
+    if num_processes > 1 and isinstance(exchange, ProcessGroupExchange):
         raise UserError(
             f"the {num_processes} processes of this job average their gradients, and can't be replicas: start a "
-            f"job {advice} for each replica",
+            "job with exchange=diloco.connect(...) for each replica",
             "exchange",
         )
 
@@ -161,7 +184,9 @@ def _merge_rule(mixing: object) -> MergeRule:
     try:
         alpha = float(mixing)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, RuntimeError):
-        raise _wrong("mixing", mixing, "a number from 0 to 1, or a merge rule") from None
+        raise _wrong("mixing", mixing, "a number of at least 0 and below 1, or a merge rule") from None
+    if alpha == 1:
+        raise UserError("mixing=1 keeps all of a replica's own parameters: no merge would change them", "mixing")
     return Mixing(alpha)
 
 

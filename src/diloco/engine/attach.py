@@ -29,7 +29,9 @@ class Attachment:
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
         if not isinstance(scaler, torch.amp.GradScaler | None):
             raise UserError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None", "scaler")
-        self._count = _untraced(count)
+        self._count = _untraced(self._counting(count))
+        self.is_counting = False
+        """True while the function runs."""
         self._depth = 0  # calls of the optimizer's step that are running
         self._num_around = 0  # calls of a wrapper's or the scaler's step that are running
         self._is_due = False
@@ -40,6 +42,18 @@ class Attachment:
             self._replace_step(wrapper, self._step_of_wrapper)
         if scaler is not None:
             self._replace_step(scaler, self._step_of_scaler)
+
+    def _counting(self, count: Callable[[], object]) -> Callable[[], None]:
+        """The function, with `is_counting` while it runs."""
+
+        def counted() -> None:
+            self.is_counting = True
+            try:
+                count()
+            finally:
+                self.is_counting = False
+
+        return counted
 
     @property
     def is_attached(self) -> bool:
@@ -125,6 +139,19 @@ def attached(
             "optimizer that steps last"
         )
     return Attachment(count, optimizer, scaler)
+
+
+def refuse_second_count(attachment: Attachment | None) -> None:
+    """Refuse to count an inner step that the attachment counts, too.
+
+    Raises:
+        UserError: if the engine is attached, and it is not the attachment that counts.
+    """
+    if attachment is not None and not attachment.is_counting and attachment.is_attached:
+        raise UserError(
+            "the engine is attached to an optimizer and counts its steps: leave out engine.step(), or call "
+            "remove() of what attach() returned"
+        )
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:

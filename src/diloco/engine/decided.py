@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from diloco.engine.guards import refuse_equal_payloads
+from diloco.reduction import Reduction
 from diloco.reduction.reduction import Average, add_up
 from diloco.rendezvous.averages import joined
 from diloco.rendezvous.contract import Content, Decision, Form
@@ -19,6 +21,17 @@ def average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> A
     if content.averages:
         return joined(form, decision.fragment, decision.round, decision.cohort, content.averages, to_N)
     return add_up(form.codec, content.payloads, to_N, _keys(form, decision), decision.cohort)
+
+
+def refuse_equal(form: Form, decision: Decision, content: Content, reduction: Reduction, replica: int) -> None:
+    """Refuse members' outer gradients that are equal to the last bit, where their payloads are here.
+
+    Raises:
+        UserError: as `refuse_equal_payloads`.
+    """
+    if content.payloads:
+        key = form.key(decision.fragment, decision.base_rounds[replica], replica)
+        refuse_equal_payloads(content.payloads, reduction, form.sizes[decision.fragment], key, decision.cohort)
 
 
 def remade(

@@ -22,7 +22,7 @@ from diloco.engine import decided, observe
 from diloco.engine.kept import Digests
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
-from diloco.errors import DisagreementError, ExchangeError
+from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep
@@ -152,9 +152,10 @@ class ElasticRounds(ReplicaRounds):
             payloads, error_N = self.encode(p, key, Cohort.equal(self.form.num_shares), base=self.kept.base(p))
             decoded_N = self._reduction.decode(payloads, self.form.sizes[p], key)
             self.on_send(Sync(p, self.rounds[p] + 1, self.num_steps), lambda: decoded_N)
-        norms = norms_of(decoded_N, self.form, source=f"step {self.num_steps}: the outer gradient of fragment {p}")
         then_tokens, then_steps = self.counted[p]
         tokens, steps = self.tokens - then_tokens, self.num_steps - then_steps
+        _check_read(self.num_steps, tokens, steps)
+        norms = norms_of(decoded_N, self.form, source=f"step {self.num_steps}: the outer gradient of fragment {p}")
         offer = Offer(
             seq=self.next_seq,
             fragment=p,
@@ -162,9 +163,9 @@ class ElasticRounds(ReplicaRounds):
             norms=norms,
             base_round=self.rounds[p],
             base=self.kept.base(p),
-            tokens=tokens or steps,
+            tokens=tokens,
             steps=steps,
-            position=self.tokens - self.tokens_before or self.num_steps,
+            position=self.tokens - self.tokens_before,
             step=self.num_steps,
             overlap_steps=tau,
         )
@@ -235,6 +236,8 @@ class ElasticRounds(ReplicaRounds):
         content = decision.content
         if isinstance(content, StoredSnapshot):
             return self._jump(decision, content, mixing)
+        if decision.is_own:
+            decided.refuse_equal(self.form, decision, content, self._reduction, self.replica)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
             average = decided.average(self.form, decision, content, to_N)
@@ -267,6 +270,16 @@ class ElasticRounds(ReplicaRounds):
         flight = self.in_flight.get(p)
         if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
             del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work
+
+
+def _check_read(step: int, tokens: int, num_steps: int) -> None:
+    """Refuse an outer gradient without a weight."""
+    if not tokens:
+        raise UserError(
+            f"step {step}: the last {num_steps} inner steps read no token, and where replicas come and go an "
+            "outer gradient is weighted by its tokens: pass engine.step(tokens=...)",
+            "tokens",
+        )
 
 
 def _is_counted(rounds: ElasticRounds, p: int, flight: Flight, *, by_round: int) -> bool:

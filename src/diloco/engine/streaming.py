@@ -5,13 +5,15 @@ Shapes: N elements of one fragment.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from diloco.engine.arguments import check_exchange, check_model, settings_of
-from diloco.engine.attach import Attachment, attached
+from diloco.engine.arguments import check_exchange, check_model, checked_tokens, settings_of
+from diloco.engine.attach import Attachment, attached, refuse_second_count
 from diloco.engine.finish import warn_of_uncounted, warn_of_unsent
 from diloco.engine.masters import Masters
 from diloco.engine.member import member
@@ -125,7 +127,7 @@ class StreamingDiLoCo(EngineView):
 
         Args:
             tokens: how many this replica, all of its processes together, has read in the step, added to `tokens`:
-                the weight of what it has learnt, where replicas come and go.
+                the weight of what it has learnt, which a rendezvous needs.
 
         Returns:
             The outer steps that were taken; none on most steps.
@@ -135,24 +137,28 @@ class StreamingDiLoCo(EngineView):
                 since the engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
+        refuse_second_count(self._attachment)
         self._check_going_on()
         if self._loads.pending:
             self._loads.check()
+        num_tokens = checked_tokens(tokens)
         self._rounds.num_steps += 1
-        self._rounds.tokens += tokens or 0
+        self._rounds.tokens += num_tokens
         if not self._membership.is_due():
             return ()  # most steps
         with self._whole():
             return self._membership.advance()
 
-    def attach(self, optimizer: Any, scaler: torch.amp.GradScaler | None = None) -> Attachment:
+    def attach(self, optimizer: Any, scaler: GradScaler | None = None, *, tokens: int | None = None) -> Attachment:
         """Call `step()` after every inner step until `remove()` of what it returns; an engine is attached once.
 
         Args:
             optimizer: the torch optimizer that steps last, or a wrapper such as accelerate's or torchtitan's.
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
+            tokens: of each inner step, as in `step()`.
         """
-        self._attachment = attached(self._attachment, self.step, optimizer, scaler)
+        checked_tokens(tokens)
+        self._attachment = attached(self._attachment, partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
     def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> torch.utils.hooks.RemovableHandle:

@@ -13,7 +13,6 @@ from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
-from diloco.rendezvous.contract import is_rendezvous
 
 _STATE = "diloco"
 """The key of a checkpoint under which the callback keeps what it resumes from."""
@@ -81,8 +80,7 @@ class DiLoCoCallback(Callback):
         """Compare the replicas' numbers of steps."""
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")
-        if not is_rendezvous(self.engine.exchange):
-            agree(self.engine.exchange, {name: getattr(trainer, name) for name in names})
+        agree(self.engine.exchange, {name: getattr(trainer, name) for name in names})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -16,7 +16,6 @@ from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.control import agree
 from diloco.files import writing
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.contract import is_rendezvous
 
 _REFUSED = {
     "load_best_model_at_end": "would end with one replica's own parameters: set it to False; the model ends as Θ",
@@ -87,8 +86,7 @@ class DiLoCoCallback(TrainerCallback):
             raise UserError("this engine has trained already: make a new Trainer with a new DiLoCoCallback")
         if kwargs["model"] is not self._model:
             raise UserError("the Trainer has made a new model for train(): give it model, not model_init")
-        if not is_rendezvous(self.engine.exchange):
-            agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
+        agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
         if state.global_step:
             self._resume(_state_file(args, state))
         # The Trainer calls both, for optimizers that train other parameters than they evaluate.

@@ -135,8 +135,8 @@ def small(corpus: tuple[str, ...] = (), held_out: tuple[str, ...] = ()) -> Tier:
 
     The learning rate is the best of 0.004, 0.008, 0.016 and 0.032 at the base size, on English books, for both
     Data-Parallel and Streaming DiLoCo. It falls with the inverse of the size, as the best of 0.3M and 1.2M
-    parameters do. η is the default, 0.4: in a sweep of DiLoCo (docs/results/sweep.csv) the best of five at the base
-    size for M = 1 and 2; 0.8 is the best for M = 4.
+    parameters do. η is the default, 0.4, which in a sweep of DiLoCo (docs/results/sweep.csv) is the best of five
+    at the base size for M = 1 and 2; 0.8 is the best for M = 4.
     """
 
     def size(width: int) -> TrainConfig:
