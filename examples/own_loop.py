@@ -29,7 +29,7 @@ engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
     schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
-    exchange=diloco.ProcessGroupExchange(),
+    exchange=diloco.ProcessGroupExchange(),  # over the default group, in which nothing else travels
 )
 engine.attach(optimizer)
 # --8<-- [end:engine]
