@@ -46,9 +46,12 @@ def is_over() -> bool:
 
 
 BUDGET = 5_000
-text = torch.Generator().manual_seed(of_first(lambda: rendezvous.slot))  # the replica's own slot of the text
+text = torch.randn(1_000, 16, 8, generator=torch.Generator().manual_seed(0))  # the same on all replicas
+sampler = diloco.SlotSampler(num_windows=len(text))
+slot, place = of_first(lambda: rendezvous.slot), of_first(lambda: rendezvous.start // 16)
 while not of_first(is_over):
-    batch = torch.randn(4, 16, 8, generator=text).chunk(num_shards)[shard]
+    batch = text[sampler.windows(slot, place, 4)].chunk(num_shards)[shard]
+    place += 4
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

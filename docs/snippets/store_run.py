@@ -26,9 +26,12 @@ engine = diloco.StreamingDiLoCo(
 
 # --8<-- [start:loop]
 BUDGET = 10_000
-text = torch.Generator().manual_seed(rendezvous.slot)  # each replica reads its own slot of the text
+text = torch.randn(1_000, 16, 8)  # 1,000 sequences of 16 tokens, the same on all replicas
+sampler = diloco.SlotSampler(num_windows=len(text))
+place = rendezvous.start // 16  # sequences of this slot that its earlier holders have trained on
 while not rendezvous.state.finished and rendezvous.state.tokens < BUDGET * len(fragments):
-    batch = torch.randn(4, 16, 8, generator=text)
+    batch = text[sampler.windows(rendezvous.slot, place, 4)]
+    place += 4
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """The public names: `diloco/__init__.py` reads this table, and loads each on its first use."""
 
+from diloco.data.sampling import SlotSampler as SlotSampler
 from diloco.engine.streaming import StreamingDiLoCo as StreamingDiLoCo
 from diloco.errors import CheckpointError as CheckpointError
 from diloco.errors import DilocoError as DilocoError

@@ -30,6 +30,7 @@ from tests.training.runs import (
 )
 
 from diloco.training.loop import train
+from diloco.training.metrics import StepMetrics
 from diloco.training.prepare import prepare_run
 from diloco.training.recipes import recipe
 from diloco.training.runs import read_config
@@ -232,7 +233,11 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     recording = SimpleNamespace(log=lambda values, step: curves.update({step: values}), close=lambda: None)
     monkeypatch.setattr("diloco.training.loop.tracker", lambda name, **_: recording)
     steps: list[int] = []
-    outcome = train(config, on_start=steps.append, on_step=lambda metrics: steps.append(metrics.step))
+
+    def on_step(metrics: StepMetrics) -> None:
+        steps.append(metrics.step)
+
+    outcome = train(config, on_start=lambda step, _: steps.append(step), on_step=on_step)
     assert steps == list(range(61)) and outcome is not None
     assert outcome.summary["bytes_sent_per_replica"] == outcome.summary["data_parallel_bytes_per_replica"] == 0
     assert outcome.summary["compute_utilization"] > 0.99

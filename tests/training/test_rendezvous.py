@@ -124,7 +124,7 @@ def come_and_go(config: TrainConfig) -> None:
     else:
         wait_for(mine.directory / "metrics-0.jsonl", num_lines=5)
         wait_for(saved)
-        train(mine, resume=True, on_start=lambda step: is_back.write_text(str(step)), on_step=tell)
+        train(mine, resume=True, on_start=lambda step, _: is_back.write_text(str(step)), on_step=tell)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -194,7 +195,7 @@ def _replica(config: TrainConfig, is_resume: bool) -> None:
 
     console = Console()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
-    on_start = progress.resumed if progress is not None and is_resume else None
+    on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
     try:
         outcome = train(config, resume=is_resume, on_start=on_start, on_step=progress)
     finally:

@@ -133,9 +133,19 @@ class SlotSampler:
     seed: int = 0
     """Key of the permutations, in [0, 2^64)."""
 
+    def __post_init__(self) -> None:
+        """Refuse a split without windows."""
+        if self.num_windows < 1:
+            raise UserError(f"num_windows={self.num_windows} must be at least 1", "num_windows")
+
     def windows(self, slot: int, first: int, count: int) -> np.ndarray:
-        """The windows `first` … `first + count − 1` of a slot: int64, shape (count,)."""
-        assert slot >= 0 and first >= 0, "both are counted from 0"
+        """The windows `first` … `first + count − 1` of a slot: int64, shape (count,).
+
+        Raises:
+            UserError: if a number is below 0.
+        """
+        if min(slot, first, count) < 0:
+            raise UserError(f"slot={slot}, first={first} and count={count} must be 0 or more")
         num_bits = slot.bit_length()
         reversed_bits = int(f"{slot:b}"[::-1], 2)
         offset = self.num_windows * reversed_bits >> num_bits

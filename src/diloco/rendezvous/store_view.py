@@ -27,12 +27,12 @@ class StoreView:
 
     @property
     def slot(self) -> int:
-        """This replica's part of the text, of `state.rules.num_slots`."""
+        """The number of this replica's place in the text, for `diloco.SlotSampler`: no shard of it."""
         return self.state.members[self.replica].slot
 
     @property
     def start(self) -> int:
-        """This replica's first token in its slot."""
+        """The tokens after its slot's beginning at which this replica starts: earlier holders have read those."""
         return self.state.members[self.replica].start
 
     @property

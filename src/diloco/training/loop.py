@@ -13,6 +13,7 @@ from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.exchange.control import agree, failing_together
 from diloco.integrations.trackers import tracker
+from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.checkpoints import Checkpoints
 from diloco.training.config import TrainConfig
 from diloco.training.failures import lack_of_memory_explained, lost_processes_named
@@ -31,7 +32,7 @@ def train(
     config: TrainConfig,
     *,
     resume: bool = False,
-    on_start: Callable[[int], None] | None = None,
+    on_start: Callable[[int, StoreRendezvous | None], None] | None = None,
     on_step: Callable[[StepMetrics], None] | None = None,
 ) -> Outcome | None:
     """Train as one process of the world that the environment describes (RANK, WORLD_SIZE, …).
@@ -39,7 +40,8 @@ def train(
     Args:
         config: resolved, and the same on all replicas.
         resume: go on from the newest step that every replica holds.
-        on_start: called with the step that this replica goes on from, 0 for a new run.
+        on_start: called with the step that this replica goes on from, 0 for a new run, and the rendezvous that it
+            has joined.
         on_step: called with the metrics of each step of this replica.
 
     Returns:
@@ -53,7 +55,7 @@ def train(
     with _set_up(config, resume=resume) as run:
         config = run.config
         if on_start is not None:
-            on_start(run.state.step)
+            on_start(run.state.step, run.world.rendezvous)
         since, begun = time.perf_counter(), deque[BegunStep]()
         while not run.state.is_over:
             step = run.state.step + 1

@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 
 from rich.console import Console
+from tests.rendezvous.replicas import Replica
 from tests.training.test_metrics import metrics
 
 from diloco.report.terminal.training import TrainingProgress
@@ -25,3 +26,19 @@ def test_held_out_losses_are_printed_when_they_are_measured():
         f"step 4  held-out loss 2.6000 {of_replica}",
     ]
     assert last.startswith("step 5/5  loss 2.000  held-out 2.600  ") and last.endswith("  ETA 0:00")
+
+
+def test_a_replica_says_which_run_it_has_joined(tmp_path):
+    config, lines = replace(recipe("tiny"), rendezvous=str(tmp_path)), []
+    replicas = [Replica(str(tmp_path), name=name) for name in "ab"]
+    for replica in replicas:
+        output = io.StringIO()
+        progress = TrainingProgress(config, Console(file=output))
+        progress.started(7, replica.exchange, is_resume=replica is replicas[1])
+        lines.append(output.getvalue().splitlines())
+    assert lines == [
+        [f"store {tmp_path}: replica 0, the first of a new run; round 0"],
+        [f"store {tmp_path}: replica 1, beside a; round 0", "going on from step 7"],
+    ]
+    for replica in replicas:
+        replica.vanish()

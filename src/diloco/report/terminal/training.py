@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,6 +15,9 @@ from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.training.config import TrainConfig
 from diloco.training.metrics import StepMetrics
 from diloco.training.summary import Outcome
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -68,8 +72,22 @@ class TrainingProgress:
         self._eval_loss: float | None = None
         self._last_line = time.monotonic()
 
-    def resumed(self, step: int) -> None:
-        """Show the step from which the run goes on."""
+    def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
+        """Show the replica's place in the run that it has joined, and the step from which a resume goes on."""
+        if rendezvous is not None:
+            self._joined(rendezvous)
+        if is_resume:
+            self._resumed(step)
+
+    def _joined(self, rendezvous: "StoreRendezvous") -> None:
+        state, own = rendezvous.state, rendezvous.replica
+        others = [state.members[each].name for each in state.active if each != own]
+        beside = f"beside {', '.join(others)}" if others else "alone" if own else "the first of a new run"
+        num_rounds = max(log.round for log in state.fragments)
+        line = f"store {self._config.rendezvous}: replica {own}, {beside}; round {num_rounds}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _resumed(self, step: int) -> None:
         anew = "no step was saved by every replica: starting over"
         if self._config.rendezvous is not None:
             anew = "no checkpoint was saved: starting from the run's outer parameters"
