@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -63,6 +64,11 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
     bill += f"{first['store_a_day']['requests']:,.0f} requests"
     assert f"H = {first['sync_every']}, {first['wire']} and {first['combine']} move {bill}" in sentence
     assert "out of it" not in printed(capsys, *arguments)
+    soon = r"about ([\d.]+) s after the send, so choose a τ of at least (\d+)"
+    ((seconds, steps),) = re.findall(soon, sentence)
+        r"about ([\d.]+) s after the send, so choose a τ of at least (\d+)", sentence
+    ).groups()
+    assert float(seconds) > 1.0 and int(steps) == pytest.approx(float(seconds) + 0.5, abs=0.6)
 
 
 @pytest.mark.slow

@@ -133,6 +133,17 @@ class Plan:
         ) + polling(num_replicas, poll_seconds=_POLL_SECONDS, seconds=_DAY_SECONDS)
 
     @property
+    def store_seconds(self) -> float:
+        """The time from a send to its outer step in a bucket: polls + round trips + size / uplink + downloads."""
+        num_polls, num_round_trips = (2, 4) if self.combine == "gather" else (3, 8)
+        num_downloads = len(self.task.replicas) - 1 if self.combine == "gather" else 2
+        payload_bits = max(self.model.fragment_params) * parse(self.wire).bits_per_value
+        seconds = num_polls * _POLL_SECONDS
+        seconds += num_round_trips * max(2 * one.latency_seconds for one in self.task.replicas)
+        slowest = min(one.gbit_s for one in self.task.replicas if one.gbit_s is not None)
+        return seconds + (1 + num_downloads) * payload_bits / (1e9 * slowest)
+
+    @property
     def terabytes(self) -> float:
         """Payload that each replica sends in the whole run, in 10¹² bytes."""
         schedule, num_steps = self.model.schedule, self.task.num_steps

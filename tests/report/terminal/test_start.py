@@ -55,7 +55,13 @@ def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
 
 def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path):
     (tmp_path / "store").mkdir()
-    one = replace(asked, num_replicas=1, rendezvous=str(tmp_path / "store"))
+    one = replace(asked, num_replicas=1, replica_batch=2, rendezvous=str(tmp_path / "store"))
     config = prepare_run(one, resume=None)
-    *_, syncs, last = forecast_lines(config, forecast(config))
+    *_, steps, own, _, syncs, last = forecast_lines(config, forecast(config))
+    alone = -(-config.num_tokens // (2 * config.sequence_length))
+    assert steps == "steps  60 of 512 tokens: 30,720 tokens"
+    assert own.strip().startswith(
+        f"of all replicas that join; this one reads {2 * config.sequence_length:,} tokens"
+    )
+    assert own.endswith(f"alone would take {alone:,} steps")
     assert syncs.startswith("syncs  H = 10") and last == "bytes  depend on how many replicas take part"

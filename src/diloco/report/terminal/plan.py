@@ -96,14 +96,17 @@ def print_plans(
 
 
 def print_store(plans: Sequence[Plan], console: Console) -> None:
-    """Print what a day of the least risky setting costs in a bucket."""
+    """Print what a day of the least risky setting costs in a bucket, and how soon an outer step is there."""
     plan = plans[0]
+    num_steps = math.ceil(plan.store_seconds / min(one.step_seconds for one in plan.task.replicas))
     traffic = plan.store_traffic_a_day
     dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
     console.print(
         f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every}, {plan.wire} and {plan.combine} "
         f"move {traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
-        f"requests: by list prices {dollars} a day. Egress within a provider's region is free.",
+        f"requests: by list prices {dollars} a day. Egress within a provider's region is free. An outer step is "
+        f"decided there about {plan.store_seconds:.2g} s after the send, so choose a τ of at least {num_steps} "
+        "(overlap_steps): those above are for direct links.",
         highlight=False,
         soft_wrap=True,
     )

@@ -64,6 +64,12 @@ def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
         f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"
     )
     yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
+    if config.rendezvous is not None:
+        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        yield (
+            f"       of all replicas that join; this one reads {own_tokens:,} tokens a step, and alone would take "
+            f"{-(-config.num_tokens // own_tokens):,} steps"
+        )
     yield _rate_line(config)
     yield _syncs_line(config, forecast)
     if config.rendezvous is not None:
