@@ -66,8 +66,6 @@ def test_a_plan_says_what_a_bucket_costs(capsys):
     assert "out of it" not in printed(capsys, *arguments)
     soon = r"about ([\d.]+) s after the send, so choose a τ of at least (\d+)"
     ((seconds, steps),) = re.findall(soon, sentence)
-        r"about ([\d.]+) s after the send, so choose a τ of at least (\d+)", sentence
-    ).groups()
     assert float(seconds) > 1.0 and int(steps) == pytest.approx(float(seconds) + 0.5, abs=0.6)
 
 
