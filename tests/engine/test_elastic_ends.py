@@ -1,5 +1,6 @@
 """The end of a replica among others when something is wrong with it, while the others go on."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -285,3 +286,39 @@ def test_an_outer_gradient_without_tokens_is_refused(tmp_path) -> None:
             inner_step(replica.model, 0, t)
             replica.engine.step()
     replica.vanish()
+
+
+def test_a_fresh_process_is_refused_where_all_wait_for_each_other(tmp_path) -> None:
+    ours = Replica(str(tmp_path), name="ours", quorum="all")
+    for _ in range(2 * H):
+        ours.step()
+    state, model = ours.engine.state_dict(), ours.model.state_dict()
+    with pytest.raises(UserError, match="has sent outer gradients already: build a new engine"):
+        ours.engine.load_state_dict(state)
+    ours.vanish()
+    fresh = Replica(str(tmp_path), name="fresh")
+    with pytest.raises(UserError, match=r"\(quorum=all\) and has begun: .* load the state that this replica"):
+        fresh.step()
+    again = Replica(str(tmp_path), name="ours")
+    again.model.load_state_dict(model)
+    again.engine.load_state_dict(state)
+    rounds = max(again.rounds) + 2
+    until(lambda: min(again.rounds) >= rounds, again)
+    again.finish()
+
+
+def test_leaving_says_that_an_own_payload_is_not_in_the_store(tmp_path) -> None:
+    replica, other = (Replica(str(tmp_path), name=name) for name in "ab")
+    create = replica.exchange._store.create
+
+    async def full_create(name: str, *arguments, **limits):
+        if name.startswith("payloads/"):
+            await asyncio.sleep(0.2)
+            raise StoreError("No space left on device")
+        return await create(name, *arguments, **limits)
+
+    replica.exchange._store.create = full_create
+    until(lambda: bool(replica.engine._rounds.in_flight), replica, other)
+    with pytest.raises(ExchangeError, match="No space left on device"):
+        replica.exchange.leave()
+    other.vanish()

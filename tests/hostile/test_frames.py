@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +20,7 @@ from tests import memory
 
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange import meeting
-from diloco.exchange.board import Board, BoardView, Request, _receive
+from diloco.exchange.board import Board, BoardView, RemoteBoard, Request, _receive
 from diloco.exchange.control import agree, share
 from diloco.exchange.encrypted import _address
 from diloco.exchange.link import Link
@@ -256,3 +257,22 @@ def test_addresses_that_are_none_are_not_dialled(text):
 def test_an_answer_of_another_type_is_an_error_of_replica_0():
     with pytest.raises(ExchangeError, match="replica 0 answers get with int"):
         BoardView(lambda request: 3).get("key")
+
+
+def test_a_board_whose_answer_does_not_come_is_closed_at_once():
+    ours, theirs = socket.socketpair()
+    board, errors = RemoteBoard(ours, seconds=60.0), []
+
+    def ask() -> None:
+        with pytest.raises(ExchangeError) as caught:
+            board.ask(Request("get", "a key"))
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    theirs.recv(1)  # the request is on its way
+    started = time.monotonic()
+    board.close()
+    thread.join(30)
+    assert time.monotonic() - started < 30 and errors[0].startswith("the connection to replica 0 broke off")
+    theirs.close()

@@ -3,17 +3,19 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous import archive
-from diloco.rendezvous.archive import newest_state, write_index
+from diloco.rendezvous.archive import SnapshotQueue, newest_state, write_index
 from diloco.rendezvous.entries import Keys, LogError, name_of
 from diloco.rendezvous.keys import KeyFile, write_key
 from diloco.rendezvous.log import begun
 from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.store import Store, StoreUnreachableError
+from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
 
 
 @pytest.fixture
@@ -71,11 +73,48 @@ def test_a_stray_file_and_an_index_that_was_deleted_keep_nobody_out(run: Handwri
     assert joined_from(run) == run.states[0], "the log is read from its beginning"
 
 
-def test_what_can_not_be_deleted_now_is_left_to_the_next(run: Handwritten, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("kind", [StoreUnreachableError, StoreError])
+def test_what_can_not_be_deleted_now_is_left_to_the_next(kind, run: Handwritten, monkeypatch, caplog) -> None:
     async def list_in_vain(store: Store, prefix: str, **limits: float) -> list[tuple[str, int]]:
-        raise StoreUnreachableError("can't list payloads within 60 s")
+        raise kind("can't list payloads within 60 s")
 
     monkeypatch.setattr(Store, "list", list_in_vain)
     asyncio.run(write_index(Store.open(str(run.directory)), run.signers[0], run.state, author=0))
     assert "can't list payloads within 60 s: what nobody needs is deleted later" in caplog.text
     assert (run.directory / "index" / f"{run.state.number:010d}").exists()
+
+
+def test_an_index_that_nobody_may_read_is_not_written(run: Handwritten, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("diloco.rendezvous.index.MOST_BYTES", 100)
+    asyncio.run(write_index(Store.open(str(run.directory)), run.signers[0], run.state, author=0))
+    assert "and may have 100: joiners read the whole log" in caplog.text
+    assert not (run.directory / "index").exists() and joined_from(run) == run.states[0]
+
+
+def test_of_the_snapshots_that_wait_the_newest_of_each_fragment_is_uploaded(tmp_path: Path) -> None:
+    """While the first is on its way, ten more of fragment 0 and one of fragment 1 are made."""
+    store, log = Store.open(str(tmp_path)), SimpleNamespace(check_there=lambda: asyncio.sleep(0))
+    create, may_upload, entries = store.create, asyncio.Event(), []
+
+    async def held_create(name: str, *arguments, **limits) -> object:
+        await may_upload.wait()
+        return await create(name, *arguments, **limits)
+
+    async def use() -> None:
+        queue, vectors = SnapshotQueue(store, log), {"outer": torch.zeros(4), "velocity": torch.zeros(4)}
+        work = asyncio.create_task(queue.run(entries.append))
+        queue.put(0, 1, vectors)
+        await asyncio.sleep(0.05)
+        queue.put(1, 1, vectors)
+        for last_round in range(2, 12):
+            queue.put(0, last_round, vectors)
+        may_upload.set()
+        async with asyncio.timeout(10):
+            while len(entries) < 3:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        work.cancel()
+
+    store.create = held_create
+    asyncio.run(use())
+    assert [(entry.fragment, entry.round) for entry in entries] == [(0, 1), (1, 1), (0, 11)]

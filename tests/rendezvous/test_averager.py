@@ -197,12 +197,26 @@ def test_a_replica_that_comes_back_after_all_was_deleted_takes_the_snapshot(tmp_
     ours.finish()
 
 
+def test_an_entry_that_snapshots_stand_for_is_not_waited_for(tmp_path) -> None:
+    """A replica looks for its averages once, and makes none again."""
+    replica = Replica(str(tmp_path), **(CUT | {"snapshot_rounds": 1}))
+    first = []
+    until(lambda: first or first.extend(replica.exchange.state.fragments[0].since), replica)
+    until(lambda: first[0] not in replica.exchange.state.fragments[0].since, replica)
+    until(lambda: not list(tmp_path.glob(averages.name_of(first[0].number, 0))), replica)
+    averager, state = averager_of(replica), replica.exchange.state
+    replica.finish()
+    averager._store.requests.clear()
+    averager._poll_seconds = 1000.0
+    assert asyncio.run(averager.of_entry(first[0], state)) is None and averager._store.requests == {"get": 1}
+
+
 class Member:
     """One of several replicas of a model of one large fragment."""
 
     def __init__(self, url: str, name: str, combine: str, **settings) -> None:
         torch.manual_seed(0)
-        self.model = nn.Linear(20_000, 1)
+        self.model = nn.Linear(40_000, 1)
         self.exchange = diloco.StoreRendezvous(url, name=name, poll_seconds=0.004, **settings)
         self.engine = diloco.StreamingDiLoCo(
             self.model,
@@ -227,7 +241,7 @@ def test_of_four_replicas_each_downloads_half_of_what_gather_takes(combine, tmp_
     for _ in range(6 * num_rounds + 5):  # nobody sends for the next round
         for member in several:
             member.step()
-    wire, size = codec("fp32"), 20_001
+    wire, size = codec("fp32"), 40_001
     share = wire.payload_bytes(share_size(size, M))
     a_round = {"gather": (M - 1) * wire.payload_bytes(size), "reduce_scatter": (M - 1) * (share + share)}
     for member in several:

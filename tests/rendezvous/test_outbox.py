@@ -1,11 +1,14 @@
 """A replica's own payloads on their way to the store."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from diloco.rendezvous.contract import Form, Offer
+from diloco.rendezvous.entries import LogError
 from diloco.rendezvous.keys import NoKeys
 from diloco.rendezvous.outbox import Outbox
 from diloco.rendezvous.payloads import name_of
@@ -26,6 +29,15 @@ def offer(seq: int, fragment: int) -> Offer:
     return Offer(seq=seq, fragment=fragment, payloads=(payload,), norms=(2.0,), **numbers)
 
 
+async def is_there() -> None:
+    """The run is in the store."""
+
+
+def log_of(check_there: Callable[[], Awaitable[None]] = is_there) -> SimpleNamespace:
+    state = SimpleNamespace(run="0" * 64, members=[SimpleNamespace(start=0)])
+    return SimpleNamespace(state=state, check_there=check_there)
+
+
 FORM = Form(codec=codec("fp32"), sizes=(4, 4), seed=0, second=None)
 
 
@@ -42,7 +54,7 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
 
         inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq))
         store = SimpleNamespace(create=create)
-        outbox = Outbox(store, NoKeys(), FORM, run="0" * 64, own=0, start=0, inbox=inbox)
+        outbox = Outbox(store, NoKeys(), FORM, log_of(), own=0, inbox=inbox)
         for seq, fragment in enumerate((0, 1, 0)):
             outbox.put(offer(seq, fragment))
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -58,3 +70,25 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
     outbox = asyncio.run(uploaded())
     assert {p: sent.seq for p, sent in outbox.offers.items()} == {0: 2, 1: 1}
     assert sorted(in_inbox) == [1, 2]
+
+
+def test_a_payload_in_a_directory_that_does_not_hold_the_run_any_more_is_not_offered():
+    """As where a payload was written below a mount point while the store was not mounted."""
+
+    async def refuse() -> None:
+        raise LogError("the run is not in the store any more")
+
+    async def created(*_, **__) -> None:
+        return None
+
+    inbox = SimpleNamespace(put=lambda *_: None)
+    outbox = Outbox(SimpleNamespace(create=created), NoKeys(), FORM, log_of(refuse), own=0, inbox=inbox)
+    outbox.put(offer(0, 0))
+
+    async def upload() -> None:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            await outbox.run(tasks)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(upload())
+    assert caught.group_contains(LogError, match="not in the store any more") and not outbox.offers

@@ -220,3 +220,12 @@ def test_a_scratch_vector_is_used_and_holds_the_values(delta_N):
 def test_the_largest_finite_values_have_a_finite_norm():
     assert norm_of(torch.full((4,), 3e38)) == pytest.approx(6e38)
     assert norm_of(torch.zeros(0)) == 0 and math.isnan(norm_of(torch.tensor([math.nan, 1.0])))
+
+
+def test_a_round_that_no_codec_can_draw_numbers_for_is_refused(delta_N):
+    """The next round, 2**32, is beyond a codec's key."""
+    data, _ = payload_of(delta_N, base_round=2**32 - 1)
+    with pytest.raises(PayloadError, match="base_round"):
+        read(data)
+    data, header = payload_of(delta_N, base_round=2**32 - 2)
+    assert read(data)[0] == header

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import random
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def test_an_upload_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(obstore, "put_async", lose_answer)
     store = Store.open(str(tmp_path))
     assert asyncio.run(store.create("log/0", b"mine")) is None
-    assert store.requests == {"create": 1, "get": 1}
+    assert store.requests == {"create": 1, "get": 1} and store.outage_seconds == 0
 
 
 def test_exists_of_what_has_not_landed_means_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -110,6 +112,63 @@ def test_a_store_that_is_read_and_not_written_is_an_outage(tmp_path: Path, monke
     assert asyncio.run(store.get("log/0", most_bytes=9)) is not None and store.outage_seconds > 0
     asyncio.run(store.create("log/1", b"mine"))
     assert store.outage_seconds == 0
+
+
+def test_the_outage_is_asked_for_while_requests_fail_and_succeed(tmp_path: Path):
+    store, is_over = Store.open(str(tmp_path)), threading.Event()
+
+    def fail_and_succeed() -> None:
+        while not is_over.is_set():
+            for kind in ("create", "get"):
+                store._failing_since[kind] = time.monotonic()
+            for kind in ("create", "get"):
+                store._succeeded(kind)
+
+    thread, interval = threading.Thread(target=fail_and_succeed), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20_000):
+            assert store.outage_seconds < 10
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_a_few_large_objects_travel_at_once_and_small_ones_pass_them(tmp_path: Path, monkeypatch):
+    put, now, most, order = obstore.put_async, 0, 0, []
+
+    async def slow_put(client, name: str, *arguments: object, **options: object) -> None:
+        nonlocal now, most
+        now += name != "small"
+        most = max(most, now)
+        if name != "small":
+            await asyncio.sleep(0.02)
+        await put(client, name, *arguments, **options)
+        now -= name != "small"
+        order.append(name)
+
+    async def use(store: Store) -> None:
+        large = [asyncio.create_task(store.create(f"large{i}", bytes(100_000))) for i in range(12)]
+        await asyncio.sleep(0)
+        await store.create("small", b"entry")
+        await asyncio.gather(*large)
+
+    monkeypatch.setattr(obstore, "put_async", slow_put)
+    asyncio.run(use(Store.open(str(tmp_path))))
+    assert most == 4 and len(order) == 13 and order.index("small") < 4
+
+
+def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):
+    async def use(store: Store) -> None:
+        for share in range(3):
+            await store.create(f"averages/0000000001/{share}", b"average")
+        await store.create("averages/0000000002/0", b"average")
+        await store.delete([f"averages/0000000001/{share}" for share in range(3)])
+
+    asyncio.run(use(Store.open(str(tmp_path))))
+    assert [path.name for path in (tmp_path / "averages").iterdir()] == ["0000000002"]
 
 
 def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,7 @@ class ElasticMembership:
         self._rendezvous, self._sync_every = rendezvous, schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(schedule.num_fragments)]
         self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
+        self._must_load = rendezvous.waits and any(self.rounds.rounds)
         self._translation: dict[int, Tensor | None] = {}
         """For each fragment the Θ that a checkpoint knew; None to take the run's."""
         self._then: dict[str, Any] = {}
@@ -65,9 +66,10 @@ class ElasticMembership:
         self._rendezvous.at_step(rounds.num_steps)
         return bool(
             self._rendezvous.has_news
+            or self._must_load
             or self._translation
             or rounds.parameters.watch.merges
-            or any(rounds.waiting.values())
+            or rounds.waiting
             or any(rounds.num_steps >= step for step in self._next_send)
             or (rounds.in_flight and self._rendezvous.waits)
             or self._rendezvous.wanted()
@@ -75,6 +77,7 @@ class ElasticMembership:
 
     def advance(self) -> tuple[OuterStep, ...]:
         """Offer the fragments that are due, and take the outer steps that were decided."""
+        self._check_place()
         rounds = self.rounds
         self._translate()
         rounds.parameters.look_at_merges(rounds.num_steps)
@@ -82,6 +85,17 @@ class ElasticMembership:
             rounds.send(p)
             self._next_send[p] = rounds.num_steps + self._sync_every
         return rounds.merge(wait=self._rendezvous.waits)
+
+    def _check_place(self) -> None:
+        """Refuse to begin among replicas that wait for each other and are at another place of the schedule."""
+        if self._must_load:
+            self._rendezvous.leave(finished=False)
+            raise UserError(
+                "the run waits for all of its replicas (quorum=all) and has begun: one that begins at another "
+                "place of the schedule and all others would wait for each other; load the state that this replica "
+                "has saved, or create a run with quorum=majority",
+                "quorum",
+            )
 
     def _due(self) -> list[int]:
         """The fragments to offer: H steps after the last time, or sooner if another's payload waits for ours."""
@@ -150,8 +164,13 @@ class ElasticMembership:
         """A state of this run's model.
 
         Raises:
-            UserError: if it is another's.
+            UserError: if it is another's, or this engine has trained: what it has sent may be counted.
         """
+        if self.rounds.next_seq:
+            raise UserError(
+                "this engine has sent outer gradients already: build a new engine with a new StoreRendezvous, and "
+                "load the state there"
+            )
         return accepted_of(self.rounds, self._joined.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
@@ -159,6 +178,7 @@ class ElasticMembership:
 
         The model's own parameters may be loaded before or after this: θ is moved before the next inner step ends.
         """
+        self._must_load = False
         rounds = self.rounds
         rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
         rounds.tokens_before = rounds.tokens

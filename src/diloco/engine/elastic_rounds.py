@@ -10,7 +10,6 @@ Shapes: N elements of one fragment.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from diloco.engine import decided, observe
 from diloco.engine.kept import Digests
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.state import OUTER
+from diloco.engine.waiting import Waiting
 from diloco.errors import DisagreementError, ExchangeError, UserError
 from diloco.kernels.memory import empty
 from diloco.outer.mixing import MergeRule, Mixing, Translation
@@ -78,7 +78,7 @@ class ElasticRounds(ReplicaRounds):
         self.rounds, self.counted = [0] * num_fragments, [(0, 0)] * num_fragments
         self.kept = Digests(self.state, self.settings.outer.slots)
         """The digests of Θ and the slots, as the last outer step left them."""
-        self.waiting: dict[int, deque[Decision]] = {p: deque() for p in range(num_fragments)}
+        self.waiting = Waiting(num_fragments)
 
     @property
     def replica(self) -> int:
@@ -185,15 +185,18 @@ class ElasticRounds(ReplicaRounds):
         """
         self.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
-        self._listen()
+        self.waiting.listen(self.rendezvous)
         # Not those that come meanwhile: who receives more slowly than the others decide would never end.
         newest = [self.rendezvous.newest_round(p) if wait else 0 for p in range(self.state.num_fragments)]
-        for p in range(self.state.num_fragments):
-            if wait or time.perf_counter() < end:
-                steps += self._take_waiting(p)
+        for p in self.waiting.in_turn():
+            for outer_step in self._take_waiting(p):
+                steps.append(outer_step)
+                if not wait and time.perf_counter() > end:
+                    self.waiting.interrupted_at(p)
+                    return tuple(steps)
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
                 start = time.perf_counter()
-                self._listen(wait_for=p)
+                self.waiting.listen(self.rendezvous, wait_for=p)
                 self.blocked_seconds += time.perf_counter() - start
                 steps += self._take_waiting(p)
         return tuple(steps)
@@ -206,13 +209,10 @@ class ElasticRounds(ReplicaRounds):
         """Whether a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
         return p not in self.in_flight and self.rounds[p] < newest
 
-    def _listen(self, wait_for: int | None = None) -> None:
-        for decision in self.rendezvous.decided(wait_for=wait_for):
-            self.waiting[decision.fragment].append(decision)
-
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
-        while self.waiting[p] and not (self.waiting[p][0].is_own and p in self.in_flight and not self._is_over(p)):
-            decision = self.waiting[p].popleft()
+        waiting = self.waiting.by_fragment[p]
+        while waiting and not (waiting[0].is_own and p in self.in_flight and not self._is_over(p)):
+            decision = waiting.popleft()
             if decision.round <= self.rounds[p]:
                 continue  # a snapshot was newer
             mixing = self.settings.mixing if decision.is_own else Translation()

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Protocol, TypeVar
 import msgspec
 
 from diloco.errors import ExchangeError
+from diloco.exchange.door import shut
 
 T = TypeVar("T")
 
@@ -182,7 +183,9 @@ class RemoteBoard:
                 raise ExchangeError(f"the connection to replica 0 broke off: {error}", (0,)) from None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; whoever waits for an answer gets none."""
+        if (connection := self._connection) is not None:
+            shut(connection)
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -14,22 +14,47 @@ from diloco.rendezvous.entries import Keys, LogError, Snapshot
 from diloco.rendezvous.entries import name_of as entry_name
 from diloco.rendezvous.entries import opened as opened_entry
 from diloco.rendezvous.keys import Signer, check
-from diloco.rendezvous.log import FOR_EVER
+from diloco.rendezvous.log import FOR_EVER, Log
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.retiring import retirable
-from diloco.rendezvous.store import Store, StoreUnreachableError
+from diloco.rendezvous.store import Store, StoreError
 
 _LOG = logging.getLogger("diloco")
 _RETIRED = ("payloads", "averages", "snapshots", "index")
 _MOST_LISTINGS, _LISTING_SECONDS = 10, 0.5
 
 
-async def keep_snapshot(store: Store, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> Snapshot:
-    """Upload a fragment's vectors after a round; returns the entry that says so."""
-    buffers, digest = await asyncio.to_thread(snapshots.sealed, vectors)
-    name = snapshots.name_of(fragment, last_round, digest)
-    await store.create(name, buffers, patience_seconds=FOR_EVER)
-    return Snapshot(fragment=fragment, round=last_round, sha256=(digest,))
+class SnapshotQueue:
+    """The snapshots that a replica uploads one after another, of each fragment the newest that waits.
+
+    Args:
+        store: where they go.
+        log: the run's.
+    """
+
+    def __init__(self, store: Store, log: Log) -> None:
+        self._store, self._log = store, log
+        self._waiting: dict[int, tuple[int, Mapping[str, Tensor]]] = {}
+        self._has_more = asyncio.Event()
+
+    def put(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Take a fragment's vectors after a round; called in the loop."""
+        self._waiting[fragment] = last_round, vectors
+        self._has_more.set()
+
+    async def run(self, append: Callable[[Snapshot], None]) -> None:
+        """Upload what comes, for ever, and append the entry that says so."""
+        while True:
+            await self._has_more.wait()
+            fragment = next(iter(self._waiting))
+            last_round, vectors = self._waiting.pop(fragment)
+            if not self._waiting:
+                self._has_more.clear()
+            buffers, digest = await asyncio.to_thread(snapshots.sealed, vectors)
+            name = snapshots.name_of(fragment, last_round, digest)
+            await self._store.create(name, buffers, patience_seconds=FOR_EVER)
+            await self._log.check_there()
+            append(Snapshot(fragment=fragment, round=last_round, sha256=(digest,)))
 
 
 async def newest_snapshot(
@@ -54,11 +79,21 @@ async def write_index(store: Store, signer: Signer, state: RunState, *, author: 
     """Write an index of the log up to now, and delete what nobody needs after that."""
     made = index.Index(author=author, state=state)
     data = index.sealed(made, signer.sign(made.line()))
+    if len(data) > index.MOST_BYTES:
+        _LOG.warning(
+            "index %d of %s would have %d bytes, and may have %d: joiners read the whole log; smaller are "
+            "snapshot_rounds, replicas and fragments",
+            state.number,
+            store.url,
+            len(data),
+            index.MOST_BYTES,
+        )
+        return
     await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
     try:
         names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
         await store.delete(retirable(state, names))
-    except StoreUnreachableError as error:  # training goes on; whoever writes the next index deletes more
+    except StoreError as error:  # training goes on; whoever writes the next index deletes more
         _LOG.warning("%s: what nobody needs is deleted later", error)
 
 

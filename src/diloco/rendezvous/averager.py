@@ -9,7 +9,7 @@ Shapes: S elements of a share.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,15 @@ class _Average(NamedTuple):
     payload: Tensor
     bytes_received: int
     bytes_sent: int
+
+
+def _content(several: Sequence[_Average]) -> Content:
+    """The averages of all shares, with the bytes that they took."""
+    return Content(
+        averages=tuple(average.payload for average in several),
+        bytes_received=sum(average.bytes_received for average in several),
+        bytes_sent=sum(average.bytes_sent for average in several),
+    )
 
 
 class _DeletedError(Exception):
@@ -84,15 +93,23 @@ class Averager:
             LogError: if an average, or what the entry counts, is not sound.
         """
         shares, looking = range(self._form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
+        if all(ref.number != needed.number for needed in state.fragments[ref.body.fragment].since):
+            return await self._old(ref, state)
         results = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
         several = [average for average in results if average is not None]
         if len(several) < len(results):
             return None
-        return Content(
-            averages=tuple(average.payload for average in several),
-            bytes_received=sum(average.bytes_received for average in several),
-            bytes_sent=sum(average.bytes_sent for average in several),
-        )
+        return _content(several)
+
+    async def _old(self, ref: OuterRef, state: RunState) -> Content | None:
+        """The averages of an entry that snapshots stand for, while they are there; nobody makes them again."""
+        taken = []
+        for share in range(self._form.num_shares):
+            name, most = averages.name_of(ref.number, share), averages.most_bytes(self._form, ref.body.fragment)
+            if (data := await self._store.get(name, most_bytes=most, patience_seconds=FOR_EVER)) is None:
+                return None
+            taken.append(await self._taken(data, ref, share, state))
+        return _content(taken)
 
     async def _share(
         self, ref: OuterRef, share: int, state: RunState, looking: asyncio.Semaphore

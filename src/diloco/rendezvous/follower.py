@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import keep_snapshot, write_index
+from diloco.rendezvous.archive import SnapshotQueue, write_index
 from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.decide import may_decide, turns
@@ -76,8 +76,7 @@ class Follower:
             poll_seconds=poll,
             on_arrival=self._on_arrival,
         )
-        start = log.state.members[own].start
-        self.outbox = Outbox(store, signer, form, run=run, own=own, start=start, inbox=self.inbox)
+        self.outbox = Outbox(store, signer, form, log, own=own, inbox=self.inbox)
         self.averager = Averager(store, signer, form, self.inbox, own=own, poll_seconds=poll, newest=self._newest)
         content_of = self.inbox.of_entry if form.second is None else self.averager.of_entry
         self.delivery = Delivery(
@@ -94,7 +93,7 @@ class Follower:
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
-        self._to_keep: asyncio.Queue[tuple[int, int, Mapping[str, Tensor]]] = asyncio.Queue()
+        self._snapshots = SnapshotQueue(store, log)
         self._watched: set[int] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -112,7 +111,7 @@ class Follower:
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
-                self._tasks.create_task(self._keep_all())
+                self._tasks.create_task(self._snapshots.run(self.append))
                 await self.outbox.run(self._tasks)
         except BaseExceptionGroup as group:
             self._fail(group.exceptions[0])
@@ -123,12 +122,8 @@ class Follower:
         self._changed.set()
 
     def keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
-        """Upload a snapshot, and write the entry that says so; called in the loop."""
-        self._to_keep.put_nowait((fragment, last_round, vectors))
-
-    async def _keep_all(self) -> None:
-        while True:
-            self.append(await keep_snapshot(self._store, *await self._to_keep.get()))
+        """Upload a snapshot, and write its entry, unless a newer one comes before its turn; called in the loop."""
+        self._snapshots.put(fragment, last_round, vectors)
 
     async def leave(self, *, finished: bool) -> None:
         """Wait until own payloads are in the store, and write the entry that says so."""
@@ -137,6 +132,8 @@ class Follower:
         self.append(Leave(finished=finished))
         while not self.state.members[self._own].left and self.failure is None:
             await asyncio.sleep(self._pace.poll_seconds)
+        if self.failure is not None:
+            raise ExchangeError(self.failure)
 
     async def _drive(self) -> None:
         """Read the log, write to it, and wait for something to change."""
@@ -230,8 +227,8 @@ class Follower:
 
     def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
         """Whether τ, and τ + patience, have passed since an offer."""
-        if self.draining_since is not None:
-            return True, time.monotonic() > self.draining_since + self._pace.drain_seconds
+        if (since := self.draining_since) is not None:  # the training thread may end it meanwhile
+            return True, time.monotonic() > since + self._pace.drain_seconds
         elapsed = self.step - offer.step - offer.overlap_steps
         return elapsed >= 0, elapsed >= self._pace.patience
 

@@ -57,12 +57,12 @@ class Log:
         data = sealed(entry, self._signer.sign(entry.line()))
         # Refuse here what everybody else would have to refuse.
         self.state.after(opened(data, number=self.state.number)[0], sha256(data))
-        await self._check_there()
+        await self.check_there()
         name = name_of(self.state.number)
         other = await self._store.create(name, data, patience_seconds=patience_seconds)
         return self._taken(data if other is None else other), other is None
 
-    async def _check_there(self) -> None:
+    async def check_there(self) -> None:
         """Refuse to go on alone in a directory that was emptied, or unmounted under this replica."""
         if not self._store.is_directory:
             return

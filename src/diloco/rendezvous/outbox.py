@@ -8,7 +8,7 @@ from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.entries import LogError, Outer
 from diloco.rendezvous.inbox import Inbox
 from diloco.rendezvous.keys import Signer
-from diloco.rendezvous.log import FOR_EVER
+from diloco.rendezvous.log import FOR_EVER, Log
 from diloco.rendezvous.store import Store
 
 
@@ -19,21 +19,19 @@ class Outbox:
         store: where they go.
         signer: of their headers.
         form: of payloads.
-        run: SHA-256 of entry 0.
+        log: the run's, up to the join.
         own: the replica.
-        start: where in its slot of the text it began, in tokens.
         inbox: where own payloads lie beside the others'.
     """
 
-    def __init__(
-        self, store: Store, signer: Signer, form: Form, *, run: str, own: int, start: int, inbox: Inbox
-    ) -> None:
+    def __init__(self, store: Store, signer: Signer, form: Form, log: Log, *, own: int, inbox: Inbox) -> None:
         self.offers: dict[int, Offer] = {}
         """The offers that are in the store and were not counted yet, by fragment."""
         self.num_pending = 0
         """Uploads that are not over."""
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
-        self._run, self._own, self._start = run, own, start
+        self._log, self._own = log, own
+        self._run, self._start = log.state.run, log.state.members[own].start
         self._queue: asyncio.Queue[Offer] = asyncio.Queue()
         self._newest: dict[int, int] = {}
         """Number of the newest payload of each fragment that is in the store."""
@@ -79,6 +77,7 @@ class Outbox:
             names = (payloads.name_of(self._own, offer.seq, share) for share in range(header.num_shares))
             await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
             await self._create(header.name, [head])
+        await self._log.check_there()  # what was written below a mount point is gone when the mount is back
         self.num_pending -= 1
         if offer.seq < self._newest.get(offer.fragment, 0):
             return  # after an outage, uploads end in any order

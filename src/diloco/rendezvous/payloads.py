@@ -44,7 +44,7 @@ class Header:
     seq: Count
     """The number of the payload among its replica's, from 0."""
     fragment: Count
-    base_round: Count
+    base_round: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
     """The round after which Θ_p was what the outer gradient was taken against."""
     base: Checksum
     """Digest of that Θ_p."""

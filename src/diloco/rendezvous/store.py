@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
@@ -33,7 +34,10 @@ __all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError", "TooLargeEr
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
 SLOWEST_BYTES_S = 1 << 17
-"""Lowest rate of a request's bytes, about 1 Mbit/s: it has the time for them beside the store's time limit."""
+"""Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
+_LARGE_BYTES, _MOST_LARGE = 1 << 16, 4
+"""Size above which an object is large, and how many large ones travel at once each way: more would share the rate
+of a slow link between them until the time of each is over, and begin again for ever."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 3.0
 
@@ -54,6 +58,7 @@ class Store:
         self.bytes_down = 0
         """Bytes of objects that were received."""
         self._client = client
+        self._up, self._down = asyncio.Semaphore(_MOST_LARGE), asyncio.Semaphore(_MOST_LARGE)
         self._timeout_seconds = timeout_seconds
         self._last_success: float | None = None
         self._failing_since: dict[str, float] = {}
@@ -86,7 +91,8 @@ class Store:
     @property
     def outage_seconds(self) -> float:
         """Time in which no read, or no create, has succeeded; 0.0 if the last ones did."""
-        return max((time.monotonic() - since for since in self._failing_since.values()), default=0.0)
+        # Another thread asks, while the loop's adds and removes kinds.
+        return max((time.monotonic() - since for since in list(self._failing_since.values())), default=0.0)
 
     async def get(self, name: str, *, most_bytes: int, patience_seconds: float = 60.0) -> "obstore.Bytes | None":
         """The bytes of an object, in the memory into which they were received; None if it is absent.
@@ -118,13 +124,14 @@ class Store:
         num_bytes = sum(part.nbytes for part in parts)
         retry = _Retry(self, f"create {name}", patience_seconds)
 
-        def put() -> Awaitable[object]:
+        async def put() -> None:
             # An empty list of buffers would be an upload of nothing that obstore refuses.
-            return obstore.put_async(self._client, name, parts or b"", mode="create", use_multipart=False)
+            await obstore.put_async(self._client, name, parts or b"", mode="create", use_multipart=False)
 
         while True:
             try:
-                await self._request("create", put, retry, num_bytes)
+                async with self._lane(self._up, num_bytes):
+                    await self._request("create", put, retry, num_bytes)
                 self.bytes_up += num_bytes
                 return None
             except (AlreadyExistsError, PreconditionError):
@@ -136,6 +143,7 @@ class Store:
             try:
                 there = await self._get(name, max(MOST_BYTES, num_bytes), retry)
                 if there is not None:
+                    self._succeeded("create")  # by an attempt whose answer was lost, or by somebody else
                     return None if _same(there, parts, num_bytes) else bytes(there)
             except _Again:
                 pass
@@ -184,11 +192,17 @@ class Store:
             return None
         if (size := result.meta["size"]) > most_bytes:
             raise TooLargeError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
-        data = await self._request("", result.bytes_async, retry, size)
+        async with self._lane(self._down, size):
+            data = await self._request("", result.bytes_async, retry, size)
         self.bytes_down += len(data)
         if len(data) != size:
             raise _Again
         return data
+
+    @staticmethod
+    def _lane(lanes: asyncio.Semaphore, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        """The turn of an object among those that travel the same way; small ones, such as entries, need none."""
+        return lanes if num_bytes > _LARGE_BYTES else nullcontext()
 
     async def _request(
         self, kind: str, request: Callable[[], Awaitable[T]], retry: "_Retry", num_bytes: int = 0
@@ -197,7 +211,8 @@ class Store:
         if kind:
             self.requests[kind] += 1
         started = time.monotonic()
-        limit = min(self._timeout_seconds, max(retry.seconds_left, 1.0)) + num_bytes / SLOWEST_BYTES_S
+        limit = min(self._timeout_seconds, max(retry.seconds_left, 1.0))
+        limit += _MOST_LARGE * num_bytes / SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit):
                 result = await request()

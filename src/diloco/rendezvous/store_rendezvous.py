@@ -228,7 +228,7 @@ class StoreRendezvous(StoreView):
             seconds: how long this may take; None is twice `timeout_seconds`.
 
         Raises:
-            ExchangeError: if it takes longer.
+            ExchangeError: if it takes longer, or an own payload can't be uploaded.
         """
         if self._follower is None or self._aborted is not None:
             return

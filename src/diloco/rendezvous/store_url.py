@@ -76,7 +76,7 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
         raise UserError(f"{directory.parent} does not exist: make it, or mount it, first", "url")
     make_directory(directory)
     try:
-        return str(directory), LocalStore(directory)
+        return str(directory), LocalStore(directory, automatic_cleanup=True)  # of empty directories
     except BaseError as error:
         raise UserError(f"{directory}: {first_line(error)}", "url") from None
 
