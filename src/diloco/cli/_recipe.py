@@ -63,8 +63,8 @@ def _check_model_flags(config: TrainConfig, flags: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if name.startswith("--") and our_name(name.lstrip("-").replace("-", "_")) in own:
             raise UserError(
-                f"{name} with --model.hf: the size of {config.model.hf} is the one in its own config: leave {name} "
-                "out"
+                f"{name} with --model.hf: the size of {config.model.hf} is the one in its own config: leave "
+                f"{name} out"
             )
 
 

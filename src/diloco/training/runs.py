@@ -23,14 +23,24 @@ _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 
 
-def check_unclaimed(directory: Path) -> None:
-    """Refuse a directory that already holds a run.
+def check_unclaimed(asked: TrainConfig) -> None:
+    """Refuse a config whose directory already holds a run.
 
     Raises:
-        UserError: if it does.
+        UserError: if it does; it names the store that a replica in the directory belongs to.
+        FileError: as `read_config`.
     """
-    if (directory / CONFIG_FILE).exists():
-        raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
+    directory = asked.directory
+    if not (directory / CONFIG_FILE).exists():
+        return
+    other = None if asked.rendezvous is None else read_config(directory).rendezvous
+    if other is not None and other != asked.rendezvous:
+        raise UserError(
+            f"{directory} already holds a replica of the run in {other}, and not of that in "
+            f"rendezvous={asked.rendezvous}: choose another name, or set rendezvous={other} to continue it",
+            *("name", "rendezvous"),
+        )
+    raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
 
 
 def own_run(asked: TrainConfig) -> Path | None:
@@ -55,7 +65,7 @@ def claim(config: TrainConfig) -> None:
         UserError: if it already holds a run.
     """
     directory = config.directory
-    check_unclaimed(directory)
+    check_unclaimed(config)
     make_directory(directory)
     assert config.data.prepared is not None, "the config is resolved"
     write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
@@ -74,7 +84,7 @@ def claim_together(config: TrainConfig, world: World) -> None:
     """
     with failing_together(world.everyone):
         if world.is_first_on_machine:
-            check_unclaimed(config.directory)
+            check_unclaimed(config)
         share(world.everyone, "no run is in the directory of this machine")
         if world.everyone.replica == 0:
             claim(config)
