@@ -1,6 +1,7 @@
 """The directory of a run: claimed by a new run, read by everything else, taken up again by a resume."""
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,6 +11,8 @@ from diloco.data.index import INDEX_FILE, Split
 from diloco.errors import FileError, UserError
 from diloco.exchange.control import failing_together, share
 from diloco.files import make_directory, write_atomically, write_json
+from diloco.rendezvous.history import is_store
+from diloco.rendezvous.store_errors import CREDENTIALS
 from diloco.schema import Count, converted, read_json
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
@@ -205,8 +208,15 @@ def resumable(directory: Path) -> TrainConfig:
     """The config of a run, to be changed for a resume: values that follow from others are left out again.
 
     Raises:
-        UserError: as `read_config`.
+        UserError: as `read_config`, and for a store.
     """
+    store = re.sub(rf"^({'|'.join(CREDENTIALS)}):/(?!/)", r"\1://", str(directory))  # a path has one slash of it
+    if not (directory / CONFIG_FILE).exists() and is_store(store):
+        raise UserError(
+            f"resume={store} is a store, and no run's directory: leave it out, and set rendezvous={store} to join "
+            "the run, or to continue a replica by its name",
+            *("resume", "rendezvous"),
+        )
     saved = read_config(directory)
     keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
     return replace(
