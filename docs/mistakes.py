@@ -68,7 +68,9 @@ def main(page: Path = PAGE) -> None:
         home.mkdir()
         with chdir(home):
             write_files()
-        for command, answer in zip(PREPARED, answers(list(map(Mistake, PREPARED)), [home] * 2), strict=True):
+        for command, answer in zip(
+            PREPARED, answers(list(map(Mistake, PREPARED)), [home] * len(PREPARED)), strict=True
+        ):
             if answer.exit_code != 0:
                 raise SystemExit(f"{command}: {answer}")
         gc.freeze()  # no process then copies the pages of what has been imported

@@ -15,7 +15,11 @@ from diloco.training.running import running
 PORT, OTHER_PORT = 8899, 8898
 """Two, since the process of another mistake may keep one open for a while."""
 TRAIN = "diloco train tiny --data.train text.jsonl"
-PREPARED = (f"{TRAIN} --num-tokens 10240 --name first", f"{TRAIN} --num-tokens 10240 --rendezvous store --name a")
+PREPARED = (
+    f"{TRAIN} --num-tokens 10240 --name first",
+    f"{TRAIN} --num-tokens 10240 --rendezvous store --name a",
+    "diloco data prepare --train stdlib --max-train-bytes 100000 --output prepared",
+)
 """The runs that are there before a mistake is made."""
 _A_KEY = "0" * 62 + "ff"
 
@@ -51,7 +55,10 @@ def write_files() -> None:
         "notes.json": '{"a": 1}\n',
         "broken.toml": 'recipe = "tiny"\n[diloco\nsync_every = 10\n',
         "typo.toml": 'recipe = "tiny"\n[diloco]\nsync_evry = 10\n',
+        "section.toml": 'recipe = "tiny"\nsync_every = 10\n',
+        "gpt2.json": '{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 257}',
         "old/model.safetensors": "",
+        "tables/overlap.csv": "tier,seed,run,eval_loss\nsmall,0,run-0123456789ab,1.7\n",
     }
     for name, text in texts.items():
         Path(name).parent.mkdir(exist_ok=True)
@@ -84,6 +91,12 @@ def _moved_data() -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _checkpoints_elsewhere() -> Iterator[None]:
+    shutil.rmtree("runs/first/checkpoints/replica-1")
+    yield
+
+
 _COMMANDS = (
     Mistake("diloco trian laptop"),
     Mistake("diloco --num-tokens 1M"),
@@ -98,11 +111,13 @@ _COMMANDS = (
     Mistake("diloco train tiny --learning_rate 1e-3", "as with transformers"),
     Mistake("diloco train tiny --per_device_train_batch_size 4", "as with transformers"),
     Mistake("diloco train tiny --output_dir out", "as with transformers"),
+    Mistake("diloco train tiny --model.hf gpt2.json --model.width 4", "a config of transformers"),
     Mistake("diloco store stauts store"),
     Mistake("diloco simulate published > /dev/full", "the disk of the output is full"),
 )
 _TEXT = (
     Mistake("diloco train tiny --data.train missing.txt"),
+    Mistake("diloco train tiny --data.train https://host/text.jsonl"),
     Mistake("diloco train tiny --data.train empty.txt"),
     Mistake("diloco train tiny --data.train notes", "a directory without texts"),
     Mistake("diloco train tiny --data.train chats.jsonl", "the text is in another field"),
@@ -119,6 +134,7 @@ _TEXT = (
     Mistake(f"{TRAIN} --data.tokenizer notes.json", "JSON, but no tokenizer"),
     Mistake(f"{TRAIN} --data.tokenizer bpe:32k"),
     Mistake("diloco train 35m --data.train text.jsonl", "it needs a tokenizer of its size"),
+    Mistake(f"{TRAIN} --data.prepared prepared", "a directory of other text"),
 )
 _SETTINGS = (
     Mistake("diloco train tiny --num-tokens 1GB"),
@@ -128,6 +144,7 @@ _SETTINGS = (
     Mistake("diloco train tiny --device gpu"),
     Mistake("CUDA_VISIBLE_DEVICES= diloco train tiny --device cuda", "a machine without a GPU"),
     Mistake("diloco train --config typo.toml", "it has `sync_evry = 10`"),
+    Mistake("diloco train --config section.toml", "it has `sync_every = 10` outside `[diloco]`"),
     Mistake("diloco train --config broken.toml", "it has `[diloco`"),
     Mistake("diloco train --config missing.toml"),
     Mistake("diloco train tiny --config run.yaml"),
@@ -146,6 +163,7 @@ _RUNS = (
     Mistake(f"{TRAIN} --name first", "the name of a finished run"),
     Mistake(f"{TRAIN} --name first", "the name of a run that goes on", _a_run_that_goes_on),
     Mistake("diloco train --resume runs/fist"),
+    Mistake("diloco train --resume store"),
     Mistake("diloco train --resume runs/first --model.width 64"),
     Mistake("diloco train laptop --resume runs/first"),
     Mistake("diloco train --resume runs/first", "its data was moved", _moved_data),
@@ -163,9 +181,12 @@ _STORE = (
     Mistake(f"{TRAIN} --rendezvous az://container/run --name b", "no credentials"),
     Mistake(f"{TRAIN} --rendezvous missing/run --name b"),
     Mistake(f"{TRAIN} --rendezvous store --name a", "a replica is started again, with another budget"),
+    Mistake(f"{TRAIN} --rendezvous other --name a", "the name of a replica of another store"),
     Mistake(f"{TRAIN} --rendezvous store --name b", "the run has another budget"),
     Mistake(f"{TRAIN} --num-tokens 10240 --rendezvous store --name b", "the run is over"),
     Mistake("diloco store status s3://bucket/run", "no credentials"),
+    Mistake("AWS_ENDPOINT_URL=r2.example.com diloco store status s3://bucket/run"),
+    Mistake("AWS_ENDPOINT_URL=https://r2.example.com/bucket diloco store check s3://bucket/run"),
     Mistake("diloco store status missing"),
     Mistake("diloco store verify runs/first", "a run's directory, and no store"),
     Mistake("diloco keys show missing.key"),
@@ -185,7 +206,11 @@ _FINISHED = (
     Mistake("diloco eval missing"),
     Mistake("diloco eval runs/first --data missing.jsonl"),
     Mistake("diloco eval runs/first --data text.jsonl", "a file without questions"),
+    Mistake("diloco eval runs/first --tasks piqa --data text.jsonl"),
     Mistake("diloco eval runs/first --at-step 7"),
+    Mistake(
+        "diloco eval runs/first --parameters average", "a replica was on another machine", _checkpoints_elsewhere
+    ),
     Mistake("HF_ENDPOINT=http://127.0.0.1:9 diloco eval runs/first --tasks hellaswag"),
     Mistake("diloco export runs/first --to gguf --output new"),
     Mistake("diloco export runs/first --to hf"),
@@ -215,6 +240,7 @@ _PLANS = (
     Mistake("diloco experiment frezing"),
     Mistake("diloco experiment freezing --corpus missing.txt"),
     Mistake("diloco experiment freezing --tabulate"),
+    Mistake("diloco experiment overlap --tabulate --output tables", "with a table of another corpus"),
 )
 
 SECTIONS: dict[str, tuple[Mistake, ...]] = {

@@ -6,6 +6,7 @@ from diloco.errors import (
     CheckpointWriteError,
     DilocoError,
     ExchangeError,
+    MissingLibraryError,
     ReplicaFailedError,
     UserError,
     exit_code_of,
@@ -43,6 +44,7 @@ def test_the_first_field_is_the_one_at_fault():
     "error",
     [
         UserError("a=1", "a"),
+        MissingLibraryError("peft is not installed"),
         CheckpointWriteError("the disk is full"),
         ExchangeError("a payload is missing", (1, 2)),
         ReplicaFailedError("a=1", exit_code=2, fields=("a",)),

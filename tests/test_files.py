@@ -1,5 +1,6 @@
 import errno
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from diloco.errors import FileWriteError, exit_code_of
+from diloco.errors import FileWriteError, UserError, exit_code_of
 from diloco.files import copy, make_directory, sha256, write_atomically, write_json, writing
 
 
@@ -123,3 +124,29 @@ def test_several_may_write_one_file_at_once(tmp_path):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(write, contents))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("module", "library"),
+    [
+        *((name, name) for name in ("accelerate", "lightning", "ray", "torchtitan", "transformers")),
+        ("prometheus", "prometheus_client"),
+    ],
+)
+def test_an_integration_without_its_library_names_the_extra(monkeypatch, module, library):
+    class Absent:
+        """A finder that has no such library."""
+
+        @staticmethod
+        def find_spec(name, *_):
+            if name == library:
+                raise ModuleNotFoundError(name=name)
+
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"diloco.integrations.{module}", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    sentence = rf"^{library} is not installed: run pip install '\.\[{module}\]' in diloco's clone$"
+    for kind in (UserError, ImportError):
+        with pytest.raises(kind, match=sentence):
+            importlib.import_module(f"diloco.integrations.{module}")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from diloco.errors import UserError
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
 
 
@@ -340,3 +341,14 @@ def test_a_frozen_parameter_has_no_place_in_a_fragment():
     model.norm.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"norm\.bias, which the model .* has frozen"):
         check_partition(model, fragments)
+
+
+@pytest.mark.parametrize("cut", [strided, sequential, whole])
+def test_fragments_are_cut_from_a_module_with_something_to_train(cut):
+    with pytest.raises(UserError, match=r"are cut from a torch\.nn\.Module, and this is a list: pass the model"):
+        cut([nn.Linear(1, 1)])
+
+
+def test_a_model_that_is_frozen_has_no_fragments():
+    with pytest.raises(UserError, match="no parameter of the model needs a gradient: unfreeze"):
+        whole(nn.Linear(1, 1).requires_grad_(False))

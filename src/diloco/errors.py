@@ -84,6 +84,10 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ""
 
 
+class MissingLibraryError(UserError, ImportError):
+    """An optional library is not installed."""
+
+
 class NonFiniteError(UserError):
     """An outer gradient holds NaN or infinity; it was not sent."""
 

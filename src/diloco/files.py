@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from diloco.errors import FileWriteError, UserError
+from diloco.errors import FileWriteError, MissingLibraryError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,12 +163,24 @@ def require(module: str, *, extra: str) -> Any:
     """Import `module` from a library that diloco's optional dependencies `extra` install.
 
     Raises:
-        UserError: if the library is not installed.
+        MissingLibraryError: if the library is not installed.
+    """
+    with requiring(module.partition(".")[0], extra=extra):
+        return importlib.import_module(module)
+
+
+@contextmanager
+def requiring(library: str, *, extra: str) -> Iterator[None]:
+    """Import from a library that diloco's optional dependencies `extra` install.
+
+    Raises:
+        MissingLibraryError: if the library is not installed.
     """
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
-        library = module.partition(".")[0]
         if error.name != library:
             raise
-        raise UserError(f"{library} is not installed: run pip install '.[{extra}]' in diloco's clone") from error
+        raise MissingLibraryError(
+            f"{library} is not installed: run pip install '.[{extra}]' in diloco's clone"
+        ) from error

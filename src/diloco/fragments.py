@@ -70,6 +70,7 @@ def sequential(
 
 def whole(model: nn.Module) -> Fragments:
     """One fragment with every parameter: DiLoCo without streaming (arXiv 2311.08105)."""
+    _check_module(model)
     return _partition(model, [])
 
 
@@ -140,6 +141,12 @@ def _check_blocks(index: int, fragment: Fragment) -> None:
             raise UserError(f"fragment {index}: the parameters of block {block} must follow one another")
 
 
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise UserError(f"fragments are cut from a torch.nn.Module, and this is a {kind}: pass the model")
+
+
 def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
     if not isinstance(layers_per_fragment, int):
         raise UserError(
@@ -157,6 +164,7 @@ def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
 
 def block_paths(model: nn.Module, blocks: str | Sequence[str] | None = None) -> list[str]:
     """Module paths of the blocks, first to last."""
+    _check_module(model)
     blocks = _found_blocks(model) if blocks is None else blocks
     paths = []
     for path in [blocks] if isinstance(blocks, str) else blocks:
@@ -233,6 +241,8 @@ def _partition(model: nn.Module, blocks_of: Sequence[list[str]]) -> Fragments:
             )
         if first_name == name:
             names_of[index].append(name)
+    if not placed:
+        raise UserError("no parameter of the model needs a gradient: unfreeze those that are to be trained")
     fragments = [
         Fragment(tuple(names), tuple(path for path in paths if any(name.startswith(path + ".") for name in names)))
         for names, paths in zip(names_of, [*blocks_of, []], strict=True)

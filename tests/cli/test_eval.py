@@ -22,7 +22,10 @@ def test_a_limit_of_no_questions_is_refused(capsys):
     ("data", "sentence"),
     [
         (("piqa_1.jsonl", "piqa_2.jsonl"), "belong to the task 'piqa'"),
-        (("arc.jsonl",), "begins with that of no task in tasks=piqa"),
+        (
+            ("arc.jsonl",),
+            "^data=arc.jsonl must be named after its task in tasks=piqa, such as piqa_arc.jsonl: rename",
+        ),
     ],
 )
 def test_a_file_belongs_to_one_task(data, sentence):

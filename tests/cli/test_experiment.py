@@ -105,5 +105,11 @@ def test_the_table_of_another_corpus_is_left_alone(capsys, tmp_path):
     write_rows(rows, tmp_path / "freezing.csv")
     with pytest.raises(SystemExit, match="2"):
         main(["experiment", "freezing", "--output", str(tmp_path)])
-    sentence = "freezing.csv is of another --corpus or --tier: choose another --output"
+    sentence = "freezing.csv is of another --corpus, --held-out or --tier: choose another --output"
     assert sentence in capsys.readouterr().err and len(read_rows(tmp_path / "freezing.csv")) == len(rows)
+    with pytest.raises(SystemExit, match="2"):
+        main(["experiment", "freezing", "--tabulate", "--output", str(tmp_path)])
+    sentence = (
+        "freezing.csv are of another --corpus, --held-out or --tier: set those, or leave out --tabulate and choose"
+    )
+    assert sentence in capsys.readouterr().err

@@ -15,8 +15,8 @@ from diloco.errors import UserError
         ({"tokenizer": "bpe:8k"}, "data.tokenizer=bpe:8k is not of the form"),
         ({"tokenizer": "bpe:1234567890"}, "data.tokenizer=bpe:1234567890 is not of the form"),
         (
-            {"held_out_fraction": 0.1, "held_out": ("a.txt",)},
-            "data.held_out_fraction=0.1 contradicts data.held_out=",
+            {"held_out_fraction": 0.1, "held_out": ("a.txt", "b.txt")},
+            r"data.held_out_fraction=0.1 contradicts data.held_out=a\.txt b\.txt:",
         ),
     ],
 )

@@ -173,6 +173,12 @@ def test_no_match_names_the_pattern_before_anything_is_read(tmp_path, monkeypatc
         documents(source)
 
 
+@pytest.mark.parametrize("source", ["https://host/a.jsonl", "s3://bucket/texts/*.txt"])
+def test_a_url_is_refused_with_the_way_to_its_text(source):
+    with pytest.raises(UserError, match=r"is a URL, .*: download it, or name a data set .* by hf:NAME$"):
+        documents(source)
+
+
 @pytest.mark.parametrize("source", ["**.txt", "~nobody-of-that-name/a.txt"])
 def test_a_pattern_that_is_none_is_refused(source):
     with pytest.raises(UserError, match=r"can't be looked up|home directory"):

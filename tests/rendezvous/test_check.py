@@ -1,10 +1,11 @@
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import PermissionDeniedError
 from tests.fault_proxy import FaultProxy
 from tests.servers import Server
 
@@ -47,6 +48,23 @@ def test_a_store_in_which_every_racer_wins_is_refused(tmp_path: Path, monkeypatc
 def test_a_race_takes_two(racers: int, rounds: int, tmp_path: Path):
     with pytest.raises(UserError, match="must be at least"):
         check_store(str(tmp_path), racers=racers, rounds=rounds)
+
+
+@pytest.mark.slow
+def test_a_store_that_can_not_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def nothing(*arguments: object) -> AsyncIterator[list[dict]]:
+        yield []
+
+    async def denied(*arguments: object) -> AsyncIterator[list[dict]]:
+        raise PermissionDeniedError("listing")
+        yield []
+
+    monkeypatch.setattr(obstore, "list", nothing)
+    refusal = check_store(str(tmp_path), racers=2, rounds=2).refusal()
+    assert refusal is not None and "a list lacked 2 of 2 objects" in refusal
+    monkeypatch.setattr(obstore, "list", denied)
+    with pytest.raises(StoreError, match=r"can't list check/.*: permission denied"):
+        check_store(str(tmp_path), racers=2, rounds=2)
 
 
 @pytest.mark.slow

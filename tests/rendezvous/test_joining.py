@@ -1,6 +1,7 @@
 """Joining: over a slow network what has to be read is asked for several at a time; who is waited for at first."""
 
 import asyncio
+import re
 import threading
 import time
 
@@ -10,6 +11,8 @@ from tests.rendezvous.replicas import H, P, Replica, new_model, wait_for_entry
 
 import diloco
 from diloco.errors import DilocoError, ExchangeError
+from diloco.rendezvous.entries import LogError
+from diloco.rendezvous.keys import write_key
 from diloco.rendezvous.store import Store
 
 LATENCY_SECONDS = 0.03
@@ -90,6 +93,21 @@ def test_a_join_is_tried_once(tmp_path):
             )
     exchange.abort("the test is over")
     first.vanish()
+
+
+def test_a_key_that_a_run_does_not_expect_is_refused_with_the_remedy(tmp_path):
+    keys = {name: write_key(tmp_path / name) for name in ("creator", "other")}
+    keyed, plain = str(tmp_path / "keyed"), str(tmp_path / "plain")
+    first, second = Replica(keyed, key=str(tmp_path / "creator")), Replica(plain)
+    for url, key, sentence in (
+        (keyed, None, "the run asks for a key: set DILOCO_KEY to this replica's key file, which diloco keys new"),
+        (keyed, "other", f"whoever created the run allows it by: diloco keys allow {keyed} {keys['other']}"),
+        (plain, "other", "the run was created without keys, and this replica has one: leave DILOCO_KEY unset"),
+    ):
+        with pytest.raises(LogError, match=re.escape(sentence)):
+            Replica(url, name="b", key=key and str(tmp_path / key))
+    first.vanish()
+    second.vanish()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}])

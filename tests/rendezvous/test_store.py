@@ -205,6 +205,23 @@ def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.Mo
             KEYS | {"AWS_ENDPOINT_URL": "http://store.example"},
             "is not encrypted: .* AWS_ALLOW_HTTP",
         ),
+        *(
+            ("s3://bucket/run", KEYS | {"AWS_ENDPOINT_URL": endpoint}, f"^AWS_ENDPOINT_URL={endpoint} {sentence}")
+            for endpoint, sentence in (
+                ("r2.example.com", "does not begin with https://: write https://r2.example.com$"),
+                ("https:/r2.example.com:1", "does not begin with https://: write https://r2.example.com:1$"),
+                ("ftp://host", "is no URL of an endpoint: write https://HOST, or"),
+                ("https://", "is no URL of an endpoint"),
+                ("https://host:port", "is no URL of an endpoint"),
+            )
+        ),
+        ("gs://bucket/run", {"GOOGLE_BASE_URL": "host:1"}, "^GOOGLE_BASE_URL=host:1 does not begin with https://"),
+        (
+            "s3://bucket/run",
+            KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:5599/bucket/"},
+            "already names the bucket bucket: leave it out of the endpoint: "
+            "AWS_ENDPOINT_URL=http://127.0.0.1:5599$",
+        ),
         (
             "s3://bucket/run",
             KEYS | {"SSL_CERT_FILE": "/none.pem"},
@@ -222,6 +239,16 @@ def test_a_wrong_url_is_refused(
     with pytest.raises(UserError, match=sentence) as error:
         Store.open(url)
     assert "\n" not in str(error.value)
+
+
+def test_an_endpoint_names_the_bucket_where_it_has_to(monkeypatch: pytest.MonkeyPatch):
+    environment = {"AWS_ENDPOINT_URL": "https://host/bucket", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"}
+    for name, value in (KEYS | environment).items():
+        monkeypatch.setenv(name, value)
+    assert Store.open("s3://bucket/run").url == "s3://bucket/run"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://host/other")  # a prefix that the server takes off
+    monkeypatch.delenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
+    assert Store.open("s3://bucket/run").url == "s3://bucket/run"
 
 
 def test_credentials_that_are_missing_are_a_users_mistake_until_the_store_has_answered():

@@ -76,6 +76,9 @@ def test_a_warm_up_that_was_asked_for_stays(tmp_path):
     [
         ("run.toml", "seed = ", "run.toml can't be read: "),
         ("run.toml", "[diloco]\nsync_evry = 3", r"there is no field diloco.sync_evry: did you mean sync_every\?"),
+        ("run.toml", "sync_every = 3", r"there is no field sync_every: did you mean diloco.sync_every\?$"),
+        ("run.toml", "every_steps = 3", r"did you mean checkpoint.every_steps or evaluation.every_steps\?$"),
+        ("run.toml", "[diloco]\nseed = 3", r"there is no field diloco.seed: did you mean seed\?$"),
         ("run.toml", 'recipe = "tini"', r"there is no recipe 'tini': did you mean tiny\?"),
         ("run.toml", 'recipe = "laptop"', "changes the recipe laptop, not tiny"),
         ("run.toml", "diloco = 3", "diloco is a section"),

@@ -117,11 +117,16 @@ def test_a_run_is_evaluated_at_an_earlier_checkpoint(finished_run):
         assert error.value.fields == ("at_step",)
 
 
-def test_a_run_without_checkpoints_is_refused(unfinished):
+@pytest.mark.parametrize("every_steps", [0, 20])
+def test_a_run_without_checkpoints_is_refused(unfinished, every_steps):
     shutil.rmtree(unfinished / "checkpoints")
+    values = json.loads((unfinished / "config.json").read_text())
+    values["checkpoint"]["every_steps"] = every_steps
+    (unfinished / "config.json").write_text(json.dumps(values))
+    remedy = "" if every_steps else r", or train with checkpoint.every_steps above 0 \(it was 0\)"
     for which in WHICH:
         with pytest.raises(
-            CheckpointError, match="holds no checkpoint of replica 0: evaluate where that replica ran"
+            CheckpointError, match=f"holds no checkpoint of replica 0: evaluate where that replica ran{remedy}$"
         ):
             evaluate_run(unfinished, parameters=which)
 

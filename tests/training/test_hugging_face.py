@@ -218,7 +218,11 @@ def test_a_model_whose_blocks_are_not_found_is_trained_whole_alone(tmp_path):
             "max_position_embeddings=64, fewer than the 65 to",
         ),
         (["--model.hf", "fits", "--model.lora", "rank=2"], "--model.lora=rank=2 adapts weights, and --model.hf="),
-        (["--model.hf", "fits", "--model.width", "8"], "unknown flag --model.width"),
+        (
+            ["--model.hf", "fits", "--model.width", "8"],
+            "--model.width with --model.hf: the size of HERE/fits is the one in its own",
+        ),
+        (["--model.hf", "fits", "--depth=8"], "--depth with --model.hf: the size"),
         (["--model.lora", "rank=2"], "--model.lora=rank=2 adapts a model of transformers: name one by --model.hf"),
         (["--model.hf"], "--model.hf needs a value"),
     ],

@@ -133,5 +133,7 @@ def test_the_command_of_a_stores_replica_continues_it(tiny, folder, tmp_path):
     assert (slower.replica_batch, slower.micro_batch) == (2, 2), "its own batch may change"
     with pytest.raises(UserError, match=r"num_tokens=20480 with .*: the run's log says 30720 to all replicas"):
         prepare_run(replace(asked, num_tokens=20_480), resume=None)
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(
+        UserError, match=r"already holds a replica of the run in .*/store, and not .*/other: choose"
+    ):
         prepare_run(replace(asked, rendezvous=str(tmp_path / "other")), resume=None)

@@ -193,6 +193,17 @@ def test_a_directory_without_a_run_is_refused_with_those_near_it(tmp_path, name,
         read_config(tmp_path / name)
 
 
+@pytest.mark.parametrize("store", ["s3://bucket/run", "HERE/store"])
+def test_a_store_is_not_resumed_but_joined(tmp_path, store):
+    (tmp_path / "store" / "log").mkdir(parents=True)
+    (tmp_path / "store" / "log" / "0000000000").touch()
+    store = store.replace("HERE", str(tmp_path))
+    with pytest.raises(
+        UserError, match=f"resume={store} is a store, .*: leave it out, and set rendezvous={store} "
+    ):
+        resumable(Path(store))
+
+
 def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         resumable(tmp_path)

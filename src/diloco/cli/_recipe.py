@@ -6,6 +6,10 @@ from typing import TypeVar
 import tyro
 
 from diloco.cli._command import asks_for_help, parsed, unknown_choice
+from diloco.cli._flags import fields_of, our_name
+from diloco.errors import UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.models.hugging_face_config import HuggingFaceConfig
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import PAPER_RECIPES, RECIPES, recipe
 
@@ -37,7 +41,9 @@ def parsed_recipe(
     name, *flags = arguments
     if name not in RECIPES:
         raise unknown_choice(arguments, RECIPES, prog=prog)
-    default = command((configs or {}).get(name) or recipe(name))
+    config = (configs or {}).get(name) or recipe(name)
+    _check_model_flags(config, flags)
+    default = command(config)
     return parsed(
         type(default),
         flags,
@@ -46,6 +52,20 @@ def parsed_recipe(
         description=RECIPES[name].__doc__ or "",
         config=(tyro.conf.AvoidSubcommands,),
     )
+
+
+def _check_model_flags(config: TrainConfig, flags: Sequence[str]) -> None:
+    """Refuse the flags of our own models' sizes beside a model of transformers."""
+    if not isinstance(config.model, HuggingFaceConfig):
+        return
+    own = {f"model.{field}" for field in fields_of(DecoderConfig)}
+    for word in flags:
+        name = word.partition("=")[0]
+        if name.startswith("--") and our_name(name.lstrip("-").replace("-", "_")) in own:
+            raise UserError(
+                f"{name} with --model.hf: the size of {config.model.hf} is the one in its own config: leave "
+                f"{name} out"
+            )
 
 
 def _recipes(prog: str) -> str:

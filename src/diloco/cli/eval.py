@@ -78,10 +78,11 @@ def _files(tasks: str, data: tuple[Path, ...]) -> dict[str, Path | None]:
         files[name] = paths[0] if paths else None
     for path in data:
         if path not in files.values():
+            task = next((name for name, file in files.items() if file is None), names[0])
             raise UserError(
-                f"data: the name of {path} begins with that of no task in tasks={','.join(files)}: name its "
-                "task there, or rename the file",
-                *("tasks", "data"),
+                f"data={path} must be named after its task in tasks={tasks}, such as {task}_{path.name}: rename "
+                "the file, or name its task",
+                *("data", "tasks"),
             )
     return files
 

@@ -135,10 +135,20 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
 
 def _check_table(one: Experiment, output: Path) -> None:
     """Refuse to replace a table that has finished runs, and none of them this experiment's."""
+    if table := _table_of_others(one, output):
+        raise UserError(f"{table} is of {_ANOTHER}: choose another output", "output", *_OF_THE_RUNS)
+
+
+_OF_THE_RUNS = ("corpus", "held_out", "tier")
+_ANOTHER = "another corpus, held_out or tier"
+
+
+def _table_of_others(one: Experiment, output: Path) -> Path | None:
+    """The experiment's table, if it has finished runs, and none of them is one of this experiment's."""
     table = output / f"{one.name}.csv"
     earlier = {row.get("run") for row in finished(read_rows(table))} if table.exists() else set()
-    if earlier and earlier.isdisjoint(make_job(run.config, output / "runs").config.name for run in one.runs):
-        raise UserError(f"{table} is of another corpus or tier: choose another output", "output", "corpus", "tier")
+    own = {make_job(run.config, output / "runs").config.name for run in one.runs} if earlier else set()
+    return table if earlier and earlier.isdisjoint(own) else None
 
 
 def _asked(one: Experiment, tasks: tuple[Path, ...]) -> dict[str, Any]:
@@ -156,8 +166,13 @@ def _finished(one: Experiment, output: Path, tasks: tuple[Path, ...]) -> Experim
 
     runs = list(filter(is_finished, one.runs))
     if not runs:
+        reason = f"no run of {one.name} is over in {output / 'runs'}"
+        if (table := _table_of_others(one, output)) is None:
+            raise UserError(f"{reason}: leave out tabulate to run them", "tabulate")
         raise UserError(
-            f"no run of {one.name} is over in {output / 'runs'}: leave out tabulate to run them", "tabulate"
+            f"{reason}, and the rows of {table} are of {_ANOTHER}: set those, or leave out tabulate and choose "
+            "another output to run them",
+            *("tabulate", *_OF_THE_RUNS, "output"),
         )
     return replace(one, runs=runs)
 

@@ -70,8 +70,18 @@ class DataConfig:
             )
         if self.held_out and self.held_out_fraction != DataConfig.held_out_fraction:
             raise UserError(
-                f"data.held_out_fraction={self.held_out_fraction} contradicts data.held_out={self.held_out}: name "
-                "held-out sources or a fraction of the training documents, not both",
+                f"data.held_out_fraction={self.held_out_fraction} contradicts "
+                f"data.held_out={as_typed(self.held_out)}: name held-out sources or a fraction of the training "
+                "documents, not both",
                 "data.held_out_fraction",
                 "data.held_out",
             )
+
+
+def as_typed(value: object) -> str:
+    """A setting's value as it stands on a command line, sources one after another.
+
+    >>> as_typed(("a.txt", "b.txt"))
+    'a.txt b.txt'
+    """
+    return " ".join(map(str, value)) if isinstance(value, tuple) and value else str(value)

@@ -163,6 +163,11 @@ def _match(source: str) -> tuple[Path, list[Path]]:
             paths = sorted({path for path in _glob(root, pattern.relative_to(root).parts) if path.is_file()})
     except (OSError, ValueError) as error:  # a directory closed to us, or a pattern that is none
         raise UserError(f"source {source!r} can't be looked up: {error}") from error
+    if not paths and "://" in source:
+        raise UserError(
+            f"source {source!r} is a URL, and text is read from files of this machine: download it, or name a "
+            "data set of the Hugging Face hub by hf:NAME"
+        )
     if not paths:
         raise UserError(f"source {source!r} matches no file: name a file, or a glob such as 'texts/**/*.txt'")
     for path in paths:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from diloco.data.config import DataConfig
+from diloco.data.config import DataConfig, as_typed
 from diloco.data.corpora import fingerprint
 from diloco.data.encoding import ContainedTokenizer
 from diloco.data.index import (
@@ -80,8 +80,8 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
         value, prepared_value = getattr(config, name), getattr(made_with, name)
         if value not in (getattr(DataConfig, name), prepared_value):
             raise UserError(
-                f"data.{name}={value} contradicts data.prepared={directory}, which was made with "
-                f"data.{name}={prepared_value}: drop one of the two",
+                f"data.{name}={as_typed(value)} contradicts data.prepared={directory}, which was made with "
+                f"data.{name}={as_typed(prepared_value)}: drop one of the two",
                 f"data.{name}",
                 "data.prepared",
             )
@@ -180,8 +180,8 @@ def _check_settings(output: Path, settings: PreparationSettings) -> None:
         before, now = getattr(earlier, name), getattr(settings, name)
         if before != now:
             raise UserError(
-                f"{output} was prepared with {label}={before}, not {label}={now}: choose another directory, or "
-                "delete this one",
+                f"{output} was prepared with {label}={as_typed(before)}, not {label}={as_typed(now)}: choose "
+                "another directory, or delete this one",
                 *([label] if label.startswith("data.") else []),
             )
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from itertools import chain
 
-from diloco.data.config import DataConfig
+from diloco.data.config import DataConfig, as_typed
 from diloco.data.corpora import documents, parts
 from diloco.data.index import Split
 from diloco.data.readers import Document, Reading
@@ -152,14 +152,9 @@ def empty_split(config: DataConfig, split: Split) -> UserError:
         )
         return UserError(
             f"data.held_out_fraction={config.held_out_fraction} {effect} of the text of "
-            f"data.train={_listed(config.train)}: {remedy}, add text, or name data.held_out",
+            f"data.train={as_typed(config.train)}: {remedy}, add text, or name data.held_out",
             *("data.held_out_fraction", "data.train", "data.held_out"),
         )
     is_named = split == "held_out" and config.held_out
     name, sources = ("data.held_out", config.held_out) if is_named else ("data.train", config.train)
-    return UserError(f"{name}={_listed(sources)} holds no text: name other sources", name)
-
-
-def _listed(sources: tuple[str, ...]) -> str:
-    """Sources as they stand on a command line."""
-    return " ".join(sources)
+    return UserError(f"{name}={as_typed(sources)} holds no text: name other sources", name)

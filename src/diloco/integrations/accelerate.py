@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 
-from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
+from diloco.files import requiring
+
+with requiring("accelerate", extra="accelerate"):
+    from accelerate import Accelerator, DistributedType
 
 
 class DiLoCo:

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
+from diloco.files import requiring
+
+with requiring("lightning", extra="lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.trainer.states import TrainerFn
 
 _STATE = "diloco"
 """The key of a checkpoint under which the callback keeps what it resumes from."""

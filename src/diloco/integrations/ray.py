@@ -1,10 +1,12 @@
 """Ray Train: each replica is a `TorchTrainer` of its own, and all resume from the same step."""
 
-import ray.train
-
 from diloco.errors import UserError
 from diloco.exchange.control import share
 from diloco.exchange.transport import Transport
+from diloco.files import requiring
+
+with requiring("ray", extra="ray"):
+    import ray.train
 
 STEP = "num_steps"
 """The metric that must be reported with each checkpoint: `engine.num_steps`."""

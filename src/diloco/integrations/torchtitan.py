@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from torch import nn
-from torchtitan import config
-from torchtitan.components.checkpoint import DATALOADER
-from torchtitan.train import Trainer, main
 
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.connect import connect
 from diloco.exchange.control import agree
+from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
+
+with requiring("torchtitan", extra="torchtitan"):
+    from torchtitan import config
+    from torchtitan.components.checkpoint import DATALOADER
+    from torchtitan.train import Trainer, main
 
 
 @dataclass

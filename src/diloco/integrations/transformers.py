@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import HubStrategy
 
 from diloco.engine.arguments import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.control import agree
-from diloco.files import writing
+from diloco.files import requiring, writing
 from diloco.outer.digest import parameters_hash
+
+with requiring("transformers", extra="transformers"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import HubStrategy
 
 _REFUSED = {
     "load_best_model_at_end": "would end with one replica's own parameters: set it to False; the model ends as Θ",

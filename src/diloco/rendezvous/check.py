@@ -53,6 +53,8 @@ class StoreCheck:
     """Races without a winner."""
     wrong_reads: int
     """Reads after a race that gave other bytes than the winner's, or none."""
+    unlisted: int
+    """Objects of the races that a list of them lacked."""
     create_seconds: tuple[float, float]
     """Median and largest time of creating an object of 1 kB."""
     get_seconds: tuple[float, float]
@@ -62,11 +64,18 @@ class StoreCheck:
     down_bytes_s: float
     """Rate of reading it."""
     trouble: tuple[str, ...]
-    """Requests that a run makes beside creating and reading, and that the store refuses."""
+    """The store's refusals to delete what was written."""
 
     def refusal(self) -> str | None:
         """The reason why a run can't use the store; None if it can."""
-        return _refusal(self.url, self.several_won, self.none_won, self.wrong_reads, self.num_races)
+        if refusal := _refusal(self.url, self.several_won, self.none_won, self.wrong_reads, self.num_races):
+            return refusal
+        if self.unlisted:
+            return (
+                f"{self.url}: a list lacked {self.unlisted} of {self.num_races} objects that were there, and a "
+                "run needs lists: correct the endpoint, or take another store"
+            )
+        return None
 
 
 def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
@@ -89,6 +98,7 @@ def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
     try:
         create, get, up, down = asyncio.run(_timed(store, folder))
         laps = _raced(url, folder, racers, rounds)
+        names = asyncio.run(_listed(Store.open(url), folder))
     finally:
         trouble = asyncio.run(_clean(Store.open(url), folder))
     several, none, wrong = judged(laps)
@@ -99,6 +109,7 @@ def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
         several_won=several,
         none_won=none,
         wrong_reads=wrong,
+        unlisted=sum(f"{folder}/{race}" not in names for race in range(rounds)),
         create_seconds=create,
         get_seconds=get,
         up_bytes_s=up,
@@ -237,11 +248,15 @@ async def _timed(store: Store, folder: str) -> tuple[tuple[float, float], tuple[
     return (creates[middle], creates[-1]), (gets[middle], gets[-1]), _LARGE_BYTES / up, _LARGE_BYTES / down
 
 
+async def _listed(store: Store, folder: str) -> list[str]:
+    """The names of a check's objects."""
+    return [name for name, _ in await store.list(folder, patience_seconds=_PATIENCE_SECONDS)]
+
+
 async def _clean(store: Store, folder: str) -> tuple[str, ...]:
     """Delete a check's objects; the refusals of listing or deleting."""
     try:
-        names = [name for name, _ in await store.list(folder, patience_seconds=_PATIENCE_SECONDS)]
-        await store.delete(names, patience_seconds=_PATIENCE_SECONDS)
+        await store.delete(await _listed(store, folder), patience_seconds=_PATIENCE_SECONDS)
     except StoreError as error:
         return (str(error),)
     return ()

@@ -26,7 +26,7 @@ from diloco.rendezvous.entries import (
     opened,
     sealed,
 )
-from diloco.rendezvous.keys import Signer
+from diloco.rendezvous.keys import VARIABLE, Signer
 from diloco.rendezvous.log import Log, begun
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.state import OuterRef
@@ -78,7 +78,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     log = Log(store, signer, await newest_state(store, begun(bytes(data))))
     _compare(bytes(data), wish)
     await log.read(patience_seconds=patience)
-    return log, await _joined(log, signer, wish)
+    return log, await _joined(log, signer, wish, store.url)
 
 
 async def enter(store: Store, log: Log, own: int, wish: Wish) -> Entrance:
@@ -159,17 +159,32 @@ def _compare(data: bytes, wish: Wish) -> None:
             )
 
 
-async def _joined(log: Log, signer: Signer, wish: Wish) -> int:
+async def _joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
     """The number under which this replica has joined."""
     while True:
         body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
         if reason := log.state.refusal_of_joiner(body):
-            hint = ": create another in another place" if log.state.finished else ""
-            raise LogError(f"the run refuses this replica: it {reason}{hint}")
+            raise LogError(_refusal(log.state, signer, url) or f"the run refuses this replica: it {reason}")
         _, is_own = await log.append(body, author=own, patience_seconds=wish.timeout_seconds)
         if is_own:
             return own
         await log.read(patience_seconds=wish.timeout_seconds)
+
+
+def _refusal(state: RunState, signer: Signer, url: str) -> str:
+    """The refusal of a replica for which there is a remedy; empty for others."""
+    if state.finished:
+        return "the run refuses this replica: it joins a run that has ended: create another in another place"
+    if state.creator and not signer.public:
+        return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
+    if state.creator and signer.public not in state.allowed:
+        return (
+            "the key of this replica is not among those that may join the run: whoever created the run allows it "
+            f"by: diloco keys allow {url} {signer.public}"
+        )
+    if signer.public and not state.creator:
+        return f"the run was created without keys, and this replica has one: leave {VARIABLE} unset"
+    return ""
 
 
 async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
@@ -24,6 +24,8 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
 }
 _ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_BUCKET_IN_ENDPOINT = "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
+"""The variable with which the endpoint of S3 has to name the bucket."""
 _CERTIFICATES = ("SSL_CERT_FILE", "AWS_CA_BUNDLE")
 _FOR_EVER = "1day"
 """Time limit of the client's own; `Store` has others, which depend on the size."""
@@ -53,7 +55,7 @@ def opened_url(url: str) -> "tuple[str, ObjectStore]":
     if not parts.netloc:
         raise UserError(f"{url}: the bucket's name is missing: {parts.scheme}://bucket/prefix", "url")
     url = url.rstrip("/")
-    options = _client_options(parts.scheme, os.environ)
+    options = _client_options(parts.scheme, parts.netloc, os.environ)
     retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     try:
         return url, from_url(url, client_options=options, retry_config=retries)
@@ -81,10 +83,19 @@ def _directory(path: str) -> "tuple[str, ObjectStore]":
         raise UserError(f"{directory}: {first_line(error)}", "url") from None
 
 
-def _client_options(scheme: str, environment: Mapping[str, str]) -> "ClientConfig":
+def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) -> "ClientConfig":
     options: ClientConfig = {"timeout": _FOR_EVER, "connect_timeout": "10s", "user_agent": "diloco"}
-    endpoint = next((environment[name] for name in _ENDPOINTS[scheme] if environment.get(name)), "")
-    if endpoint.startswith("http://"):
+    variable = next((name for name in _ENDPOINTS[scheme] if environment.get(name)), "")
+    endpoint = environment.get(variable, "")
+    if endpoint:
+        parts = _endpoint_parts(variable, endpoint)
+        if parts.path.strip("/") == bucket and not environment.get(_BUCKET_IN_ENDPOINT):
+            bare = parts._replace(path="", query="", fragment="").geturl()
+            raise UserError(
+                f"the endpoint {variable}={endpoint} already names the bucket {bucket}: leave it out of the "
+                f"endpoint: {variable}={bare}"
+            )
+    if endpoint.lower().startswith("http://"):
         host = urlsplit(endpoint).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         if not is_here and environment.get(_ALLOW_HTTP[scheme], "").lower() not in ("1", "true"):
@@ -101,3 +112,17 @@ def _client_options(scheme: str, environment: Mapping[str, str]) -> "ClientConfi
         except OSError as error:
             raise UserError(f"SSL_CERT_FILE={authority} can't be read: {error.strerror}") from None
     return options
+
+
+def _endpoint_parts(variable: str, endpoint: str) -> SplitResult:
+    """The parts of an endpoint's URL; the client would panic at one that is none."""
+    if "://" not in endpoint:
+        host = re.sub("^https?:/?", "", endpoint)
+        raise UserError(f"{variable}={endpoint} does not begin with https://: write https://{host}")
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # the port is no number, or a bracket is not closed
+        pass
+    raise UserError(f"{variable}={endpoint} is no URL of an endpoint: write https://HOST, or https://HOST:PORT")

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,21 +90,35 @@ def _budget(path: Path, values: dict[str, Any]) -> Budget | None:
     return Budget(num_tokens, "tokens") if isinstance(num_tokens, int) else None
 
 
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any], path: Path, where: str = "") -> dict[str, Any]:
+def _merged(
+    base: Mapping[str, Any], changes: Mapping[str, Any], path: Path, where: str = "", names: Sequence[str] = ()
+) -> dict[str, Any]:
     """A config's values with changes, section by section."""
     if where == "model." and "family" in changes:
         return dict(changes)  # a model of another family has other fields
+    names = names or [*_dotted(base)]
     for name, value in changes.items():
         if name not in base:
-            raise UserError(f"{path}: there is no field {where}{name:.80}{nearest(name, base)}")
+            elsewhere = " or ".join(one for one in names if one.rpartition(".")[2] == name)
+            near = f": did you mean {elsewhere}?" if elsewhere else nearest(name, base)
+            raise UserError(f"{path}: there is no field {where}{name:.80}{near}")
         if isinstance(base[name], Mapping) != isinstance(value, Mapping):
             raise UserError(f"{path}: {where}{name} is {'no' if isinstance(value, Mapping) else 'a'} section")
     return {
-        name: _merged(value, changes[name], path, f"{where}{name}.")
+        name: _merged(value, changes[name], path, f"{where}{name}.", names)
         if isinstance(value, Mapping) and name in changes
         else changes.get(name, value)
         for name, value in base.items()
     }
+
+
+def _dotted(values: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """The dotted names of all fields of a config's values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{where}{name}.")
+        else:
+            yield where + name
 
 
 def _anew(config: TrainConfig) -> TrainConfig:

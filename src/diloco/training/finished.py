@@ -97,10 +97,11 @@ def _held_step(config: TrainConfig, replicas: range, at_step: int | None) -> int
     held = {replica: finished_steps(config.checkpoints, replica) for replica in replicas}
     for replica, steps in held.items():
         if not steps:
+            here = f"{config.directory} holds no checkpoint of replica {replica}: evaluate where that replica ran"
+            if config.checkpoint.every_steps:
+                raise CheckpointError(here)
             raise CheckpointError(
-                f"{config.directory} holds no checkpoint of replica {replica}: evaluate where that replica ran, "
-                f"or train with checkpoint.every_steps above 0 (it was {config.checkpoint.every_steps})",
-                "checkpoint.every_steps",
+                f"{here}, or train with checkpoint.every_steps above 0 (it was 0)", "checkpoint.every_steps"
             )
     common = set.intersection(*map(set, held.values()))
     if not common:

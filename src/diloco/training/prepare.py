@@ -62,7 +62,7 @@ def prepare_run(
     asked = replace(asked, name=asked.name or _name(asked))
     own = own_run(asked)
     if own is None and not under_a_launcher():
-        check_unclaimed(asked.directory)
+        check_unclaimed(asked)
     _check_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
     asked = _with_budget(asked, budget, directory)

@@ -1,6 +1,7 @@
 """The directory of a run: claimed by a new run, read by everything else, taken up again by a resume."""
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,6 +11,8 @@ from diloco.data.index import INDEX_FILE, Split
 from diloco.errors import FileError, UserError
 from diloco.exchange.control import failing_together, share
 from diloco.files import make_directory, write_atomically, write_json
+from diloco.rendezvous.history import is_store
+from diloco.rendezvous.store_errors import CREDENTIALS
 from diloco.schema import Count, converted, read_json
 from diloco.training.checkpoints import Checkpoints, finished_steps
 from diloco.training.config import TrainConfig
@@ -23,14 +26,24 @@ _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 
 
-def check_unclaimed(directory: Path) -> None:
-    """Refuse a directory that already holds a run.
+def check_unclaimed(asked: TrainConfig) -> None:
+    """Refuse a config whose directory already holds a run.
 
     Raises:
-        UserError: if it does.
+        UserError: if it does; it names the store that a replica in the directory belongs to.
+        FileError: as `read_config`.
     """
-    if (directory / CONFIG_FILE).exists():
-        raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
+    directory = asked.directory
+    if not (directory / CONFIG_FILE).exists():
+        return
+    other = None if asked.rendezvous is None else read_config(directory).rendezvous
+    if other is not None and other != asked.rendezvous:
+        raise UserError(
+            f"{directory} already holds a replica of the run in {other}, and not of that in "
+            f"rendezvous={asked.rendezvous}: choose another name, or set rendezvous={other} to continue it",
+            *("name", "rendezvous"),
+        )
+    raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
 
 
 def own_run(asked: TrainConfig) -> Path | None:
@@ -55,7 +68,7 @@ def claim(config: TrainConfig) -> None:
         UserError: if it already holds a run.
     """
     directory = config.directory
-    check_unclaimed(directory)
+    check_unclaimed(config)
     make_directory(directory)
     assert config.data.prepared is not None, "the config is resolved"
     write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
@@ -74,7 +87,7 @@ def claim_together(config: TrainConfig, world: World) -> None:
     """
     with failing_together(world.everyone):
         if world.is_first_on_machine:
-            check_unclaimed(config.directory)
+            check_unclaimed(config)
         share(world.everyone, "no run is in the directory of this machine")
         if world.everyone.replica == 0:
             claim(config)
@@ -195,8 +208,15 @@ def resumable(directory: Path) -> TrainConfig:
     """The config of a run, to be changed for a resume: values that follow from others are left out again.
 
     Raises:
-        UserError: as `read_config`.
+        UserError: as `read_config`, and for a store.
     """
+    store = re.sub(rf"^({'|'.join(CREDENTIALS)}):/(?!/)", r"\1://", str(directory))  # a path has one slash of it
+    if not (directory / CONFIG_FILE).exists() and is_store(store):
+        raise UserError(
+            f"resume={store} is a store, and no run's directory: leave it out, and set rendezvous={store} to join "
+            "the run, or to continue a replica by its name",
+            *("resume", "rendezvous"),
+        )
     saved = read_config(directory)
     keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
     return replace(
