@@ -11,6 +11,7 @@ from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.control import agree
 from diloco.files import requiring
+from diloco.rendezvous.contract import is_rendezvous
 
 with requiring("lightning", extra="lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -83,7 +84,9 @@ class DiLoCoCallback(Callback):
         """Compare the replicas' numbers of steps."""
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")
-        agree(self.engine.exchange, {name: getattr(trainer, name) for name in names})
+        exchange = self.engine.exchange
+        assert not is_rendezvous(exchange), "check_job has refused one"
+        agree(exchange, {name: getattr(trainer, name) for name in names})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

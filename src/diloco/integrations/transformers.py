@@ -14,6 +14,7 @@ from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.control import agree
 from diloco.files import requiring, writing
 from diloco.outer.digest import parameters_hash
+from diloco.rendezvous.contract import is_rendezvous
 
 with requiring("transformers", extra="transformers"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -88,7 +89,9 @@ class DiLoCoCallback(TrainerCallback):
             raise UserError("this engine has trained already: make a new Trainer with a new DiLoCoCallback")
         if kwargs["model"] is not self._model:
             raise UserError("the Trainer has made a new model for train(): give it model, not model_init")
-        agree(self.engine.exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
+        exchange = self.engine.exchange
+        assert not is_rendezvous(exchange), "check_job has refused one"
+        agree(exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
         if state.global_step:
             self._resume(_state_file(args, state))
         # The Trainer calls both, for optimizers that train other parameters than they evaluate.
