@@ -91,8 +91,8 @@ def test_a_table_that_names_no_run_is_left_alone(text, tmp_path, capsys):
         (["--axis", "num_replicas=3"], "batch_tokens=512 must be a multiple of num_replicas=3"),
         (["--axis", "seed=0", "--axis", "seed=1"], "--axis seed is given twice"),
         (
-            ["--axis", "seed=0", "--then", "outer_momentum=0"],
-            "--then 'outer_momentum' is unknown: choose",
+            ["--axis", "seed=0", "--then", "outer_mixing=0"],
+            "--then 'outer_mixing' is unknown: choose",
         ),
         (["--axis", "width=0"], "--axis width takes finite numbers above 0, not 0"),
         ([], "names nothing to vary"),
