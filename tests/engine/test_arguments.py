@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tests.engine.cases import Case, inner_step
 from tests.processes import run_replicas
+from tests.rendezvous.replicas import Replica
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -176,6 +177,9 @@ def test_wrappers_and_replicas_that_would_train_wrongly_are_refused(tmp_path):
 
 
 def test_a_frameworks_job_is_no_replica_that_comes_and_goes(tmp_path):
+    """The engine has joined the run by then, and leaves it again."""
     check_job(1, diloco.LoopbackExchange())
+    exchange = Replica(str(tmp_path)).exchange
     with pytest.raises(diloco.UserError, match=r"train with diloco's own trainer, or in a loop of your own"):
-        check_job(1, diloco.StoreRendezvous(str(tmp_path)))
+        check_job(1, exchange)
+    assert exchange.state.members[0].left

@@ -1,5 +1,6 @@
 """Counting the steps of optimizers, their subclasses and wrappers; each test counts with a real engine."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -62,11 +63,11 @@ def test_an_attached_engine_counts_tokens_and_refuses_another_count():
     with pytest.raises(diloco.UserError, match=r"attached .* and counts its steps: leave out engine.step\(\)"):
         engine.step()
     attachment.remove()
-    engine.step(tokens=8)
+    engine.step(tokens=np.int64(8))
     assert (engine.num_steps, engine.tokens) == (4, 80)
 
 
-@pytest.mark.parametrize("tokens", [torch.tensor(3), -1, 0.5])
+@pytest.mark.parametrize("tokens", [torch.tensor(3), -1, 0.5, "8"])
 def test_tokens_are_a_whole_number(tokens):
     model = linear()
     engine = engine_of(model)

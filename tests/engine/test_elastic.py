@@ -98,6 +98,23 @@ def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_t
     slow.finish()
 
 
+def test_decisions_that_take_long_are_taken_one_an_inner_step_and_of_each_fragment_in_turn(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"snapshot_rounds": 1000}
+    fast, slow = Replica(str(tmp_path), name="fast", patience=0, **settings), Replica(str(tmp_path), **settings)
+    until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
+    num_rounds = max(slow.rounds) + 4
+    until(lambda: min(fast.rounds) >= num_rounds, fast)
+    waiting = slow.exchange._following.decisions
+    until(lambda: len(waiting) >= MOST_DECISIONS_A_FRAGMENT * P, fast)
+    monkeypatch.setattr("diloco.engine.elastic_rounds._MOST_SECONDS", -1.0)
+    taken = [[outer_step.sync.fragment for outer_step in slow.step()] for _ in range(2 * P)]
+    assert max(map(len, taken)) == 1 and {p for fragments in taken for p in fragments} == {*range(P)}
+    for replica in (fast, slow):
+        replica.vanish()
+
+
 @pytest.fixture
 def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The fragments of which a replica has taken a snapshot in the place of outer steps."""

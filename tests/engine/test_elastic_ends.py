@@ -9,6 +9,7 @@ from pathlib import Path
 
 import obstore
 import pytest
+import torch
 from obstore.exceptions import GenericError
 from tests.engine.cases import inner_step
 from tests.engine.test_elastic import counted, held_payloads, until
@@ -269,12 +270,27 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
 def test_replicas_that_train_on_the_same_text_are_refused(tmp_path) -> None:
     replicas = [Replica(str(tmp_path), name=name, quorum="all") for name in "ab"]
     deadline = time.monotonic() + 20.0
-    with pytest.raises(UserError, match=r"all 2 replicas made the same outer gradient of fragment \d"):
+    with pytest.raises(UserError, match=r"all 2 replicas of the outer steps made the same outer gradients"):
         while time.monotonic() < deadline:
             for replica in replicas:
                 inner_step(replica.model, 0, replica.engine.num_steps + 1)
                 replica.engine.step(tokens=8)
             time.sleep(0.003)
+    for replica in replicas:
+        replica.vanish()
+
+
+def test_a_fragment_without_gradients_may_be_equal_on_all_replicas(tmp_path) -> None:
+    """As where AdamW decays weights that have no gradient."""
+    replicas = [Replica(str(tmp_path), name=name, quorum="all") for name in "ab"]
+    while min(min(replica.rounds) for replica in replicas) < 3:
+        for replica in replicas:
+            before = [parameter.clone() for parameter in replica.model.blocks[0].parameters()]
+            inner_step(replica.model, replica.exchange.replica, replica.engine.num_steps + 1)
+            with torch.no_grad():
+                for parameter, value in zip(replica.model.blocks[0].parameters(), before, strict=True):
+                    parameter.copy_(0.99 * value)
+            replica.seen(replica.engine.step(tokens=8))
     for replica in replicas:
         replica.vanish()
 

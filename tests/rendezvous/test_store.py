@@ -136,8 +136,9 @@ def test_the_outage_is_asked_for_while_requests_fail_and_succeed(tmp_path: Path)
         sys.setswitchinterval(interval)
 
 
-def test_a_few_large_objects_travel_at_once_and_small_ones_pass_them(tmp_path: Path, monkeypatch):
-    put, now, most, order = obstore.put_async, 0, 0, []
+def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monkeypatch):
+    """Twelve objects of 10 MiB: three travel at once; their time limits grow with what travels."""
+    put, timeout, now, most, order, limits = obstore.put_async, asyncio.timeout, 0, 0, [], []
 
     async def slow_put(client, name: str, *arguments: object, **options: object) -> None:
         nonlocal now, most
@@ -145,19 +146,23 @@ def test_a_few_large_objects_travel_at_once_and_small_ones_pass_them(tmp_path: P
         most = max(most, now)
         if name != "small":
             await asyncio.sleep(0.02)
-        await put(client, name, *arguments, **options)
+        await put(client, name, b"", mode="create")
         now -= name != "small"
         order.append(name)
 
     async def use(store: Store) -> None:
-        large = [asyncio.create_task(store.create(f"large{i}", bytes(100_000))) for i in range(12)]
+        content = bytes(10 << 20)
+        large = [asyncio.create_task(store.create(f"large{i:02}", content)) for i in range(12)]
         await asyncio.sleep(0)
         await store.create("small", b"entry")
         await asyncio.gather(*large)
 
     monkeypatch.setattr(obstore, "put_async", slow_put)
+    monkeypatch.setattr(asyncio, "timeout", lambda limit: limits.append(limit) or timeout(limit))
     asyncio.run(use(Store.open(str(tmp_path))))
-    assert most == 4 and len(order) == 13 and order.index("small") < 4
+    assert most == 3 and order.index("small") < 3
+    assert [name for name in order if name != "small"] == [f"large{i:02}" for i in range(12)]
+    assert max(limits) == pytest.approx(30 + 3 * 80)
 
 
 def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):

@@ -48,6 +48,8 @@ def test_contradictions_name_both_values_and_the_field(change, message):
         (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must be at least 0 and below 1, not 1\.0"),
         (AdamWConfig, {"weight_decay": float("nan")}, r"optimizer.weight_decay must be at least 0 and finite"),
         (DilocoConfig, {"outer_learning_rate": 0.0}, r"diloco.outer_learning_rate must be above 0 and finite"),
+        (DilocoConfig, {"mixing": 1.0}, r"diloco.mixing must be at least 0 and below 1, not 1\.0"),
+        (DilocoConfig, {"mixing": -0.1}, r"diloco.mixing must be at least 0 and below 1, not -0\.1"),
         (DilocoConfig, {"outer_momentum": 1.0}, r"diloco.outer_momentum must be at least 0 and below 1, not 1\.0"),
         (EvaluationConfig, {"batch": 0}, r"evaluation.batch must be at least 1, not 0"),
         (ElasticConfig, {"num_slots": 0}, r"elastic.num_slots must be at least 1 and below 2\^16, not 0"),

@@ -27,7 +27,6 @@ def diloco(**values) -> dict:
 
 MISTAKES = {
     "overlap": (diloco(overlap_steps=10), "overlap_steps=10 must be at least 0 and below"),
-    "mixing": (diloco(mixing=1.5), "mixing must lie between 0 and 1, not 1.5"),
     "period": (diloco(sync_every=0), "sync_every=0 must be at least 1"),
     "wire": (
         diloco(wire="e9m9"),
@@ -51,7 +50,7 @@ MISTAKES = {
         "diloco.layers_per_fragment=1 means nothing to one whole fragment",
     ),
     "no outer step": (
-        {"method": "data_parallel", **diloco(mixing=1.0)},
+        {"method": "data_parallel", **diloco(mixing=0.75)},
         "diloco.mixing means nothing to data_parallel",
     ),
     "nobody to connect to": ({"num_replicas": 1, "num_connections": 2}, "num_connections=2 means nothing to one"),

@@ -1,9 +1,11 @@
 """The engine's arguments: refusals of what is of a wrong type, or wrapped in a way that would train wrongly."""
 
+import operator
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.engine.settings import Settings
-from diloco.errors import UserError, setting
+from diloco.errors import DilocoError, UserError, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment
@@ -105,11 +107,11 @@ def checked_tokens(tokens: object) -> int:
     """
     if tokens is None:
         return 0
-    if not isinstance(tokens, int) or tokens < 0:
-        hint = ": call .item()" if isinstance(tokens, torch.Tensor) else ""
-        shown = "a tensor" if hint else f"{tokens!r}"
-        raise UserError(f"tokens must be a whole number of 0 or more, not {shown}{hint}", "tokens")
-    return tokens
+    if isinstance(tokens, torch.Tensor):  # whose number may still be on its way from a GPU
+        raise UserError("tokens must be a whole number of 0 or more, not a tensor: call .item()", "tokens")
+    if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
+        raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
+    return operator.index(tokens)
 
 
 def check_job(num_processes: int, exchange: Transport | Rendezvous) -> None:
@@ -121,6 +123,8 @@ def check_job(num_processes: int, exchange: Transport | Rendezvous) -> None:
         UserError: that says how to start the replicas.
     """
     if is_rendezvous(exchange):
+        with suppress(DilocoError):  # the engine has joined
+            exchange.leave(finished=False)
         raise UserError(
             "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
             "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from diloco.engine.guards import refuse_equal_payloads
+from diloco.engine.guards import are_equal
+from diloco.errors import UserError
 from diloco.reduction import Reduction
 from diloco.reduction.reduction import Average, add_up
 from diloco.rendezvous.averages import joined
@@ -23,15 +24,39 @@ def average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> A
     return add_up(form.codec, content.payloads, to_N, _keys(form, decision), decision.cohort)
 
 
-def refuse_equal(form: Form, decision: Decision, content: Content, reduction: Reduction, replica: int) -> None:
-    """Refuse members' outer gradients that are equal to the last bit, where their payloads are here.
+class EqualityWatch:
+    """Notices replicas that train on the same data: in every fragment, they make the same outer gradient.
 
-    Raises:
-        UserError: as `refuse_equal_payloads`.
+    In one fragment they may be equal without that, where it has no gradients and the weights decay. With averages
+    of shares nobody has the payloads, and nothing is noticed.
+
+    Args:
+        form: of payloads.
+        reduction: how they are encoded.
+        replica: this replica.
     """
-    if content.payloads:
-        key = form.key(decision.fragment, decision.base_rounds[replica], replica)
-        refuse_equal_payloads(content.payloads, reduction, form.sizes[decision.fragment], key, decision.cohort)
+
+    def __init__(self, form: Form, reduction: Reduction, replica: int) -> None:
+        self._form, self._reduction, self._replica = form, reduction, replica
+        self._are_equal = [False for _ in form.sizes]
+
+    def check(self, decision: Decision, content: Content) -> None:
+        """Look at an outer step with a payload of this replica.
+
+        Raises:
+            UserError: if the newest ones of all fragments were equal.
+        """
+        if len(content.payloads) < 2:
+            return
+        p, form = decision.fragment, self._form
+        key = form.key(p, decision.base_rounds[self._replica], self._replica)
+        self._are_equal[p] = are_equal(content.payloads, self._reduction, form.sizes[p], key, decision.cohort)
+        if all(self._are_equal):
+            raise UserError(
+                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, to "
+                "the last bit: they train on the same data; let each read from its own rendezvous.slot and "
+                "rendezvous.start, and let nothing average gradients across replicas"
+            )
 
 
 def remade(

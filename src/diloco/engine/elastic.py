@@ -166,11 +166,7 @@ class ElasticMembership:
         Raises:
             UserError: if it is another's, or this engine has trained: what it has sent may be counted.
         """
-        if self.rounds.next_seq:
-            raise UserError(
-                "this engine has sent outer gradients already: build a new engine with a new StoreRendezvous, and "
-                "load the state there"
-            )
+        refuse_if_sent(self.rounds.next_seq)
         return accepted_of(self.rounds, self._joined.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
@@ -209,6 +205,19 @@ class ElasticMembership:
                     own.add_(part_n.view(own.shape))
         self._translation.clear()
         self._then.clear()
+
+
+def refuse_if_sent(num_sent: int) -> None:
+    """Refuse a state where this replica has sent outer gradients, which may be counted.
+
+    Raises:
+        UserError: if it has.
+    """
+    if num_sent:
+        raise UserError(
+            "this engine has sent outer gradients already: build a new engine with a new StoreRendezvous, and load "
+            "the state there"
+        )
 
 
 def accepted_of(rounds: ReplicaRounds, run: str, state: object) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class ElasticRounds(ReplicaRounds):
         self.kept = Digests(self.state, self.settings.outer.slots)
         """The digests of Θ and the slots, as the last outer step left them."""
         self.waiting = Waiting(num_fragments)
+        self._equality = decided.EqualityWatch(self.form, self._reduction, self.replica)
 
     @property
     def replica(self) -> int:
@@ -237,7 +238,7 @@ class ElasticRounds(ReplicaRounds):
         if isinstance(content, StoredSnapshot):
             return self._jump(decision, content, mixing)
         if decision.is_own:
-            decided.refuse_equal(self.form, decision, content, self._reduction, self.replica)
+            self._equality.check(decision, content)
         to_N = self._scratch[: self.form.sizes[p]]
         with self.record.merging():
             average = decided.average(self.form, decision, content, to_N)

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from diloco.engine import observe
-from diloco.engine.elastic import ElasticMembership, accepted_of, refusal_to_adopt, vectors_of
+from diloco.engine.elastic import (
+    ElasticMembership,
+    accepted_of,
+    refusal_to_adopt,
+    refuse_if_sent,
+    vectors_of,
+)
 from diloco.engine.gathered import GatheredParameters
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.settings import Settings
@@ -82,6 +88,7 @@ class LeadingMembership(ElasticMembership):
             bytes_sent=rounds.bytes_sent,
             bytes_received=rounds.bytes_received,
             blocked_seconds=rounds.blocked_seconds,
+            num_sent=rounds.next_seq,
             outer_steps=[
                 _Taken(*o.sync, len(o.cohort.members) if o.cohort and sees_deltas else 0) for o in outer_steps
             ],
@@ -142,8 +149,9 @@ class FollowingMembership:
         """A state of this run's model.
 
         Raises:
-            UserError: if it is another's.
+            UserError: if it is another's, or this engine has trained.
         """
+        refuse_if_sent(self.rounds.report.num_sent)
         return accepted_of(self.rounds, self.rounds.report.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
@@ -229,6 +237,7 @@ class Report(msgspec.Struct):
     bytes_sent: int = 0
     bytes_received: int = 0
     blocked_seconds: float = 0.0
+    num_sent: int = 0
     outer_steps: list[_Taken] = []
 
 

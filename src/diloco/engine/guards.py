@@ -37,22 +37,29 @@ def refuse_equal_payloads(
     Raises:
         UserError: if all payloads are equal to the last bit, and not those of an outer gradient of zeros.
     """
-    own = received[key.replica]
-    others = [payload for member, payload in received.items() if member != key.replica]
-    if not others or own.numel() < HEADER_BYTES + _MIN_BODY_BYTES:
-        return
-    own = own[HEADER_BYTES:]
-    if not all(torch.equal(payload[HEADER_BYTES:].to(own.device), own) for payload in others):
-        return
-    zeros_N = torch.zeros(num_elements, device=own.device)
-    of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
-    if not torch.equal(of_zeros[HEADER_BYTES:], own):
+    if are_equal(received, reduction, num_elements, key, cohort):
         raise UserError(
             f"all {len(cohort.members)} replicas made the same outer gradient of fragment {key.fragment}, to the "
             "last bit: either gradients are averaged across replicas, by DDP or another user of a process group "
             "that spans them (make each replica a job of its own, joined by diloco.connect, or give it a group of "
             "its own), or all replicas train on the same data (give each a share of its own)"
         )
+
+
+def are_equal(
+    received: Mapping[int, Tensor], reduction: Reduction, num_elements: int, key: Key, cohort: Cohort
+) -> bool:
+    """Whether several outer gradients are equal to the last bit, long enough to judge, and not of zeros."""
+    own = received[key.replica]
+    others = [payload for member, payload in received.items() if member != key.replica]
+    if not others or own.numel() < HEADER_BYTES + _MIN_BODY_BYTES:
+        return False
+    own = own[HEADER_BYTES:]
+    if not all(torch.equal(payload[HEADER_BYTES:].to(own.device), own) for payload in others):
+        return False
+    zeros_N = torch.zeros(num_elements, device=own.device)
+    of_zeros = reduction.addressed(reduction.encode(zeros_N, key, cohort), cohort)[key.replica]
+    return not torch.equal(of_zeros[HEADER_BYTES:], own)
 
 
 @dataclass

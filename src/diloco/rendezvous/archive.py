@@ -81,15 +81,15 @@ async def write_index(store: Store, signer: Signer, state: RunState, *, author: 
     data = index.sealed(made, signer.sign(made.line()))
     if len(data) > index.MOST_BYTES:
         _LOG.warning(
-            "index %d of %s would have %d bytes, and may have %d: joiners read the whole log; smaller are "
-            "snapshot_rounds, replicas and fragments",
+            "index %d of %s would have %d bytes, and may have %d: joiners read the whole log instead; choose a "
+            "smaller snapshot_rounds, or fewer fragments, for the next run",
             state.number,
             store.url,
             len(data),
             index.MOST_BYTES,
         )
-        return
-    await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
+    else:
+        await store.create(index.name_of(state.number), data, patience_seconds=FOR_EVER)
     try:
         names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
         await store.delete(retirable(state, names))

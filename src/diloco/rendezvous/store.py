@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
@@ -25,6 +24,7 @@ from diloco.rendezvous.store_errors import (
     lasting,
 )
 from diloco.rendezvous.store_url import opened_url
+from diloco.rendezvous.uplink import Uplink
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -35,9 +35,6 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
 T = TypeVar("T")
 SLOWEST_BYTES_S = 1 << 17
 """Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
-_LARGE_BYTES, _MOST_LARGE = 1 << 16, 4
-"""Size above which an object is large, and how many large ones travel at once each way: more would share the rate
-of a slow link between them until the time of each is over, and begin again for ever."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 3.0
 
@@ -58,7 +55,7 @@ class Store:
         self.bytes_down = 0
         """Bytes of objects that were received."""
         self._client = client
-        self._up, self._down = asyncio.Semaphore(_MOST_LARGE), asyncio.Semaphore(_MOST_LARGE)
+        self._uplink = Uplink()
         self._timeout_seconds = timeout_seconds
         self._last_success: float | None = None
         self._failing_since: dict[str, float] = {}
@@ -130,8 +127,8 @@ class Store:
 
         while True:
             try:
-                async with self._lane(self._up, num_bytes):
-                    await self._request("create", put, retry, num_bytes)
+                async with self._uplink.turn(num_bytes):
+                    await self._request("create", put, retry, max(num_bytes, self._uplink.num_bytes))
                 self.bytes_up += num_bytes
                 return None
             except (AlreadyExistsError, PreconditionError):
@@ -189,20 +186,15 @@ class Store:
         try:
             result = await self._request("get", lambda: obstore.get_async(self._client, name), retry)
         except FileNotFoundError:
+            self._failing_since.pop("", None)  # what had no answer is not there
             return None
         if (size := result.meta["size"]) > most_bytes:
             raise TooLargeError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
-        async with self._lane(self._down, size):
-            data = await self._request("", result.bytes_async, retry, size)
+        data = await self._request("", result.bytes_async, retry, size)
         self.bytes_down += len(data)
         if len(data) != size:
             raise _Again
         return data
-
-    @staticmethod
-    def _lane(lanes: asyncio.Semaphore, num_bytes: int) -> AbstractAsyncContextManager[None]:
-        """The turn of an object among those that travel the same way; small ones, such as entries, need none."""
-        return lanes if num_bytes > _LARGE_BYTES else nullcontext()
 
     async def _request(
         self, kind: str, request: Callable[[], Awaitable[T]], retry: "_Retry", num_bytes: int = 0
@@ -211,8 +203,7 @@ class Store:
         if kind:
             self.requests[kind] += 1
         started = time.monotonic()
-        limit = min(self._timeout_seconds, max(retry.seconds_left, 1.0))
-        limit += _MOST_LARGE * num_bytes / SLOWEST_BYTES_S
+        limit = min(self._timeout_seconds, max(retry.seconds_left, 1.0)) + num_bytes / SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit):
                 result = await request()

@@ -105,11 +105,13 @@ class DilocoConfig:
     """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
 
     def __post_init__(self) -> None:
-        """Refuse an outer rule with which nothing can be trained; the engine checks the rest."""
+        """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
         if not 0 < self.outer_learning_rate < math.inf:
             raise out_of_range("diloco.outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
         if not 0 <= self.outer_momentum < 1:
             raise out_of_range("diloco.outer_momentum", "at least 0 and below 1", self.outer_momentum)
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise out_of_range("diloco.mixing", "at least 0 and below 1", self.mixing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,8 @@ class ElasticConfig:
 
     quorum: Literal["majority", "all"] | None = None
     """majority: an outer step waits for all active replicas until t + τ, then for the majority until t + τ +
-    patience, and then for nobody. all: it waits for all, as in a fixed group. None is the run's, or majority."""
+    patience, and then for nobody. all: it waits for all, as in a fixed group, and once the run has begun a replica
+    comes back from its checkpoint only. None is the run's, or majority."""
     patience: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Inner steps after t + τ in which a decision still waits for the majority; None is sync_every."""
     weights: Literal["tokens", "tokens_squared_per_step"] | None = None

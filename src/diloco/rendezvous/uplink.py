@@ -1,0 +1,40 @@
+"""The order in which large objects are uploaded, so that a slow link finishes some before it begins others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+LARGE_BYTES = 1 << 16
+"""Size above which an object waits for its turn."""
+MOST_BYTES = 1 << 25
+"""Size of all objects that travel at once; a larger one travels alone."""
+
+
+class Uplink:
+    """The large objects on their way to a store.
+
+    All together they would share the rate of a slow link until the time of each was over, and begin again for ever.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Size of the objects on their way."""
+        self._first = asyncio.Lock()
+        self._has_room = asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """A context in which an object is uploaded; in the order of the calls, and at once for a small one."""
+        if num_bytes <= LARGE_BYTES:
+            yield
+            return
+        async with self._first:
+            while self.num_bytes and self.num_bytes + num_bytes > MOST_BYTES:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+            self._has_room.set()
