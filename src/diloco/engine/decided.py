@@ -53,8 +53,8 @@ class EqualityWatch:
         self._are_equal[p] = are_equal(content.payloads, self._reduction, form.sizes[p], key, decision.cohort)
         if all(self._are_equal):
             raise UserError(
-                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, to "
-                "the last bit: they train on the same data; let each read from its own rendezvous.slot and "
+                f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
+                "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "
                 "rendezvous.start, and let nothing average gradients across replicas"
             )
 

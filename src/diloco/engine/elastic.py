@@ -215,8 +215,8 @@ def refuse_if_sent(num_sent: int) -> None:
     """
     if num_sent:
         raise UserError(
-            "this engine has sent outer gradients already: build a new engine with a new StoreRendezvous, and load "
-            "the state there"
+            "this engine has sent outer gradients already: build a new engine with a new StoreRendezvous, and "
+            "load the state there"
         )
 
 

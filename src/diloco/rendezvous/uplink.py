@@ -13,7 +13,7 @@ MOST_BYTES = 1 << 25
 class Uplink:
     """The large objects on their way to a store.
 
-    All together they would share the rate of a slow link until the time of each was over, and begin again for ever.
+    All together they would share a slow link's rate until the time of each was over, and begin again for ever.
     """
 
     def __init__(self) -> None:
