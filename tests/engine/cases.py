@@ -16,6 +16,7 @@ from tests.wire import reference as wire_reference
 from torch import nn
 
 import diloco
+from diloco.outer.mixing import Mixing
 
 f32 = np.float32
 
@@ -71,7 +72,7 @@ class Case:
             "fragments": diloco.sequential(model, layers_per_fragment=self.layers_per_fragment),
             "schedule": self.schedule(),
             "outer": diloco.Nesterov(lr=self.eta, momentum=self.mu),
-            "mixing": self.alpha,
+            "mixing": Mixing(1.0) if self.alpha == 1 else self.alpha,  # a plain 1 is refused
             "wire": self.wire,
             "combine": self.combine,
             "error_feedback": self.beta,
