@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import init_group, run_replicas
 from torch import nn
@@ -87,12 +88,14 @@ def train_without_masters(number: int, port: int) -> str:
         exchange=diloco.connect(replica=number // 2, num_replicas=2, leader=True, timeout_seconds=20),
     )
     data = torch.Generator().manual_seed(number)
-    with pytest.raises(diloco.DilocoError) as undone:  # the other replica's, or its own
+    # Its own error, the other replica's, or that of a collective that the other process of the site has left.
+    with pytest.raises((diloco.DilocoError, RuntimeError)) as undone:
         for _ in range(41):
             inputs = torch.randn(16, 8, generator=data).bfloat16()
             model.backward((model(inputs).squeeze(1) - inputs.sum(1)).float().square().mean())
             model.step()
             engine.step()
+    dist.destroy_process_group()  # or the other process waits in it
     return str(undone.value)
 
 
@@ -130,8 +133,9 @@ def test_two_sites_with_deepspeed_inside_train_one_model(trained, case):
 
 
 def test_deepspeed_without_the_adapter_is_refused(trained):
-    for _, message in trained:
-        assert "was undone by the next inner step" in message and "masters=" in message
+    messages = [message for _, message in trained]
+    for site in (messages[:2], messages[2:]):
+        assert any("was undone by the next inner step" in each and "masters=" in each for each in site)
 
 
 def test_zero_3_is_refused():
