@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from diloco.engine.guards import are_equal
+from diloco.engine.guards import are_equal, is_long
 from diloco.errors import UserError
 from diloco.reduction import Reduction
 from diloco.reduction.reduction import Average, add_up
@@ -38,20 +38,20 @@ class EqualityWatch:
 
     def __init__(self, form: Form, reduction: Reduction, replica: int) -> None:
         self._form, self._reduction, self._replica = form, reduction, replica
-        self._are_equal = [False for _ in form.sizes]
+        self._are_equal = {p: False for p in range(len(form.sizes)) if is_long(form.share_bytes(p))}
 
     def check(self, decision: Decision, content: Content) -> None:
         """Look at an outer step with a payload of this replica.
 
         Raises:
-            UserError: if the newest ones of all fragments were equal.
+            UserError: if the newest ones of all fragments that are long enough were equal.
         """
-        if len(content.payloads) < 2:
+        if len(content.payloads) < 2 or decision.fragment not in self._are_equal:
             return
         p, form = decision.fragment, self._form
         key = form.key(p, decision.base_rounds[self._replica], self._replica)
         self._are_equal[p] = are_equal(content.payloads, self._reduction, form.sizes[p], key, decision.cohort)
-        if all(self._are_equal):
+        if all(self._are_equal.values()):
             raise UserError(
                 f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
                 "to the last bit: they train on the same data; let each read from its own rendezvous.slot and "

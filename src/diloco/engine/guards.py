@@ -17,7 +17,7 @@ from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.payload import Key
 
 _MIN_BODY_BYTES = 64
-"""Length of the shortest payload that is compared: shorter ones may be equal by chance."""
+"""Length of the shortest payload that is compared."""
 _MIN_ELEMENTS = 16
 """Fewest elements that are judged: fewer may return to where they were by chance."""
 
@@ -46,13 +46,18 @@ def refuse_equal_payloads(
         )
 
 
+def is_long(payload_bytes: int) -> bool:
+    """Whether a payload is long enough to be compared: shorter ones may be equal by chance."""
+    return payload_bytes >= HEADER_BYTES + _MIN_BODY_BYTES
+
+
 def are_equal(
     received: Mapping[int, Tensor], reduction: Reduction, num_elements: int, key: Key, cohort: Cohort
 ) -> bool:
     """Whether several outer gradients are equal to the last bit, long enough to judge, and not of zeros."""
     own = received[key.replica]
     others = [payload for member, payload in received.items() if member != key.replica]
-    if not others or own.numel() < HEADER_BYTES + _MIN_BODY_BYTES:
+    if not others or not is_long(own.numel()):
         return False
     own = own[HEADER_BYTES:]
     if not all(torch.equal(payload[HEADER_BYTES:].to(own.device), own) for payload in others):

@@ -40,8 +40,7 @@ class StoreRendezvous(StoreView):
         name: this replica's; a later process of the same name takes the place of an earlier one. None is the
             host's name and random letters.
         quorum: "majority": a decision waits for all active replicas until t + τ, then for the majority until
-            t + τ + patience; "all": each waits for all, as in a fixed group, and once the run has begun a replica
-            comes back with its saved state only. None is the run's, or "majority".
+            t + τ + patience; "all": each waits for all, as in a fixed group. None is the run's, or "majority".
         num_replicas: replicas that must have joined before the first inner step; None is the run's, or 1.
         patience: inner steps; None is H.
         weights: "tokens" or "tokens_squared_per_step"; None is the run's, or "tokens".
