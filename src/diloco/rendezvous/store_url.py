@@ -89,7 +89,8 @@ def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) ->
     endpoint = environment.get(variable, "")
     if endpoint:
         parts = _endpoint_parts(variable, endpoint)
-        if parts.path.strip("/") == bucket and not environment.get(_BUCKET_IN_ENDPOINT):
+        may_name_it = scheme == "az" or _is_true(environment, _BUCKET_IN_ENDPOINT)  # Azure's path is the account
+        if parts.path.strip("/") == bucket and not may_name_it:
             bare = parts._replace(path="", query="", fragment="").geturl()
             raise UserError(
                 f"the endpoint {variable}={endpoint} already names the bucket {bucket}: leave it out of the "
@@ -98,7 +99,7 @@ def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) ->
     if endpoint.lower().startswith("http://"):
         host = urlsplit(endpoint).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
-        if not is_here and environment.get(_ALLOW_HTTP[scheme], "").lower() not in ("1", "true"):
+        if not is_here and not _is_true(environment, _ALLOW_HTTP[scheme]):
             raise UserError(
                 f"{endpoint} is not encrypted: take an https endpoint, or set {_ALLOW_HTTP[scheme]}=true on a "
                 "network in which you trust everybody",
@@ -112,6 +113,10 @@ def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) ->
         except OSError as error:
             raise UserError(f"SSL_CERT_FILE={authority} can't be read: {error.strerror}") from None
     return options
+
+
+def _is_true(environment: Mapping[str, str], variable: str) -> bool:
+    return environment.get(variable, "").lower() in ("1", "true")
 
 
 def _endpoint_parts(variable: str, endpoint: str) -> SplitResult:
