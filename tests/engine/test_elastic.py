@@ -81,14 +81,21 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
     fast.finish()
 
 
-def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
-    settings = {"snapshot_rounds": 1000, "memory_bytes": 1}  # each payload is downloaded again
-    fast, slow = Replica(str(tmp_path), name="fast", patience=0, **settings), Replica(str(tmp_path), **settings)
+def left_behind(folder: Path, *, num_rounds: int, **settings) -> tuple[Replica, Replica]:
+    """A replica and another that takes no steps: as many decisions as may wait for it do."""
+    settings = {"snapshot_rounds": 1000} | settings
+    fast, slow = Replica(str(folder), name="fast", patience=0, **settings), Replica(str(folder), **settings)
     until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
-    num_rounds = max(slow.rounds) + 10
-    until(lambda: min(fast.rounds) >= num_rounds, fast)
+    last_round = max(slow.rounds) + num_rounds
+    until(lambda: min(fast.rounds) >= last_round, fast)
+    until(lambda: len(slow.exchange._following.decisions) >= MOST_DECISIONS_A_FRAGMENT * P, fast)
+    return fast, slow
+
+
+def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
+    # Each payload is downloaded again.
+    fast, slow = left_behind(tmp_path, num_rounds=10, memory_bytes=1)
     waiting = slow.exchange._following.decisions
-    until(lambda: len(waiting) >= MOST_DECISIONS_A_FRAGMENT * P, fast)
     assert len(waiting) == MOST_DECISIONS_A_FRAGMENT * P, "as in a long evaluation"
     until(lambda: slow.rounds >= fast.rounds, slow)
     run = replayed(tmp_path, theta0())
@@ -101,13 +108,7 @@ def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_t
 def test_decisions_that_take_long_are_taken_one_an_inner_step_and_of_each_fragment_in_turn(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"snapshot_rounds": 1000}
-    fast, slow = Replica(str(tmp_path), name="fast", patience=0, **settings), Replica(str(tmp_path), **settings)
-    until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
-    num_rounds = max(slow.rounds) + 4
-    until(lambda: min(fast.rounds) >= num_rounds, fast)
-    waiting = slow.exchange._following.decisions
-    until(lambda: len(waiting) >= MOST_DECISIONS_A_FRAGMENT * P, fast)
+    fast, slow = left_behind(tmp_path, num_rounds=4)
     monkeypatch.setattr("diloco.engine.elastic_rounds._MOST_SECONDS", -1.0)
     taken = [[outer_step.sync.fragment for outer_step in slow.step()] for _ in range(2 * P)]
     assert max(map(len, taken)) == 1 and {p for fragments in taken for p in fragments} == {*range(P)}

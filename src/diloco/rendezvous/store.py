@@ -127,8 +127,8 @@ class Store:
 
         while True:
             try:
-                async with self._uplink.turn(num_bytes):
-                    await self._request("create", put, retry, max(num_bytes, self._uplink.num_bytes))
+                async with self._uplink.turn(num_bytes) as num_sharing:
+                    await self._request("create", put, retry, num_sharing)
                 self.bytes_up += num_bytes
                 return None
             except (AlreadyExistsError, PreconditionError):

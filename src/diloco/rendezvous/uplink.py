@@ -23,10 +23,13 @@ class Uplink:
         self._has_room = asyncio.Event()
 
     @asynccontextmanager
-    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """A context in which an object is uploaded; in the order of the calls, and at once for a small one."""
+    async def turn(self, num_bytes: int) -> AsyncIterator[int]:
+        """A context in which an object is uploaded; in the order of the calls, and at once for a small one.
+
+        Its value is the number of bytes for which the upload needs time: all that travel, or a small object's own.
+        """
         if num_bytes <= LARGE_BYTES:
-            yield
+            yield num_bytes
             return
         async with self._first:
             while self.num_bytes and self.num_bytes + num_bytes > MOST_BYTES:
@@ -34,7 +37,7 @@ class Uplink:
                 await self._has_room.wait()
             self.num_bytes += num_bytes
         try:
-            yield
+            yield self.num_bytes
         finally:
             self.num_bytes -= num_bytes
             self._has_room.set()

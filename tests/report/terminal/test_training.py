@@ -29,12 +29,12 @@ def test_held_out_losses_are_printed_when_they_are_measured():
 
 
 def test_a_replica_says_which_run_it_has_joined(tmp_path):
-    config, lines = replace(recipe("tiny"), rendezvous=str(tmp_path)), []
-    replicas = [Replica(str(tmp_path), name=name) for name in "ab"]
-    for replica in replicas:
+    config, lines, replicas = replace(recipe("tiny"), rendezvous=str(tmp_path)), [], []
+    for name in "ab":  # the first is asked before it can have heard of the second
+        replicas.append(Replica(str(tmp_path), name=name))
         output = io.StringIO()
         progress = TrainingProgress(config, Console(file=output))
-        progress.started(7, replica.exchange, is_resume=replica is replicas[1])
+        progress.started(7, replicas[-1].exchange, is_resume=name == "b")
         lines.append(output.getvalue().splitlines())
     assert lines == [
         [f"store {tmp_path}: replica 0, the first of a new run; round 0"],
