@@ -25,19 +25,19 @@ def measurements(place: Place) -> Measurements:
         "gloo, pageable": partial(_run, place, _bandwidth, "gloo", False),
         "engine over gloo": partial(_run, place, _engine, "gloo", False),
     }
-    with_gpu = {
-        "gloo, pinned": partial(_run, place, _bandwidth, "gloo", True),
+    with_gpu = {"gloo, pinned": partial(_run, place, _bandwidth, "gloo", True)}
+    with_gpus = {  # nccl refuses two processes on one
         "nccl": partial(_run, place, _bandwidth, "nccl", False),
         "engine over nccl": partial(_run, place, _engine, "nccl", False),
     }
-    return anywhere if place.dry else anywhere | with_gpu
+    return anywhere | (with_gpu if not place.dry else {}) | (with_gpus if torch.cuda.device_count() > 1 else {})
 
 
 Work = Callable[[Place, diloco.ProcessGroupExchange, bool], Row]
 
 
 def _run(place: Place, work: Work, backend: str, is_pinned: bool) -> Row:
-    """The row of replica 0; on one GPU both use it, which nccl may refuse."""
+    """The row of replica 0; on one GPU both use it."""
     store = place.folder / f"store-{time.time_ns()}"
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()

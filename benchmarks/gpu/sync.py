@@ -12,7 +12,7 @@ from diloco.engine.lanes import HereLane, SameLane
 from gpu.place import Measurements, Place, Row, engine_of
 
 _WITHOUT_SYNC, _STALL = 0.002, 0.01  # goals, as shares of a step
-_SYNC_EVERY = 8
+_SYNC_EVERY = 30
 
 
 def measurements(place: Place) -> Measurements:
@@ -61,13 +61,13 @@ def _without_sync(place: Place) -> Row:
 
 
 def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool = True, **settings: Any) -> Row:
-    """The time that sends and merges add to the steps of two periods, by the device's clock and the host's.
+    """The time that sends and merges add to the steps of a period, by the device's clock and the host's.
 
     `stream_ms` is the time from before `step()` to after it on the stream of training, with all that it waits for
     there; `host_ms` is that of the host, which may wait for the payload.
     """
     model, train = _training(place, dtype)
-    plain_ms = _mean_ms(place, train, 3 * _SYNC_EVERY)
+    plain_ms = _mean_ms(place, train, 2 * _SYNC_EVERY)
     engine = engine_of(model, sync_every=_SYNC_EVERY, **settings)
     if not apart:
         engine._rounds.lane, engine._rounds.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,11 +80,11 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
             engine.step()
         clocks["send" if due.send else "merge" if due.merge else "neither"].append(clock)
 
-    with_ms = _mean_ms(place, step, 3 * _SYNC_EVERY)
+    with_ms = _mean_ms(place, step, 2 * _SYNC_EVERY)
     added = (with_ms - plain_ms) / plain_ms
     row: Row = {"step_ms": round(plain_ms, 3), "with_engine_ms": round(with_ms, 3), "added_share": round(added, 5)}
     for kind, some in clocks.items():
-        late = some[len(some) // 3 :]
+        late = some[len(some) // 2 :]
         row[f"{kind}_host_ms"] = round(statistics.median(clock.host_ms for clock in late), 4)
         row[f"{kind}_stream_ms"] = round(statistics.median(clock.stream_ms for clock in late), 4)
     return row | {"ok": place.goal(added < _STALL) if apart else None}
@@ -114,12 +114,12 @@ class _Clock:
 
 
 def _mean_ms(place: Place, work: Callable[[], None], num: int) -> float:
-    """The mean time of the last two thirds of so many pieces of work, one after the other."""
-    for _ in range(num // 3):
+    """The mean time of the last half of so many pieces of work, one after the other."""
+    for _ in range(num // 2):
         work()
     place.wait()
     start = time.perf_counter()
-    for _ in range(num - num // 3):
+    for _ in range(num - num // 2):
         work()
     place.wait()
-    return 1e3 * (time.perf_counter() - start) / (num - num // 3)
+    return 1e3 * (time.perf_counter() - start) / (num - num // 2)

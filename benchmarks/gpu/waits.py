@@ -129,19 +129,20 @@ def _gaps(place: Place) -> Row:
             next(steps)()
         place.wait()
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events() or ()
         if place.dry or event.device_type == torch.autograd.DeviceType.CUDA
     )
-    busy, end, gaps = 0.0, spans[0][0], []
-    for start, stop in spans:
+    busy, end, before, gaps = 0.0, spans[0][0], "", [(0.0, "", "")]
+    for start, stop, name in spans:
         if start > end:
-            gaps.append(start - end)
+            gaps.append((start - end, before, name))
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    whole = end - spans[0][0]
+        end, before = max(end, stop), name
+    whole, longest = end - spans[0][0], max(gaps)
     return {
         "step_ms": round(whole / 2e3 / _SYNC_EVERY, 3),
         "idle_share": round(1 - busy / whole, 4),
-        "longest_gap_ms": round(max(gaps, default=0.0) / 1e3, 3),
+        "longest_gap_ms": round(longest[0] / 1e3, 3),
+        "between": [name[:80] for name in longest[1:]],
     }

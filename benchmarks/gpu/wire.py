@@ -20,7 +20,7 @@ def measurements(place: Place) -> Measurements:
 
 def _codec(place: Place, spec: str) -> Row:
     """GB/s of FP32 input, 4 bytes an element, as `diloco bench wire` gives it; without what the host does."""
-    wire, num = codec(spec), place.size(1 << 26, 1 << 14)
+    wire, num = codec(spec), place.size(1 << 28, 1 << 14)
     generator = torch.Generator(place.device).manual_seed(0)
     delta_N = 1e-3 * torch.randn(num, generator=generator, device=place.device)
     total_N = torch.zeros_like(delta_N)

@@ -18,7 +18,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 inputs = torch.randn(320, 8, generator=torch.Generator().manual_seed(replica))
 loss_function = torch.nn.functional.mse_loss
 dataloader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
-held_out = torch.ones(4, 8)
+held_out = torch.ones(4, 8, device=accelerator.device)
 model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, dataloader, scheduler)
 
 

@@ -15,6 +15,7 @@ PIECES = {
     "sync": 5,
     "exchange": 2,
     "throughput": 6,
+    "jobs": 6,
     "suite": 1,
 }
 """The pieces but for the training runs, with their numbers of measurements."""

@@ -3,20 +3,18 @@
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float32, Int32, UInt8
 from torch import Tensor
 
+from diloco.kernels.gpu import MOST_BLOCK, GpuBlocks, gpu_blocks
 from diloco.kernels.native import Native, native
-from diloco.wire.compiled import compiled
 from diloco.wire.formats import FORMATS, Blocks
 from diloco.wire.payload import Codec, Key, codec_class, is_finite
-from diloco.wire.random import random_bits
+from diloco.wire.random import random_bits, words
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,8 @@ class BlockCodec(Blocks, Codec):
     """A scale for every K elements, and a code of a few bits for each element.
 
     A subclass offers `quantize`, `factors` and `values`; the body follows from them. Where native.c has functions
-    for a registered codec, exactly that class uses them on a CPU; its subclasses use the torch reference.
+    for a registered codec, exactly that class uses them on a CPU, and on a GPU those of triton_blocks.py; its
+    subclasses use the torch reference.
     """
 
     never_written = "a scale or a code that is never written"
@@ -32,23 +31,28 @@ class BlockCodec(Blocks, Codec):
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Scales from the largest magnitudes, then codes under them."""
         scales, codes = self._split(body, delta_N.numel())
+        if (there := self._gpu(delta_N)) is not None:
+            random_words = words(key, common=False) if self.stochastic else None
+            return there.pack(self.block, delta_N, scales, codes, words=random_words)
         fast = None if self.stochastic else self._native("pack", delta_N, body)
         if fast is not None:
             return torch.tensor(fast.pack(self.name, self.block, delta_N, scales, codes))
         random_N = None
         if self.stochastic:
             random_N = random_bits(key, delta_N.numel(), delta_N.device, common=False)
-        return is_finite(self._reference("pack_reference", delta_N)(delta_N, scales, codes, random_N))
+        return is_finite(self.pack_reference(delta_N, scales, codes, random_N))
 
     def unpack(
         self, body: UInt8[Tensor, "bytes"], to_N: Float32[Tensor, "N"], key: Key, *, add: bool
     ) -> Bool[Tensor, ""]:
         """Each code's value times its block's scale."""
         scales, codes = self._split(body, to_N.numel())
+        if (there := self._gpu(to_N)) is not None:
+            return there.unpack(self.block, scales, codes, to_N, add=add)
         fast = self._native("unpack", body, to_N)
         if fast is not None:
             return torch.tensor(fast.unpack(self.name, self.block, scales, codes, to_N, add=add))
-        return self._reference("unpack_reference", to_N)(scales, codes, to_N, add)
+        return self.unpack_reference(scales, codes, to_N, add)
 
     def is_sound(self, body: UInt8[Tensor, "bytes"], num_elements: int, key: Key) -> Bool[Tensor, ""]:
         """The scales alone decide where every code is written."""
@@ -97,17 +101,24 @@ class BlockCodec(Blocks, Codec):
     def _native(self, function: str, *tensors: Tensor) -> Native | None:
         """The C functions, if they have this very codec's maths and can reach these tensors."""
         on_cpu = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-        if not on_cpu or self.name not in FORMATS or type(self) is not codec_class(self.name):
+        if not on_cpu or not self._is_registered():
             return None
         fast = native()
         return fast if fast is not None and fast.has(f"{self.name}_{function}") else None
 
-    def _reference(self, method: str, vector_N: Tensor) -> Callable[..., Tensor]:
-        """A reference method, compiled where the vector lies on a GPU and has more than one block."""
-        # torch.compile makes graphs of their own for lengths of 0 and 1, also for those of scales and codes.
-        if vector_N.is_cuda and vector_N.numel() > self.block:
-            return functools.partial(compiled(type(self), method), self)
-        return getattr(self, method)
+    def _gpu(self, vector_N: Tensor) -> GpuBlocks | None:
+        """The functions for a GPU, if the vector lies there and they have this very codec's maths."""
+        if not vector_N.is_cuda or self.block > MOST_BLOCK or not self._is_registered():
+            return None
+        return None if self.numbers is None else gpu_blocks(self.numbers)
+
+    def _is_registered(self) -> bool:
+        return self.name in FORMATS and type(self) is codec_class(self.name)
+
+    @property
+    def numbers(self) -> dict[str, int | float] | None:
+        """The codec's constants in `diloco.kernels.triton_blocks`; None if it is of neither family."""
+        return None
 
     @abstractmethod
     def quantize(

@@ -99,6 +99,25 @@ class _Scaled(BlockCodec):
     """Exponent of the largest value."""
     top_mantissa: ClassVar[int]
     """Mantissa of the largest value, as the 23 bits of FP32."""
+    ties_up: ClassVar[bool] = False
+    """Ties go to the larger magnitude, not to the even code, in scales as well."""
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """The format's numbers; the last code is the number of magnitudes below the largest."""
+        num_below = (self.top_exponent - self.smallest_exponent) << self.mantissa_bits
+        last_binade = (0x800000 | self.top_mantissa) >> (23 - self.mantissa_bits)
+        return {
+            "FLOAT": True,
+            "BITS": self.bits,
+            "MANTISSA": self.mantissa_bits,
+            "SMALLEST": self.smallest_exponent,
+            "TOP": self.top_exponent,
+            "TOP_MANTISSA": self.top_mantissa,
+            "TOP_CODE": num_below + last_binade,
+            "TIES_UP": self.ties_up,
+            "MOST_SCALE": 0.0,
+        }
 
     def quantize(
         self,
@@ -216,6 +235,7 @@ class E3M0(formats.E3M0, _Scaled):
     """
 
     mantissa_bits, smallest_exponent, top_exponent, top_mantissa = 0, -6, 0, 0
+    ties_up = True
 
     def scale_bytes_of(self, bits_B: Int32[Tensor, "B"]) -> Int32[Tensor, "B"]:
         """The exponent fields of the nearest powers of two, ties to the larger: half a mantissa is added first."""

@@ -22,6 +22,13 @@ class _Integer(BlockCodec):
     two's complement.
     """
 
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """Q and the largest scale; those of small floats are not used."""
+        unused = dict.fromkeys(("MANTISSA", "SMALLEST", "TOP", "TOP_MANTISSA", "TIES_UP"), 0)
+        most = 2 ** (self.bits - 1) - 1
+        return {"FLOAT": False, "BITS": self.bits, "TOP_CODE": most, "MOST_SCALE": self._most_scale(), **unused}
+
     def quantize(
         self,
         delta_BxK: Float32[Tensor, "B K"],

@@ -26,14 +26,19 @@ def random_bits(key: Key, num_elements: int, device: torch.device, *, common: bo
         common: ignore the replica (the counter's last word is then shard·2^16).
     """
     assert num_elements <= 1 << 34, "a counter's first word has 32 bits"
+    index = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=device)
+    *counter, key0, key1 = words(key, common=common)
+    counter = [index, *(torch.full_like(index, word) for word in counter)]
+    return torch.stack(philox(counter, (key0, key1)), dim=1).view(-1)[:num_elements]
+
+
+def words(key: Key, *, common: bool) -> tuple[int, int, int, int, int]:
+    """The counter's last three words, and the two of the key."""
     half = 1 << 16
     limits = Key(seed=1 << 64, fragment=half, round=1 << 32, replica=half - 1, part=half, shard=half)
     assert all(0 <= value < limit for value, limit in zip(key, limits, strict=True)), f"{key} is beyond {limits}"
-    index = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=device)
     whose = (0 if common else key.replica + 1) + (key.shard << 16)
-    words = [key.fragment + (key.part << 16), key.round, whose]
-    counter = [index, *(torch.full_like(index, word) for word in words)]
-    return torch.stack(philox(counter, (key.seed & _LOW, key.seed >> 32)), dim=1).view(-1)[:num_elements]
+    return key.fragment + (key.part << 16), key.round, whose, key.seed & _LOW, key.seed >> 32
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:

@@ -1,0 +1,135 @@
+"""Whole jobs: the trainer's runs, also killed and resumed, in a store and evaluated; loops of other frameworks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from gpu.place import Measurements, OutOfTimeError, Place, Row
+
+SNIPPETS = Path(__file__).parents[2] / "docs" / "snippets"
+_CPU_ONLY = re.compile(r"use_cpu=True,|cpu=True, |accelerator=\"cpu\",")
+_SECONDS = 150.0
+_DEVICES = {
+    "transformers_trainer": "model.device",
+    "accelerate_loop": "accelerator.device",
+    "lightning_autoencoder": "trainer.strategy.root_device",
+}
+"""The snippets, and where the device that they train on stands."""
+
+
+def measurements(place: Place) -> Measurements:
+    frameworks = {"transformers": "transformers_trainer", "Accelerate": "accelerate_loop"}
+    more = {} if place.dry else {"Lightning": "lightning_autoencoder"}
+    return {
+        "train": partial(_train, place),
+        "train, killed and resumed": partial(_resumed, place),
+        "train, replicas in a store": partial(_store, place),
+        "eval": partial(_eval, place),
+        **{name: partial(_framework, place, snippet) for name, snippet in (frameworks | more).items()},
+    }
+
+
+def _train(place: Place) -> Row:
+    """Two replicas of the recipe tiny, which share a GPU."""
+    return _ended(place, _diloco(place, "train", *_recipe(place, "whole")))
+
+
+def _resumed(place: Place) -> Row:
+    """The same run, killed after a checkpoint; it ends with the tokens that were asked for."""
+    run = place.folder / "killed"
+    process = _diloco(place, "train", *_recipe(place, "killed"), "--num-tokens", "40960")
+    end = time.monotonic() + _SECONDS
+    while process.poll() is None and not any(run.rglob("*.sha256")) and time.monotonic() < end:
+        time.sleep(0.05)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    row = _ended(place, _diloco(place, "train", "--resume", str(run)))
+    summary = run / "summary.json"
+    return row | {"num_tokens": json.loads(summary.read_text())["num_tokens"] if summary.exists() else None}
+
+
+def _store(place: Place) -> Row:
+    """Two jobs that meet in a directory."""
+    store = place.folder / "store"
+    jobs = [
+        _diloco(place, "train", *_recipe(place, name, "--rendezvous", str(store))) for name in ("first", "second")
+    ]
+    return _ended(place, *jobs)
+
+
+def _eval(place: Place) -> Row:
+    """The held-out loss of the run of `train`."""
+    return _ended(place, _diloco(place, "eval", str(place.folder / "whole")))
+
+
+def _framework(place: Place, snippet: str) -> Row:
+    """Two replicas, as the documentation has them, with the GPU of the framework's choice."""
+    code = (SNIPPETS / f"{snippet}.py").read_text()
+    script = place.folder / f"{snippet}.py"
+    code = code if place.dry else _CPU_ONLY.sub("", code)
+    script.write_text(f"{code}\nprint({_DEVICES[snippet]}, outer_hash)\n")
+    address = f"127.0.0.1:{20_000 + time.time_ns() % 10_000}"
+    jobs = []
+    for replica in (0, 1):
+        where = {"DILOCO_ADDRESS": address, "DILOCO_REPLICA": str(replica), "DILOCO_NUM_REPLICAS": "2"}
+        jobs.append(_started(place, [str(script)], **where))
+    row = _ended(place, *jobs)
+    lines = {_log(place, job).splitlines()[-1] for job in jobs} if row["ok"] else set()
+    is_alike = len(lines) == 1 and next(iter(lines)).startswith(place.device.type)
+    return row | {"ok": is_alike, "device_and_hash": sorted(lines)}
+
+
+def _recipe(place: Place, name: str, *meet: str) -> list[str]:
+    text = place.folder / "text.jsonl"
+    if not text.exists():
+        text.write_text("".join(json.dumps({"text": f"line {i} of a text. " * 9}) + "\n" for i in range(200)))
+    data = ["--data.train", str(text), "--data.held-out-fraction", "0.1"]
+    run = ["--name", name, "--runs", str(place.folder), "--device", place.device.type, "--trackers"]
+    return ["tiny", *data, *run, *(meet or ("--num-replicas", "2"))]
+
+
+def _diloco(place: Place, *arguments: str) -> "subprocess.Popen[bytes]":
+    return _started(place, ["-m", "diloco", *arguments])
+
+
+def _started(place: Place, arguments: list[str], **environment: str) -> "subprocess.Popen[bytes]":
+    """A process in a session of its own, with its output in a file."""
+    with (place.folder / "new.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=place.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            start_new_session=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    (place.folder / "new.log").rename(place.folder / f"{process.pid}.log")
+    return process
+
+
+def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
+    """Whether all ended well, and the end of the output of those that did not."""
+    end = time.monotonic() + _SECONDS
+    for process in processes:
+        try:
+            process.wait(max(1.0, min(end, place.deadline) - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for late in processes:
+                if late.poll() is None:
+                    os.killpg(late.pid, signal.SIGKILL)
+                    late.wait()
+            if place.deadline < end:
+                raise OutOfTimeError("the job was ended") from None
+    failed = [process for process in processes if process.returncode]
+    return {"ok": not failed} | ({"output": [_log(place, process)[-600:] for process in failed]} if failed else {})
+
+
+def _log(place: Place, process: "subprocess.Popen[bytes]") -> str:
+    return (place.folder / f"{process.pid}.log").read_text()

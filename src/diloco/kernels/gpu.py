@@ -1,0 +1,101 @@
+"""The functions of triton_blocks.py, on torch's tensors."""
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_BLOCK = 8192
+"""Elements of the longest block that a program can hold."""
+_ELEMENTS = 2048
+"""Elements of a program whose blocks are short; with four warps the best of ten settings on an H200."""
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""A product and a sum are rounded one after the other, as torch rounds them."""
+
+
+class GpuBlocks:
+    """The functions of one block codec, on contiguous vectors; they queue work on the current stream.
+
+    Args:
+        numbers: the codec's constants in triton_blocks.py.
+    """
+
+    def __init__(self, numbers: Mapping[str, int | float]) -> None:
+        from diloco.kernels import triton_blocks
+
+        self._code, self._numbers = triton_blocks, numbers
+
+    def pack(
+        self, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor, *, words: Sequence[int] | None = None
+    ) -> Tensor:
+        """Write scales and codes.
+
+        Args:
+            block: K.
+            delta_N: the elements.
+            scales: bytes of the scales.
+            codes: bytes of the codes.
+            words: `diloco.wire.random.words` of the numbers by which elements are rounded; None rounds to nearest.
+
+        Returns:
+            A bool on the device: False if an element is not finite.
+        """
+        typed = self._typed(scales)
+        tensors, values = (delta_N, typed, codes), words or [0] * 5
+        is_finite = self._run(self._code.pack, tensors, delta_N, block, *values, STOCHASTIC=words is not None)
+        if typed.data_ptr() != scales.data_ptr():
+            scales.copy_(typed.view(torch.uint8))
+        return is_finite
+
+    def unpack(self, block: int, scales: Tensor, codes: Tensor, to_N: Tensor, *, add: bool) -> Tensor:
+        """Write the values, or add them; False on the device if `pack` never writes one of the scales or codes."""
+        return self._run(self._code.unpack, (self._typed(scales), codes, to_N), to_N, block, ADD=add)
+
+    def _typed(self, scales: Tensor) -> Tensor:
+        """The scales of small floats are bytes, those of integers FP32: a copy where these are not aligned."""
+        if self._numbers["FLOAT"]:
+            return scales
+        return (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.float32)
+
+    def _run(
+        self,
+        function: Any,
+        tensors: Sequence[Tensor],
+        vector_N: Tensor,
+        block: int,
+        *values: int,
+        **constants: bool,
+    ) -> Tensor:
+        """Start as many programs as there are rows of blocks; True on the device if none was bad."""
+        device, num_elements = vector_N.device, vector_N.numel()
+        bad = torch.zeros((), dtype=torch.int32, device=device)
+        columns = 1 << (block - 1).bit_length()
+        rows = max(1, _ELEMENTS // columns)
+        sizes = {"BLOCK": block, "ROWS": rows, "COLUMNS": columns}
+        if num_programs := -(-num_elements // (rows * block)):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                start = function[num_programs,]
+                start(*tensors, bad, num_elements, *values, **sizes, **self._numbers, **constants, **_OPTIONS)
+        return bad == 0
+
+
+def gpu_blocks(numbers: Mapping[str, int | float]) -> GpuBlocks | None:
+    """The functions of a block codec; None, with one warning, where Triton is not installed."""
+    return GpuBlocks(numbers) if _has_triton() else None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "Triton is not installed: using slower PyTorch code with identical results on the GPU",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False

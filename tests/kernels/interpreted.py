@@ -1,0 +1,94 @@
+"""Triton's kernels, interpreted on the CPU, against the codecs there: the same bits of payloads and vectors.
+
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted
+"""
+
+import torch
+from torch import Tensor
+
+from diloco.kernels.gpu import gpu_blocks
+from diloco.wire import CODECS, Key, codec
+from diloco.wire.blocks import BlockCodec
+from diloco.wire.random import words
+
+KEY = Key(seed=(5 << 40) + 3, fragment=2, round=3, replica=4, part=1, shard=2)
+SPECS = [
+    f"{name}:block={block},stochastic={stochastic}"
+    for name, kind in CODECS.items()
+    if issubclass(kind, BlockCodec)
+    for block, stochastic in ((256, "false"), (8, "true"), (640, "true"), (12, "false"))
+]
+
+
+def vector(num: int) -> Tensor:
+    """Runs of normal numbers, of small and subnormal ones, of ties, and of any finite numbers at all."""
+    generator = torch.Generator().manual_seed(num)
+    limits = 2, 0x7F800000, 0x1800000
+    signs, any_bits, small_bits = (
+        torch.randint(0, limit, (num,), generator=generator, dtype=torch.int32) for limit in limits
+    )
+    ties = torch.randint(-16, 17, (num,), generator=generator) / 8
+    kinds = [
+        torch.randn(num, generator=generator),
+        (small_bits | signs << 31).view(torch.float32),
+        ties,
+        (any_bits | signs << 31).view(torch.float32),
+    ]
+    return torch.stack(kinds)[torch.arange(num) // 97 % len(kinds), torch.arange(num)]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def compare(spec: str, num: int) -> None:
+    wire, delta_N = codec(spec), vector(num)
+    assert isinstance(wire, BlockCodec) and wire.numbers is not None
+    kernels = gpu_blocks(wire.numbers)
+    assert kernels is not None
+    end = wire.scales_bytes(num)
+    expected = torch.empty(wire.body_bytes(num), dtype=torch.uint8)
+    assert wire.pack(delta_N, expected, KEY)
+    # Neither part begins at a multiple of four, as in the body of a sparse codec.
+    body = torch.empty(expected.numel() + 2, dtype=torch.uint8)[1:-1]
+    random_words = words(KEY, common=False) if wire.stochastic else None
+    assert kernels.pack(wire.block, delta_N, body[:end], body[end:], words=random_words)
+    assert same(body, expected), spec
+    for add in (False, True):
+        expected_N, decoded_N = torch.linspace(-1, 1, num), torch.linspace(-1, 1, num)
+        assert wire.unpack(expected, expected_N, KEY, add=add)
+        assert kernels.unpack(wire.block, body[:end], body[end:], decoded_N, add=add)
+        assert same(decoded_N, expected_N), spec
+    for place in {0, num // 2, num - 1}:
+        for value in (torch.nan, torch.inf):
+            broken_N = delta_N.clone()
+            broken_N[place] = value
+            assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
+
+
+def compare_damage(spec: str) -> None:
+    """Whatever bytes: both see the same scales and codes that are never written."""
+    wire, num, sound = codec(spec), 1000, 0
+    assert isinstance(wire, BlockCodec) and wire.numbers is not None
+    kernels, end = gpu_blocks(wire.numbers), wire.scales_bytes(num)
+    assert kernels is not None
+    whole = torch.empty(wire.body_bytes(num), dtype=torch.uint8)
+    wire.pack(vector(num), whole, KEY)
+    for place in range(0, whole.numel(), 71):
+        for byte in (0, 0x7F, 0x80, 0xFF):
+            body = whole.clone()
+            body[place] = byte
+            to_N = torch.zeros(num)
+            expected = bool(wire.unpack(body, to_N, KEY, add=False))
+            assert bool(kernels.unpack(wire.block, body[:end], body[end:], to_N, add=False)) == expected
+            sound += expected
+    assert sound, spec
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for spec in SPECS:
+        for num in (1, 7, 700, 1024, 5003):
+            compare(spec, num)
+        if "stochastic=false" in spec:
+            compare_damage(spec)
