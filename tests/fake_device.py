@@ -159,6 +159,8 @@ class FakeDevice(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.host_reads: list[str] = []
         """Operations and waits for which the training thread stood still, by name."""
+        self.waited_for: Counter[int] = Counter()
+        """For each stream the number of operations that the training thread has waited for."""
         self.to_host: list[int] = []
         """Bytes of the copies to the host."""
         self.to_device: list[int] = []
@@ -202,7 +204,7 @@ class FakeDevice(TorchDispatchMode):
         foreign = [x for x in leaves if not isinstance(x, FakeTensor)]
         assert all(x.dim() == 0 for x in foreign), f"{name} of tensors on two devices"
         if name in _READS:
-            self._host_waits(name)
+            self._host_waits(name, self.stream.known)
         elif name not in _WITHOUT_KERNEL:
             self.launches[name] += 1
             self.stream.known[self.stream.index] += 1
@@ -242,7 +244,7 @@ class FakeDevice(TorchDispatchMode):
             with self._lock:
                 self._copies.append((at, to.untyped_storage().data_ptr(), lambda: to.copy_(values)))
         if not non_blocking:
-            self._host_waits("copy")
+            self._host_waits("copy", self.stream.known)
             self._arrive(self.stream.known)
         return to
 
@@ -251,7 +253,7 @@ class FakeDevice(TorchDispatchMode):
         return max(before.known[stream], self._waited_for[stream]) >= time
 
     def host_waits_for(self, event: Event) -> None:
-        self._host_waits("event")
+        self._host_waits("event", event.known)
         self._waited_for |= event.known
         self._arrive(event.known)
 
@@ -265,9 +267,10 @@ class FakeDevice(TorchDispatchMode):
                 else:
                     self._copies.append(((stream, time), address, copy))
 
-    def _host_waits(self, name: str) -> None:
+    def _host_waits(self, name: str, known: Counter[int]) -> None:
         if threading.current_thread() is threading.main_thread():
             self.host_reads.append(name)
+            self.waited_for |= known
 
 
 _DEVICE: list[FakeDevice] = []

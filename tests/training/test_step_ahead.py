@@ -93,8 +93,11 @@ def names(state) -> list[str]:
     return [name for name, _ in state.model.named_parameters()]
 
 
-def on_the_fake_device() -> tuple[list[float], list[str], list[int], list[str]]:
-    """The losses of a replica on the device, what the host waited for, the copies off the device, and races."""
+def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[str], list[int]]:
+    """A replica on the device: losses, the host's waits, copies off the device, races, and steps that ended late.
+
+    A step is late if the host waits there for operations that came after its own.
+    """
     config, build = config_of(1), DecoderConfig.build
 
     def build_there(model: DecoderConfig, *, seed: int) -> torch.nn.Module:
@@ -103,30 +106,36 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[int], list[str]]:
     with FakeDevice() as device, patch.object(DecoderConfig, "build", build_there):
         world = replace(alone(config), device=device.device)
         state, begun, losses, waits, copies = initial_state(config, world), deque(), [], [], []
+        training, late = device.stream, []
         while not state.is_over:
             batch = tokens_of(config, state.step + 1, 0)
             device.clear()
-            begun.append(begin_step(state, batch, config, world))
+            step = begin_step(state, batch, config, world)
+            begun.append((step, training.known[training.index]))
             waits += device.host_reads
-            copies.append(len(device.to_host))
+            copies.append([num_bytes for num_bytes in device.to_host if num_bytes > 64])
             while len(begun) > (0 if state.is_over else 1):
-                losses.append(end_step(begun.popleft(), state, config, world, since=0.0).loss)
-        return losses, waits, copies, device.races
+                device.clear()
+                step, num_operations = begun.popleft()
+                losses.append(end_step(step, state, config, world, since=0.0).loss)
+                if device.waited_for[training.index] > num_operations:
+                    late.append(step.step)
+        return losses, waits, copies, device.races, late
 
 
 def test_a_step_on_a_gpu_is_begun_without_a_wait():
-    """A send copies a payload off the device; nothing else copies, logs and merges included."""
+    """A send copies a payload off the device; other copies, of logs and merges, are of a few numbers."""
     config = config_of(1)
     world = alone(config)
     state, expected = initial_state(config, world), []
     for step in range(1, LAST + 1):
         begun = begin_step(state, tokens_of(config, step, 0), config, world)
         expected.append(end_step(begun, state, config, world, since=0.0).loss)
-    [(losses, waits, copies, races)] = run_replicas(on_the_fake_device, 1)
+    [(losses, waits, copies, races, late)] = run_replicas(on_the_fake_device, 1)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert not waits and not races
+    assert not waits and not races and not late
     assert [step for step, num in enumerate(copies, start=1) if num] == [5, 6, 8, 10, 11, 13]
-    assert set(copies) == {0, 1}
+    assert set(map(len, copies)) == {0, 1}
 
 
 def in_precision(precision: str) -> tuple[str, list[float], list[set[torch.dtype]]]:

@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.kernels.memory import pinned_copy
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -195,9 +197,8 @@ class StreamLane:
         return event.synchronize
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, which torch keeps for the next copies."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
-        return copy.copy_(tensor, non_blocking=True)
+        """A copy in pinned memory."""
+        return pinned_copy(tensor)
 
 
 def device_lane(device: torch.device, sent_from: torch.device) -> DeviceLane:

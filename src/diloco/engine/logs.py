@@ -10,6 +10,7 @@ from torch import Tensor
 from diloco.engine.replica_rounds import ReplicaRounds
 from diloco.engine.sharded import sum_over_shards
 from diloco.engine.state import OUTER
+from diloco.kernels.memory import begin_to_host
 
 
 def counters(rounds: ReplicaRounds) -> dict[str, float]:
@@ -39,10 +40,10 @@ def begin_logs(rounds: ReplicaRounds) -> Callable[[], dict[str, float]]:
     device, group = rounds.parameters.device, rounds.parameters.shard_group
     none = torch.zeros(2, device=device)
     squares = torch.stack([_squared_distance(rounds), *(none if errors is None else errors)])
-    squares, counted = sum_over_shards(squares, group), counters(rounds)
+    squares, counted = begin_to_host(sum_over_shards(squares, group)), counters(rounds)
 
     def read() -> dict[str, float]:
-        distance, error, delta = squares.tolist()
+        distance, error, delta = squares().tolist()
         computed = {"distance_to_outer": math.sqrt(distance)}
         if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
             computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0

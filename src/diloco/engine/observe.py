@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.engine.lanes import DeviceLane
 from diloco.engine.sharded import sum_over_shards
 from diloco.errors import NonFiniteError
+from diloco.kernels.memory import begin_to_host
 from diloco.outer.step import OuterStep
 from diloco.reduction import Reduction
 from diloco.reduction.cohort import Cohort
@@ -114,7 +115,7 @@ def outer_step(
     deltas = partial(reduction.each, payloads, num_elements, key, device)
     step = described(sync, blocked_seconds, average, deltas, spans, shard_group)
     # The payloads have come: nothing waits for training.
-    return replace(step, beside=partial(lane.queue, after_training=False))
+    return replace(step, later=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False))
 
 
 def described(

@@ -1,6 +1,7 @@
-"""New vectors, in huge pages or in used memory, copies to a device, and pieces of long vectors."""
+"""New vectors, in huge pages or in used memory, copies to and from a device, and pieces of long vectors."""
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -49,6 +50,30 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def begin_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host; the function that is returned waits for this copy, and returns it.
+
+    A copy that is begun when it is read, as `Tensor.tolist` begins one, waits for all that was queued before then.
+    """
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    module = torch.get_device_module(tensor.device)
+    copy, event = pinned_copy(tensor), module.Event(blocking=True)
+    event.record(module.current_stream(tensor.device))
+
+    def read() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return read
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, which torch keeps for the next copies; the host may read it after a wait."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def elements_at_once(device: torch.device) -> int:

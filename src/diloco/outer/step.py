@@ -3,14 +3,14 @@
 Shapes: N elements of one fragment.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco.kernels.memory import begin_to_host
 from diloco.reduction.cohort import Cohort
 from diloco.schedule import Sync
 
@@ -33,8 +33,8 @@ class OuterStep:
     """Adds up a value of every process of a sharded replica."""
     cohort: Cohort | None = None
     """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
-    beside: Callable[[Callable[[], Any]], Any] = lambda work: work()
-    """Does work on the GPU, of which the host waits for the end, beside training."""
+    later: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda work: begin_to_host(work())
+    """Begins work on the GPU, beside training; the function that is returned waits for its result."""
 
     @cached_property
     def average(self) -> Tensor:
@@ -49,9 +49,17 @@ class OuterStep:
         """
         return tuple(self.make_deltas())
 
+    def begin(self, *, layer_cosine: bool) -> None:
+        """Begin to compute norm and cosines, so that the host waits for nothing that a GPU is given to do later.
+
+        Args:
+            layer_cosine: those of the blocks, too.
+        """
+        _ = self._norm, self._cosine, layer_cosine and self._block_cosines
+
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
-        return self.beside(lambda: self.sum_over_shards(self.average.square().sum()).sqrt().item())
+        return self._norm().item()
 
     def mean_cosine(self, block: str | None = None) -> float | None:
         """Mean cosine over pairs of replicas, of the whole fragment or of one block; None if there is no pair.
@@ -59,27 +67,33 @@ class OuterStep:
         (‖Σ_m u_m‖² − Σ_m ‖u_m‖²) / (M (M − 1)) with u_m = Δ_m / ‖Δ_m‖, so that two vectors are in memory however
         many replicas there are. Over all shards: every process of a sharded replica must call it.
         """
-        return (self._cosine if block is None else self._block_cosines)[block]
+        if block is None:
+            (cosine,) = self._cosine().tolist() or (None,)
+            return cosine
+        place = list(self.spans).index(block)
+        return (self._block_cosines().tolist() or [None] * len(self.spans))[place]
 
     @cached_property
-    def _cosine(self) -> dict[str | None, float | None]:
-        return self.beside(lambda: self._cosines({None: (0, None)}))
+    def _norm(self) -> Callable[[], Tensor]:
+        return self.later(lambda: self.sum_over_shards(self.average.square().sum()).sqrt())
 
     @cached_property
-    def _block_cosines(self) -> dict[str | None, float | None]:
-        return self.beside(lambda: self._cosines({**self.spans}))
+    def _cosine(self) -> Callable[[], Tensor]:
+        return self.later(lambda: self._mean_cosines([slice(None)]))
 
-    def _cosines(self, spans: Mapping[str | None, tuple[int, int | None]]) -> dict[str | None, float | None]:
-        """The mean cosine in each of several spans, in two passes over the replicas."""
-        parts = [slice(*span) for span in spans.values()]
+    @cached_property
+    def _block_cosines(self) -> Callable[[], Tensor]:
+        return self.later(lambda: self._mean_cosines([slice(*span) for span in self.spans.values()]))
+
+    def _mean_cosines(self, parts: Sequence[slice]) -> Tensor:
+        """The mean cosine in each part of the vectors, in two passes over the replicas; none without a pair."""
         squares = [torch.stack([delta_N[p].square().sum() for p in parts]) for delta_N in self.make_deltas()]
         if len(squares) < 2:
-            return dict.fromkeys(spans)
+            return torch.empty(0)
         norms_MxP = self.sum_over_shards(torch.stack(squares)).sqrt()
         sums = [torch.zeros(()) for _ in parts]
         for delta_N, norms_P in zip(self.make_deltas(), norms_MxP.clamp(min=1e-30), strict=True):
             sums = [sum_N + delta_N[p] / norm for sum_N, p, norm in zip(sums, parts, norms_P, strict=True)]
         all_pairs_P = self.sum_over_shards(torch.stack([sum_N.square().sum() for sum_N in sums]))
         num_pairs = len(squares) * (len(squares) - 1)
-        cosines_P = (all_pairs_P - norms_MxP.count_nonzero(0)) / num_pairs
-        return dict(zip(spans, cosines_P.tolist(), strict=True))
+        return (all_pairs_P - norms_MxP.count_nonzero(0)) / num_pairs

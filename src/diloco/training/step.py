@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diloco.engine.sharded import gathered
 from diloco.errors import TrainingError
-from diloco.kernels.memory import to_device
+from diloco.kernels.memory import begin_to_host, to_device
 from diloco.outer.step import OuterStep
 from diloco.training.config import TrainConfig
 from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
@@ -33,10 +33,10 @@ class BegunStep:
     step: int
     tokens: int
     learning_rate: float
-    loss_and_norm: Tensor
-    """The replica's loss and gradient norm, FP64, on its device."""
-    blocked: Tensor | float
-    """Seconds in which training waited for other replicas; the longest of the replica's processes."""
+    read_loss_and_norm: Callable[[], Tensor]
+    """Waits for the replica's loss and gradient norm, FP64."""
+    read_blocked: Callable[[], Tensor]
+    """Reads for how many seconds training waited for other replicas; the longest of the replica's processes."""
     bytes_sent: int
     bytes_received: int
     sends: bool
@@ -61,23 +61,24 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
     sync, step = state.sync, state.step + 1
     blocked_before, sent_before, received_before = sync.blocked_seconds, sync.bytes_sent, sync.bytes_received
     rate = learning_rate(config, state.standing.next_tokens / config.tokens_per_step)
-    loss_and_norm = begin_inner_step(state, batch, config, world, rate)
+    loss_and_norm = begin_to_host(begin_inner_step(state, batch, config, world, rate))
     outer_steps = [*sync.step(tokens=len(batch) * world.num_ranks * config.sequence_length)]
     sends = sync.bytes_sent > sent_before
     state.took(step)
     if state.is_over:
         outer_steps += sync.finish()
         state.took(step)  # with what was counted since
-    blocked: Tensor | float = sync.blocked_seconds - blocked_before
+    for outer_step in outer_steps:
+        outer_step.begin(layer_cosine=config.log_layer_cosine)
+    blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
     if world.num_ranks > 1:
-        blocked = torch.tensor(blocked, dtype=torch.float64)
         blocked = world.reduced(to_device(blocked, world.device), dist.ReduceOp.MAX)
     return BegunStep(
         step=step,
         tokens=state.standing.tokens,
         learning_rate=rate,
-        loss_and_norm=loss_and_norm,
-        blocked=blocked,
+        read_loss_and_norm=loss_and_norm,
+        read_blocked=begin_to_host(blocked),
         bytes_sent=sync.bytes_sent - sent_before,
         bytes_received=sync.bytes_received - received_before,
         sends=sends,
@@ -103,7 +104,7 @@ def end_step(
         TrainingError: if loss or gradient norm is not finite; the step has changed no parameter then.
         ExchangeError: if other replicas are gone.
     """
-    loss, grad_norm = begun.loss_and_norm.tolist()
+    loss, grad_norm = begun.read_loss_and_norm().tolist()
     _check_finite(loss, grad_norm, begun.step, config, world)
     mean_loss = None
     if state.mean_loss is not None:
@@ -114,7 +115,7 @@ def end_step(
             mean_loss = state.mean_loss.receive(max(o.sync.step for o in begun.outer_steps))
     layers = config.log_layer_cosine
     described = tuple(describe(o, log_layer_cosine=layers, names=world.name_of) for o in begun.outer_steps)
-    blocked_seconds = float(begun.blocked)
+    blocked_seconds = begun.read_blocked().item()
     seconds = time.perf_counter() - since
     state.seconds += seconds
     state.blocked_seconds += blocked_seconds
