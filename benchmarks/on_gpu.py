@@ -1,8 +1,8 @@
 """The proof on a GPU, in pieces that write their results as they go and go on where they stopped.
 
     make gpu                                                  # all of it, into gpu-results/
-    python benchmarks/on_gpu.py --output DIR [--pieces bits wire …] [--seconds 540]
-    python benchmarks/on_gpu.py --output DIR --dry            # on the CPU, at a size of seconds: all of it runs
+    PYTHONPATH=src python benchmarks/on_gpu.py --output DIR [--pieces bits wire …] [--seconds 540]
+    PYTHONPATH=src python benchmarks/on_gpu.py --output DIR --dry     # on the CPU, in seconds: all of it runs
 
 Needs one NVIDIA GPU or more, diloco's own dependencies and a PyTorch with CUDA, and for some pieces transformers,
 pytest, hypothesis and beartype; no network. `--data` is the folder with books/ and tokenizers/, for the training

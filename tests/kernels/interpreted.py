@@ -67,7 +67,7 @@ def compare(spec: str, num: int) -> None:
 
 
 def compare_damage(spec: str) -> None:
-    """Whatever bytes: both see the same scales and codes that are never written."""
+    """Change single bytes: both see the same scales and codes that are never written."""
     wire, num, sound = codec(spec), 1000, 0
     assert isinstance(wire, BlockCodec) and wire.numbers is not None
     kernels, end = gpu_blocks(wire.numbers), wire.scales_bytes(num)

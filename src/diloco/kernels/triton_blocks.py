@@ -51,47 +51,22 @@ def pack(
     """Write scales and codes; write 1 to `bad` if an element is not finite."""
     row, element, is_here = _elements(num_elements, BLOCK, ROWS, COLUMNS)
     delta = tl.load(delta_ptr + element, mask=is_here, other=0.0)
-    bits = delta.to(tl.int32, bitcast=True)
-    largest = tl.max(bits & 0x7FFFFFFF, axis=1)
+    largest = tl.max(delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     if tl.max(largest, axis=0) >= _INFINITY:
         tl.store(bad_ptr, 1)
-    has_row = row * BLOCK < num_elements
     fraction = 0.0
     if STOCHASTIC:
         fraction = _fraction(element, word1, word2, word3, key0, key1)
     if FLOAT:
-        if STOCHASTIC:
-            byte = (largest >> 23) - TOP + ((largest & 0x7FFFFF) > TOP_MANTISSA).to(tl.int32)
-        elif TIES_UP:
-            byte = tl.where(largest < 0x800000, (largest >= 0x600000).to(tl.int32), (largest + 0x400000) >> 23)
-        else:
-            byte = (largest >> 23) - TOP
-        byte = tl.minimum(tl.maximum(byte, 0), 254 - TOP)
-        tl.store(scales_ptr + row, byte.to(tl.uint8), mask=has_row)
+        byte = _scale_bytes(largest, TOP, TOP_MANTISSA, TIES_UP, STOCHASTIC)
+        tl.store(scales_ptr + row, byte.to(tl.uint8), mask=row * BLOCK < num_elements)
         magnitude = tl.abs(delta) * _power_of_two(254 - byte)[:, None]
-        exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
-        steps = magnitude * _power_of_two(127 + MANTISSA - exponent)
-        if STOCHASTIC:
-            num_steps = _floor(steps + fraction)
-        elif TIES_UP:
-            num_steps = (steps >= 0.5).to(tl.int32) + (steps >= 1.5).to(tl.int32)
-        else:
-            num_steps = ((steps + _ROUNDER) - _ROUNDER).to(tl.int32)
-        index = tl.minimum(((exponent - SMALLEST) << MANTISSA) + num_steps, TOP_CODE)
-        sign = (bits >> (32 - BITS)) & (1 << (BITS - 1))
-        if TIES_UP:  # its zero has no sign
-            sign = tl.where(index > 0, sign, 0)
-        code = index | sign
+        code = _float_codes(delta, magnitude, fraction, BITS, MANTISSA, SMALLEST, TOP_CODE, TIES_UP, STOCHASTIC)
     else:
         scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full([ROWS], TOP_CODE, tl.float32))
         scale = tl.minimum(scale, MOST_SCALE)
-        tl.store(scales_ptr + row, scale, mask=has_row)
-        steps = tl.div_rn(delta, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], [ROWS, COLUMNS]))
-        if STOCHASTIC:
-            num_steps = tl.where(scale[:, None] > 0, _floor(steps + fraction), 0)
-        else:
-            num_steps = ((steps + _ROUNDER) - _ROUNDER).to(tl.int32)
-        code = tl.minimum(tl.maximum(num_steps, -TOP_CODE), TOP_CODE) & ((1 << BITS) - 1)
+        tl.store(scales_ptr + row, scale, mask=row * BLOCK < num_elements)
+        code = _integer_codes(delta, scale[:, None], fraction, BITS, TOP_CODE, STOCHASTIC)
     code = tl.where(is_here, code, 0)
     PER_BYTE: tl.constexpr = 8 // BITS
     if PER_BYTE > 1:
@@ -134,22 +109,12 @@ def unpack(
         code = tl.reshape((code[:, :, None] >> place[None, None, :]) & ((1 << BITS) - 1), [ROWS, COLUMNS])
     if FLOAT:
         byte = scale.to(tl.int32)
-        is_bad_scale = byte > 254 - TOP
-        factor = _power_of_two(byte)
-        index = code & ((1 << (BITS - 1)) - 1)
-        is_bad_code = index > TOP_CODE
-        binade = index >> MANTISSA
-        num_steps = tl.where(binade > 0, 1 << MANTISSA, 0) + (index & ((1 << MANTISSA) - 1))
-        exponent = tl.maximum(binade, 1) - 1 + SMALLEST - MANTISSA
-        magnitude = num_steps.to(tl.float32) * _power_of_two(127 + exponent)
-        sign = code >> (BITS - 1) << 31
-        unit = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        is_bad_scale, factor = byte > 254 - TOP, _power_of_two(byte)
+        is_bad_code, unit = _float_values(code, BITS, MANTISSA, SMALLEST, TOP_CODE)
     else:
-        is_bad_scale = ((scale >= 0) & (scale <= MOST_SCALE)) == 0
-        factor = scale
+        is_bad_scale, factor = ((scale >= 0) & (scale <= MOST_SCALE)) == 0, scale
         num_steps = code - (code >> (BITS - 1) << BITS)
-        is_bad_code = num_steps < -TOP_CODE
-        unit = num_steps.to(tl.float32)
+        is_bad_code, unit = num_steps < -TOP_CODE, num_steps.to(tl.float32)
     is_bad = (is_bad_scale & has_row)[:, None] | (is_bad_code & is_here)
     if tl.max(tl.max(is_bad.to(tl.int32), axis=1), axis=0) > 0:
         tl.store(bad_ptr, 1)
@@ -157,6 +122,73 @@ def unpack(
     if ADD:
         value = tl.load(to_ptr + element, mask=is_here, other=0.0) + value
     tl.store(to_ptr + element, value, mask=is_here)
+
+
+@triton.jit
+def _scale_bytes(
+    largest, TOP: tl.constexpr, TOP_MANTISSA: tl.constexpr, TIES_UP: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """The bytes of the blocks' powers of two, by the bits of their largest magnitudes."""
+    if STOCHASTIC:
+        byte = (largest >> 23) - TOP + ((largest & 0x7FFFFF) > TOP_MANTISSA).to(tl.int32)
+    elif TIES_UP:
+        byte = tl.where(largest < 0x800000, (largest >= 0x600000).to(tl.int32), (largest + 0x400000) >> 23)
+    else:
+        byte = (largest >> 23) - TOP
+    return tl.minimum(tl.maximum(byte, 0), 254 - TOP)
+
+
+@triton.jit
+def _float_codes(
+    delta,
+    magnitude,
+    fraction,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TOP_CODE: tl.constexpr,
+    TIES_UP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """The codes of elements, of which these are the magnitudes under their scales."""
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
+    steps = magnitude * _power_of_two(127 + MANTISSA - exponent)
+    if STOCHASTIC:
+        num_steps = _floor(steps + fraction)
+    elif TIES_UP:
+        num_steps = (steps >= 0.5).to(tl.int32) + (steps >= 1.5).to(tl.int32)
+    else:
+        num_steps = ((steps + _ROUNDER) - _ROUNDER).to(tl.int32)
+    index = tl.minimum(((exponent - SMALLEST) << MANTISSA) + num_steps, TOP_CODE)
+    sign = (delta.to(tl.int32, bitcast=True) >> (32 - BITS)) & (1 << (BITS - 1))
+    if TIES_UP:  # its zero has no sign
+        sign = tl.where(index > 0, sign, 0)
+    return index | sign
+
+
+@triton.jit
+def _float_values(
+    code, BITS: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, TOP_CODE: tl.constexpr
+):
+    """Whether codes are never written, and their values."""
+    index = code & ((1 << (BITS - 1)) - 1)
+    binade = index >> MANTISSA
+    num_steps = tl.where(binade > 0, 1 << MANTISSA, 0) + (index & ((1 << MANTISSA) - 1))
+    exponent = tl.maximum(binade, 1) - 1 + SMALLEST - MANTISSA
+    magnitude = num_steps.to(tl.float32) * _power_of_two(127 + exponent)
+    sign = code >> (BITS - 1) << 31
+    return index > TOP_CODE, (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _integer_codes(delta, scale, fraction, BITS: tl.constexpr, TOP_CODE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The codes of elements under their scales."""
+    steps = tl.div_rn(delta, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), delta.shape))
+    if STOCHASTIC:
+        num_steps = tl.where(scale > 0, _floor(steps + fraction), 0)
+    else:
+        num_steps = ((steps + _ROUNDER) - _ROUNDER).to(tl.int32)
+    return tl.minimum(tl.maximum(num_steps, -TOP_CODE), TOP_CODE) & ((1 << BITS) - 1)
 
 
 @triton.jit
