@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 NEED_AN_EXTRA = ("integrations/", "evaluation/zero_shot.py")
 """Files that import the library of an extra at once: they are imported only where somebody has asked for it."""
 NOT_FOR_USERS = ("dev", "docs", "peers")
+WITH_TORCH = {"triton"}
+"""Libraries that come with a PyTorch for GPUs, and are asked for nowhere else."""
 
 
 def names(requirements: Iterable[str]) -> set[str]:
@@ -47,6 +49,6 @@ def test_each_library_is_a_dependency_or_comes_with_an_extra():
         place = path.relative_to(ROOT / "src" / "diloco").as_posix()
         for library, is_at_once in libraries(path):
             declared = always if is_at_once and not place.startswith(NEED_AN_EXTRA) else sometimes
-            if not names(distributions.get(library, [library])) & declared:
+            if not names(distributions.get(library, [library])) & (declared | WITH_TORCH):
                 wrong.append(f"{place} imports {library}")
     assert not wrong, "\n".join(wrong)

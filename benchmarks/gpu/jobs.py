@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,46 +28,43 @@ def measurements(place: Place) -> Measurements:
     frameworks = {"transformers": "transformers_trainer", "Accelerate": "accelerate_loop"}
     more = {} if place.dry else {"Lightning": "lightning_autoencoder"}
     return {
-        "train": partial(_train, place),
+        "train and eval": partial(_train, place),
         "train, killed and resumed": partial(_resumed, place),
         "train, replicas in a store": partial(_store, place),
-        "eval": partial(_eval, place),
         **{name: partial(_framework, place, snippet) for name, snippet in (frameworks | more).items()},
     }
 
 
 def _train(place: Place) -> Row:
-    """Two replicas of the recipe tiny, which share a GPU."""
-    return _ended(place, _diloco(place, "train", *_recipe(place, "whole")))
+    """Two replicas of the recipe tiny, which share a GPU, and the held-out loss of their Θ."""
+    row = _ended(place, _diloco(place, "train", *_recipe(place, "whole")))
+    return _ended(place, _diloco(place, "eval", str(place.folder / "whole"))) if row["ok"] else row
 
 
 def _resumed(place: Place) -> Row:
     """The same run, killed after a checkpoint; it ends with the tokens that were asked for."""
-    run = place.folder / "killed"
-    process = _diloco(place, "train", *_recipe(place, "killed"), "--num-tokens", "40960")
-    end = time.monotonic() + _SECONDS
+    num_tokens = 40960
+    run, process = (
+        place.folder / "killed",
+        _diloco(place, "train", *_recipe(place, "killed"), "--num-tokens", str(num_tokens)),
+    )
+    end = min(time.monotonic() + _SECONDS, place.deadline)
     while process.poll() is None and not any(run.rglob("*.sha256")) and time.monotonic() < end:
         time.sleep(0.05)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    was_alive = _killed(process)
     row = _ended(place, _diloco(place, "train", "--resume", str(run)))
-    summary = run / "summary.json"
-    return row | {"num_tokens": json.loads(summary.read_text())["num_tokens"] if summary.exists() else None}
+    summary = json.loads((run / "summary.json").read_text()) if row["ok"] else {}
+    return row | {"ok": was_alive and summary.get("num_tokens") == num_tokens}
 
 
 def _store(place: Place) -> Row:
     """Two jobs that meet in a directory."""
     store = place.folder / "store"
+    shutil.rmtree(store, ignore_errors=True)
     jobs = [
         _diloco(place, "train", *_recipe(place, name, "--rendezvous", str(store))) for name in ("first", "second")
     ]
     return _ended(place, *jobs)
-
-
-def _eval(place: Place) -> Row:
-    """The held-out loss of the run of `train`."""
-    return _ended(place, _diloco(place, "eval", str(place.folder / "whole")))
 
 
 def _framework(place: Place, snippet: str) -> Row:
@@ -87,6 +85,8 @@ def _framework(place: Place, snippet: str) -> Row:
 
 
 def _recipe(place: Place, name: str, *meet: str) -> list[str]:
+    """The flags of a run that begins anew: a measurement that was cut off has left one of its name."""
+    shutil.rmtree(place.folder / name, ignore_errors=True)
     text = place.folder / "text.jsonl"
     if not text.exists():
         text.write_text("".join(json.dumps({"text": f"line {i} of a text. " * 9}) + "\n" for i in range(200)))
@@ -117,18 +117,26 @@ def _started(place: Place, arguments: list[str], **environment: str) -> "subproc
 def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
     """Whether all ended well, and the end of the output of those that did not."""
     end = time.monotonic() + _SECONDS
-    for process in processes:
-        try:
+    try:
+        for process in processes:
             process.wait(max(1.0, min(end, place.deadline) - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for late in processes:
-                if late.poll() is None:
-                    os.killpg(late.pid, signal.SIGKILL)
-                    late.wait()
-            if place.deadline < end:
-                raise OutOfTimeError("the job was ended") from None
+    except subprocess.TimeoutExpired:
+        if place.deadline < end:
+            raise OutOfTimeError("the job was ended") from None
+    finally:
+        for process in processes:
+            _killed(process)
     failed = [process for process in processes if process.returncode]
     return {"ok": not failed} | ({"output": [_log(place, process)[-600:] for process in failed]} if failed else {})
+
+
+def _killed(process: "subprocess.Popen[bytes]") -> bool:
+    """End a process and what it has started; whether it was alive."""
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
 
 
 def _log(place: Place, process: "subprocess.Popen[bytes]") -> str:

@@ -29,7 +29,8 @@ def measurements(place: Place) -> Measurements:
         "engine.step()": partial(_engine, place),
         "engine.step(), offload": partial(_engine, place, offload=True),
         "a step of the trainer": partial(_trainer, place),
-        "gaps": partial(_gaps, place),
+        "gaps": partial(_gaps, place, compiled=False),
+        "gaps, compiled": partial(_gaps, place, compiled=True),
     }
 
 
@@ -70,7 +71,7 @@ def _engine(place: Place, **settings: Any) -> Row:
     return {"waits": {kind: dict(waits) for kind, waits in kinds.items()}, "ok": not any(kinds.values())}
 
 
-def _config(place: Place) -> TrainConfig:
+def _config(place: Place, *, compiled: bool) -> TrainConfig:
     asked = recipe(place.size("35m", "tiny"))
     diloco = replace(asked.diloco, sync_every=_SYNC_EVERY)
     batch = place.size(16, 4)
@@ -82,15 +83,16 @@ def _config(place: Place) -> TrainConfig:
             global_batch=batch,
             num_tokens=steps * batch * asked.sequence_length,
             diloco=diloco,
+            compile=compiled and not place.dry,
         ),
         vocab_size=place.size(32_000, 257),
         prepared=Path(),
     )
 
 
-def _steps(place: Place) -> Iterator[Callable[[], None]]:
+def _steps(place: Place, *, compiled: bool = False) -> Iterator[Callable[[], None]]:
     """Steps of the trainer's loop: each is begun before the one before it ends."""
-    config = _config(place)
+    config = _config(place, compiled=compiled)
     world = replace(alone(config), device=place.device)
     state = initial_state(config, world)
     shape = config.process_batch, config.sequence_length + 1
@@ -106,7 +108,7 @@ def _steps(place: Place) -> Iterator[Callable[[], None]]:
 
 
 def _trainer(place: Place) -> Row:
-    """Waits in a step of the loop: only that for the loss of the step before is meant to be."""
+    """Waits in a step of the loop, which waits for events alone: torch does not report these."""
     totals: list[Counter[str]] = []
     for index, step in enumerate(_steps(place)):
         with _waits(place) as waits:
@@ -114,13 +116,13 @@ def _trainer(place: Place) -> Row:
         if index >= 2 * _SYNC_EVERY:
             totals.append(waits)
     together = sum(totals, Counter())
-    return {"steps": len(totals), "waits_by_line": dict(together)}
+    return {"steps": len(totals), "waits_by_line": dict(together), "ok": not together}
 
 
-def _gaps(place: Place) -> Row:
-    """Idle time of the GPU between kernels, over two periods, by a profile."""
+def _gaps(place: Place, *, compiled: bool) -> Row:
+    """Idle time of the GPU between kernels, over two periods, by a profile, and what takes most of its time."""
     activity = torch.profiler.ProfilerActivity.CPU if place.dry else torch.profiler.ProfilerActivity.CUDA
-    steps = _steps(place)
+    steps = _steps(place, compiled=compiled)
     for _ in range(2 * _SYNC_EVERY):
         next(steps)()
     place.wait()
@@ -140,9 +142,13 @@ def _gaps(place: Place) -> Row:
         busy += max(0.0, stop - max(start, end))
         end, before = max(end, stop), name
     whole, longest = end - spans[0][0], max(gaps)
+    by_kernel: Counter[str] = Counter()
+    for start, stop, name in spans:
+        by_kernel[name[:120]] += (stop - start) / 2e3 / _SYNC_EVERY
     return {
         "step_ms": round(whole / 2e3 / _SYNC_EVERY, 3),
         "idle_share": round(1 - busy / whole, 4),
         "longest_gap_ms": round(longest[0] / 1e3, 3),
         "between": [name[:80] for name in longest[1:]],
+        "kernels_ms": {name: round(ms, 3) for name, ms in by_kernel.most_common(12)},
     }

@@ -2,9 +2,11 @@
 
 import time
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
+from diloco.kernels import gpu
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.checksum import checksum
 from diloco.wire.formats import HEADER_BYTES
@@ -15,7 +17,11 @@ GOAL = 0.7
 
 def measurements(place: Place) -> Measurements:
     specs = ["e3m0", *(spec for spec in CODECS if spec != "e3m0")]
-    return {**{spec: partial(_codec, place, spec) for spec in specs}, "to the host": partial(_to_host, place)}
+    return {
+        **{spec: partial(_codec, place, spec) for spec in specs},
+        **{f"programs of {spec}": partial(_programs, place, spec) for spec in ("e3m0", "int8", "e2m1")},
+        "to the host": partial(_to_host, place),
+    }
 
 
 def _codec(place: Place, spec: str) -> Row:
@@ -40,6 +46,16 @@ def _codec(place: Place, spec: str) -> Row:
         "decode_add_of_copy": round(decode / copy, 3),
         "ok": place.goal(min(encode, decode) >= GOAL * copy) if spec == "e3m0" else None,
     }
+
+
+def _programs(place: Place, spec: str) -> Row:
+    """Encode, and decode and add, over a copy, with other numbers of elements and warps a program."""
+    row: Row = {}
+    for elements, warps in ((512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2), (2048, 4), (4096, 4)):
+        with patch.object(gpu, "_ELEMENTS", elements), patch.dict(gpu._OPTIONS, num_warps=warps):
+            speeds = _codec(place, spec)
+        row[f"{elements} elements, {warps} warps"] = speeds["encode_of_copy"], speeds["decode_add_of_copy"]
+    return row
 
 
 def _to_host(place: Place) -> Row:

@@ -10,12 +10,12 @@ from .scripts import end_of, run
 pytestmark = pytest.mark.slow
 PIECES = {
     "bits": 28,
-    "waits": 4,
-    "wire": 14,
+    "waits": 5,
+    "wire": 17,
     "sync": 5,
     "exchange": 2,
     "throughput": 6,
-    "jobs": 6,
+    "jobs": 5,
     "suite": 1,
 }
 """The pieces but for the training runs, with their numbers of measurements."""

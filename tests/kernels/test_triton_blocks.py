@@ -2,16 +2,16 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
 
 from diloco.wire import CODECS, codec
-from diloco.wire.blocks import BlockCodec
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
-BLOCKS = [name for name, kind in CODECS.items() if issubclass(kind, BlockCodec)]
+BLOCKS = [name for name in CODECS if getattr(codec(name), "constants", None)]
 
 
 def test_interpreted_they_give_the_bits_of_the_cpu():
@@ -28,26 +28,23 @@ def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_pat
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from diloco.kernels import triton_blocks
+    from diloco.kernels import gpu, triton_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    numbers = codec(name).numbers
-    sizes = {"BLOCK": 256, "ROWS": 8, "COLUMNS": 256, **numbers}
-    kernels: list[tuple[Any, dict[str, bool]]] = [
-        (triton_blocks.pack, {"STOCHASTIC": True}),
-        (triton_blocks.unpack, {"ADD": True}),
-    ]
-    for function, more in kernels:
-        constants = sizes | more
+    constants = codec(name).constants
+    sizes = {"BLOCK": 256, "ROWS": 8, "COLUMNS": 256, **constants}
+    pack, unpack = triton_blocks.pack, triton_blocks.unpack
+    kernels: list[tuple[Any, str]] = [(pack, "STOCHASTIC"), (unpack, "ADD")]
+    for (function, choice), is_chosen in product(kernels, (False, True)):
+        fixed = sizes | {choice: is_chosen}
         types = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "codes_ptr": "*u8", "bad_ptr": "*i32"}
-        types |= {"scales_ptr": "*u8" if numbers["FLOAT"] else "*fp32"}
+        types |= {"scales_ptr": "*u8" if constants["FLOAT"] else "*fp32"}
         signature = {
-            argument: "constexpr" if argument in constants else types.get(argument, "i64")
+            argument: "constexpr" if argument in fixed else types.get(argument, "i64")
             for argument in function.arg_names
         }
-        places = {(function.arg_names.index(argument),): value for argument, value in constants.items()}
+        places = {(function.arg_names.index(argument),): value for argument, value in fixed.items()}
         source = ASTSource(function, signature, constexprs=places)
-        options = {"num_warps": 4, "enable_fp_fusion": False}
-        code = compiled(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        code = compiled(source, target=GPUTarget("cuda", capability, 32), options=gpu._OPTIONS).asm["ptx"]
         assert not re.search(r"\bfma\.|\.ftz|div\.(full|approx)", code)
-        assert ("div.rn" in code) == (function is triton_blocks.pack and not numbers["FLOAT"])
+        assert ("div.rn" in code) == (function is pack and not constants["FLOAT"])

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.kernels.memory import pinned_copy
+from diloco.kernels.memory import mark, pinned_copy
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -191,10 +191,8 @@ class StreamLane:
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """An event; whoever waits for it leaves its core to others."""
-        event = self._module.Event(blocking=True)
-        event.record(self._stream)
-        return event.synchronize
+        """An event."""
+        return mark(self._device, self._stream)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in pinned memory."""

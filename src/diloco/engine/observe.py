@@ -115,7 +115,7 @@ def outer_step(
     deltas = partial(reduction.each, payloads, num_elements, key, device)
     step = described(sync, blocked_seconds, average, deltas, spans, shard_group)
     # The payloads have come: nothing waits for training.
-    return replace(step, later=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False))
+    return replace(step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False))
 
 
 def described(

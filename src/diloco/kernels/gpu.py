@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -22,13 +24,13 @@ class GpuBlocks:
     """The functions of one block codec, on contiguous vectors; they queue work on the current stream.
 
     Args:
-        numbers: the codec's constants in triton_blocks.py.
+        constants: the codec's constants in triton_blocks.py.
     """
 
-    def __init__(self, numbers: Mapping[str, int | float]) -> None:
+    def __init__(self, constants: Mapping[str, int | float]) -> None:
         from diloco.kernels import triton_blocks
 
-        self._code, self._numbers = triton_blocks, numbers
+        self._code, self._constants = triton_blocks, constants
 
     def pack(
         self, block: int, delta_N: Tensor, scales: Tensor, codes: Tensor, *, words: Sequence[int] | None = None
@@ -40,11 +42,12 @@ class GpuBlocks:
             delta_N: the elements.
             scales: bytes of the scales.
             codes: bytes of the codes.
-            words: `diloco.wire.random.words` of the numbers by which elements are rounded; None rounds to nearest.
+            words: `diloco.wire.random.words`, by which elements are rounded at random; None rounds to nearest.
 
         Returns:
             A bool on the device: False if an element is not finite.
         """
+        assert words is None or delta_N.numel() <= 1 << 34, "a counter's first word has 32 bits"
         typed = self._typed(scales)
         tensors, values = (delta_N, typed, codes), words or [0] * 5
         is_finite = self._run(self._code.pack, tensors, delta_N, block, *values, STOCHASTIC=words is not None)
@@ -58,7 +61,7 @@ class GpuBlocks:
 
     def _typed(self, scales: Tensor) -> Tensor:
         """The scales of small floats are bytes, those of integers FP32: a copy where these are not aligned."""
-        if self._numbers["FLOAT"]:
+        if self._constants["FLOAT"]:
             return scales
         return (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.float32)
 
@@ -69,7 +72,7 @@ class GpuBlocks:
         vector_N: Tensor,
         block: int,
         *values: int,
-        **constants: bool,
+        **choices: bool,
     ) -> Tensor:
         """Start as many programs as there are rows of blocks; True on the device if none was bad."""
         device, num_elements = vector_N.device, vector_N.numel()
@@ -80,21 +83,23 @@ class GpuBlocks:
         if num_programs := -(-num_elements // (rows * block)):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 start = function[num_programs,]
-                start(*tensors, bad, num_elements, *values, **sizes, **self._numbers, **constants, **_OPTIONS)
+                start(*tensors, bad, num_elements, *values, **sizes, **self._constants, **choices, **_OPTIONS)
         return bad == 0
 
 
-def gpu_blocks(numbers: Mapping[str, int | float]) -> GpuBlocks | None:
-    """The functions of a block codec; None, with one warning, where Triton is not installed."""
-    return GpuBlocks(numbers) if _has_triton() else None
+def gpu_blocks(constants: Mapping[str, int | float]) -> GpuBlocks | None:
+    """The functions of a block codec; None, with one warning, where Triton or its C compiler is not installed."""
+    return GpuBlocks(constants) if _has_triton() else None
 
 
 @functools.cache
 def _has_triton() -> bool:
-    if importlib.util.find_spec("triton") is not None:
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))  # where Triton looks
+    if importlib.util.find_spec("triton") is not None and has_compiler:
         return True
     warnings.warn(
-        "Triton is not installed: using slower PyTorch code with identical results on the GPU",
+        "Triton, or gcc or clang, which it needs, is not installed: using slower PyTorch code with identical "
+        "results on the GPU",
         RuntimeWarning,
         stacklevel=4,
     )

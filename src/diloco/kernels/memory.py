@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,14 +61,23 @@ def begin_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     if tensor.device.type == "cpu":
         return lambda: tensor
     module = torch.get_device_module(tensor.device)
-    copy, event = pinned_copy(tensor), module.Event(blocking=True)
-    event.record(module.current_stream(tensor.device))
+    if not hasattr(module, "Stream"):
+        return tensor.cpu
+    copy, wait = pinned_copy(tensor), mark(tensor.device, module.current_stream(tensor.device))
 
     def read() -> Tensor:
-        event.synchronize()
+        wait()
         return copy
 
     return read
+
+
+def mark(device: torch.device, stream: Any) -> Callable[[], None]:
+    """A function by which the host waits for what a stream was given so far."""
+    # On CUDA alone an event has a choice: whoever waits for this one leaves its core to others.
+    event = torch.get_device_module(device).Event(**({"blocking": True} if device.type == "cuda" else {}))
+    event.record(stream)
+    return event.synchronize
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:

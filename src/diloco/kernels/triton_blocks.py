@@ -170,7 +170,7 @@ def _float_codes(
 def _float_values(
     code, BITS: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, TOP_CODE: tl.constexpr
 ):
-    """Whether codes are never written, and their values."""
+    """Flags of codes that are never written, and values."""
     index = code & ((1 << (BITS - 1)) - 1)
     binade = index >> MANTISSA
     num_steps = tl.where(binade > 0, 1 << MANTISSA, 0) + (index & ((1 << MANTISSA) - 1))
@@ -208,7 +208,7 @@ def _bytes(row, num_elements, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PER_BY
     """The bytes of the program's codes, with a mask."""
     column = tl.arange(0, COLUMNS // PER_BYTE)
     byte_at = row[:, None] * (BLOCK // PER_BYTE) + column[None, :]
-    is_byte = byte_at < (num_elements + (PER_BYTE - 1)) // PER_BYTE
+    is_byte = byte_at * PER_BYTE < num_elements
     if COLUMNS != BLOCK:
         is_byte = is_byte & (column[None, :] < BLOCK // PER_BYTE)
     return byte_at, is_byte

@@ -33,7 +33,7 @@ class OuterStep:
     """Adds up a value of every process of a sharded replica."""
     cohort: Cohort | None = None
     """The replicas that were in it, with their weights; None in a fixed group, where all are, with equal ones."""
-    later: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda work: begin_to_host(work())
+    begin_work: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda work: begin_to_host(work())
     """Begins work on the GPU, beside training; the function that is returned waits for its result."""
 
     @cached_property
@@ -70,20 +70,21 @@ class OuterStep:
         if block is None:
             (cosine,) = self._cosine().tolist() or (None,)
             return cosine
-        place = list(self.spans).index(block)
-        return (self._block_cosines().tolist() or [None] * len(self.spans))[place]
+        cosines = self._block_cosines().tolist() or [None] * len(self.spans)
+        return dict(zip(self.spans, cosines, strict=True))[block]
 
     @cached_property
     def _norm(self) -> Callable[[], Tensor]:
-        return self.later(lambda: self.sum_over_shards(self.average.square().sum()).sqrt())
+        # Not of `average`, which others may read on the stream of training.
+        return self.begin_work(lambda: self.sum_over_shards(self.make_average().square().sum()).sqrt())
 
     @cached_property
     def _cosine(self) -> Callable[[], Tensor]:
-        return self.later(lambda: self._mean_cosines([slice(None)]))
+        return self.begin_work(lambda: self._mean_cosines([slice(None)]))
 
     @cached_property
     def _block_cosines(self) -> Callable[[], Tensor]:
-        return self.later(lambda: self._mean_cosines([slice(*span) for span in self.spans.values()]))
+        return self.begin_work(lambda: self._mean_cosines([slice(*span) for span in self.spans.values()]))
 
     def _mean_cosines(self, parts: Sequence[slice]) -> Tensor:
         """The mean cosine in each part of the vectors, in two passes over the replicas; none without a pair."""

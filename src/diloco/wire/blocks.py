@@ -3,6 +3,7 @@
 Shapes: N elements, B blocks of K elements (the last may hold fewer).
 """
 
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -31,9 +32,9 @@ class BlockCodec(Blocks, Codec):
     def pack(self, delta_N: Float32[Tensor, "N"], body: UInt8[Tensor, "bytes"], key: Key) -> Bool[Tensor, ""]:
         """Scales from the largest magnitudes, then codes under them."""
         scales, codes = self._split(body, delta_N.numel())
-        if (there := self._gpu(delta_N)) is not None:
+        if (kernels := self._gpu(delta_N)) is not None:
             random_words = words(key, common=False) if self.stochastic else None
-            return there.pack(self.block, delta_N, scales, codes, words=random_words)
+            return kernels.pack(self.block, delta_N, scales, codes, words=random_words)
         fast = None if self.stochastic else self._native("pack", delta_N, body)
         if fast is not None:
             return torch.tensor(fast.pack(self.name, self.block, delta_N, scales, codes))
@@ -47,8 +48,8 @@ class BlockCodec(Blocks, Codec):
     ) -> Bool[Tensor, ""]:
         """Each code's value times its block's scale."""
         scales, codes = self._split(body, to_N.numel())
-        if (there := self._gpu(to_N)) is not None:
-            return there.unpack(self.block, scales, codes, to_N, add=add)
+        if (kernels := self._gpu(to_N)) is not None:
+            return kernels.unpack(self.block, scales, codes, to_N, add=add)
         fast = self._native("unpack", body, to_N)
         if fast is not None:
             return torch.tensor(fast.unpack(self.name, self.block, scales, codes, to_N, add=add))
@@ -108,16 +109,26 @@ class BlockCodec(Blocks, Codec):
 
     def _gpu(self, vector_N: Tensor) -> GpuBlocks | None:
         """The functions for a GPU, if the vector lies there and they have this very codec's maths."""
-        if not vector_N.is_cuda or self.block > MOST_BLOCK or not self._is_registered():
+        if not vector_N.is_cuda or self.constants is None or not self._is_registered():
             return None
-        return None if self.numbers is None else gpu_blocks(self.numbers)
+        if self.block > MOST_BLOCK:
+            warnings.warn(
+                f"{self.format}: a block above {MOST_BLOCK} elements is encoded by slower PyTorch code on a GPU",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        return gpu_blocks(self.constants)
 
     def _is_registered(self) -> bool:
         return self.name in FORMATS and type(self) is codec_class(self.name)
 
     @property
-    def numbers(self) -> dict[str, int | float] | None:
-        """The codec's constants in `diloco.kernels.triton_blocks`; None if it is of neither family."""
+    def constants(self) -> dict[str, int | float] | None:
+        """The constants of this maths in `diloco.kernels.triton_blocks`; None if it is of neither family there.
+
+        A subclass that changes the maths of its family overrides this, too.
+        """
         return None
 
     @abstractmethod

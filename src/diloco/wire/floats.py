@@ -103,7 +103,7 @@ class _Scaled(BlockCodec):
     """Ties go to the larger magnitude, not to the even code, in scales as well."""
 
     @property
-    def numbers(self) -> dict[str, int | float]:
+    def constants(self) -> dict[str, int | float]:
         """The format's numbers; the last code is the number of magnitudes below the largest."""
         num_below = (self.top_exponent - self.smallest_exponent) << self.mantissa_bits
         last_binade = (0x800000 | self.top_mantissa) >> (23 - self.mantissa_bits)

@@ -23,7 +23,7 @@ class _Integer(BlockCodec):
     """
 
     @property
-    def numbers(self) -> dict[str, int | float]:
+    def constants(self) -> dict[str, int | float]:
         """Q and the largest scale; those of small floats are not used."""
         unused = dict.fromkeys(("MANTISSA", "SMALLEST", "TOP", "TOP_MANTISSA", "TIES_UP"), 0)
         most = 2 ** (self.bits - 1) - 1
