@@ -165,6 +165,49 @@ def test_large_objects_take_turns_and_small_ones_pass_them(tmp_path: Path, monke
     assert max(limits) == pytest.approx(30 + 3 * 80) and min(limits) == pytest.approx(30, abs=0.1)
 
 
+def test_large_objects_are_read_in_turns_and_a_connection_does_not_wait(tmp_path: Path, monkeypatch):
+    get, timeout, go = obstore.get_async, asyncio.timeout, asyncio.Event()
+    now, most, answered, received, limits = 0, 0, 0, [], []
+
+    class SlowAnswer:
+        def __init__(self, name: str, answer) -> None:
+            self.name, self.answer, self.meta = name, answer, answer.meta
+
+        async def bytes_async(self):
+            nonlocal now, most
+            now += self.name != "small"
+            most = max(most, now)
+            if self.name != "small":
+                await go.wait()
+            received.append(self.name)
+            now -= self.name != "small"
+            return await self.answer.bytes_async()
+
+    async def slow_get(client, name: str):
+        nonlocal answered
+        answer = await get(client, name)
+        answered += 1
+        return SlowAnswer(name, answer)
+
+    async def use(store: Store) -> None:
+        content = bytes(10 << 20)
+        for i in range(7):
+            await store.create(f"large{i}", content)
+        await store.create("small", b"entry")
+        monkeypatch.setattr(obstore, "get_async", slow_get)
+        monkeypatch.setattr(asyncio, "timeout", lambda limit: limits.append(limit) or timeout(limit))
+        large = [asyncio.create_task(store.get(f"large{i}", most_bytes=11 << 20)) for i in range(7)]
+        while answered < 7:
+            await asyncio.sleep(0.01)
+        assert await store.get("small", most_bytes=5) == b"entry" and received == ["small"]
+        go.set()
+        assert all(len(data) == len(content) for data in await asyncio.gather(*large))
+        assert store.requests["get"] == 7 + 4 + 1, "four of them had to wait, and asked again"
+
+    asyncio.run(use(Store.open(str(tmp_path))))
+    assert most == 3 and max(limits) == pytest.approx(30 + 3 * 80)
+
+
 def test_a_directory_whose_objects_were_deleted_is_deleted(tmp_path: Path):
     async def use(store: Store) -> None:
         for share in range(3):

@@ -24,7 +24,7 @@ from diloco.rendezvous.store_errors import (
     lasting,
 )
 from diloco.rendezvous.store_url import opened_url
-from diloco.rendezvous.uplink import Uplink
+from diloco.rendezvous.turns import Turns
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -55,7 +55,7 @@ class Store:
         self.bytes_down = 0
         """Bytes of objects that were received."""
         self._client = client
-        self._uplink = Uplink()
+        self._uploads, self._downloads = Turns(), Turns()
         self._timeout_seconds = timeout_seconds
         self._last_success: float | None = None
         self._failing_since: dict[str, float] = {}
@@ -127,7 +127,7 @@ class Store:
 
         while True:
             try:
-                async with self._uplink.turn(num_bytes) as num_sharing:
+                async with self._uploads.turn(num_bytes) as num_sharing:
                     await self._request("create", put, retry, num_sharing)
                 self.bytes_up += num_bytes
                 return None
@@ -183,6 +183,24 @@ class Store:
 
     async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | None":
         """One attempt to read an object; `_Again` for passing trouble."""
+        result = await self._begun(name, most_bytes, retry)
+        if result is None:
+            return None
+        size = result.meta["size"]
+        if not self._downloads.is_free(size):
+            result = None  # nobody keeps a connection while others use the link
+        async with self._downloads.turn(size) as num_sharing:
+            result = result or await self._begun(name, most_bytes, retry)
+            if result is None:
+                return None
+            data = await self._request("", result.bytes_async, retry, num_sharing)
+        self.bytes_down += len(data)
+        if len(data) != size:
+            raise _Again
+        return data
+
+    async def _begun(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.GetResult | None":
+        """The answer to a read, of which the bytes have not been received."""
         try:
             result = await self._request("get", lambda: obstore.get_async(self._client, name), retry)
         except FileNotFoundError:
@@ -190,11 +208,7 @@ class Store:
             return None
         if (size := result.meta["size"]) > most_bytes:
             raise TooLargeError(f"{name} in {self.url} has {size:,} bytes, and may have {most_bytes:,}")
-        data = await self._request("", result.bytes_async, retry, size)
-        self.bytes_down += len(data)
-        if len(data) != size:
-            raise _Again
-        return data
+        return result
 
     async def _request(
         self, kind: str, request: Callable[[], Awaitable[T]], retry: "_Retry", num_bytes: int = 0

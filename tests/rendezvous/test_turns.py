@@ -4,21 +4,21 @@ import asyncio
 
 import pytest
 
-from diloco.rendezvous.uplink import LARGE_BYTES, MOST_BYTES, Uplink
+from diloco.rendezvous.turns import LARGE_BYTES, MOST_BYTES, Turns
 
 
 def test_turns_are_taken_in_order_and_never_for_more_than_the_most():
     async def use() -> list[int]:
-        uplink, begun, sizes = Uplink(), [], [MOST_BYTES // 2, MOST_BYTES // 2, 2 * MOST_BYTES, LARGE_BYTES + 1]
+        turns, begun, sizes = Turns(), [], [MOST_BYTES // 2, MOST_BYTES // 2, 2 * MOST_BYTES, LARGE_BYTES + 1]
 
         async def travel(number: int, size: int) -> None:
-            async with uplink.turn(size):
+            async with turns.turn(size):
                 begun.append(number)
-                assert uplink.num_bytes <= max(MOST_BYTES, size)
+                assert turns.num_bytes <= max(MOST_BYTES, size)
                 await asyncio.sleep(0.005)
 
         await asyncio.gather(*(travel(number, size) for number, size in enumerate(sizes)))
-        assert uplink.num_bytes == 0
+        assert turns.num_bytes == 0
         return begun
 
     assert asyncio.run(use()) == [0, 1, 2, 3], "a small one does not pass a large one that waits"
@@ -26,10 +26,10 @@ def test_turns_are_taken_in_order_and_never_for_more_than_the_most():
 
 def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
     async def use() -> None:
-        uplink = Uplink()
+        turns = Turns()
 
         async def travel() -> None:
-            async with uplink.turn(MOST_BYTES):
+            async with turns.turn(MOST_BYTES):
                 await asyncio.sleep(1e6)
 
         first = asyncio.create_task(travel())
@@ -39,9 +39,9 @@ def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
         first.cancel()
         await asyncio.gather(first, waiting, return_exceptions=True)
         with pytest.raises(OSError, match="lost"):
-            async with uplink.turn(MOST_BYTES):
+            async with turns.turn(MOST_BYTES):
                 raise OSError("lost")
-        async with asyncio.timeout(5), uplink.turn(MOST_BYTES):
-            assert uplink.num_bytes == MOST_BYTES
+        async with asyncio.timeout(5), turns.turn(MOST_BYTES):
+            assert turns.num_bytes == MOST_BYTES
 
     asyncio.run(use())
