@@ -98,7 +98,7 @@ def on_the_fake_device() -> tuple[list[float], list[str], list[list[int]], list[
 
     A step is late if the host waits there for operations that came after its own.
     """
-    config, build = config_of(1), DecoderConfig.build
+    config, build = config_of(1, log_layer_cosine=True), DecoderConfig.build
 
     def build_there(model: DecoderConfig, *, seed: int) -> torch.nn.Module:
         return device.on_device(build(model, seed=seed))

@@ -55,7 +55,7 @@ class OuterStep:
         Args:
             layer_cosine: those of the blocks, too.
         """
-        _ = self._norm, self._cosine, layer_cosine and self._block_cosines
+        _ = self._norm, self._cosine, layer_cosine and self.spans and self._block_cosines
 
     def norm(self) -> float:
         """‖Δ_p‖₂, over all shards; every process of a sharded replica must call it."""
