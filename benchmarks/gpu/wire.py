@@ -51,7 +51,8 @@ def _codec(place: Place, spec: str) -> Row:
 def _programs(place: Place, spec: str) -> Row:
     """Encode, and decode and add, over a copy, with other numbers of elements and warps a program."""
     row: Row = {}
-    for elements, warps in ((512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2), (2048, 4), (4096, 4)):
+    pairs = [(512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8)]
+    for elements, warps in [*pairs, (8192, 8)]:
         with patch.object(gpu, "_ELEMENTS", elements), patch.dict(gpu._OPTIONS, num_warps=warps):
             speeds = _codec(place, spec)
         row[f"{elements} elements, {warps} warps"] = speeds["encode_of_copy"], speeds["decode_add_of_copy"]

@@ -191,7 +191,7 @@ class StreamLane:
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """An event."""
+        """The wait for an event of the stream."""
         return mark(self._device, self._stream)
 
     def to_host(self, tensor: Tensor) -> Tensor:

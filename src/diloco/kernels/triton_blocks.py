@@ -10,7 +10,7 @@ format's magnitudes is (e − SMALLEST)·2^MANTISSA + n, subnormals and carries 
 
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN202
 
 import triton
 import triton.language as tl
@@ -47,7 +47,7 @@ def pack(
     TIES_UP: tl.constexpr,
     MOST_SCALE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):
+) -> None:
     """Write scales and codes; write 1 to `bad` if an element is not finite."""
     row, element, is_here = _elements(num_elements, BLOCK, ROWS, COLUMNS)
     delta = tl.load(delta_ptr + element, mask=is_here, other=0.0)
@@ -96,7 +96,7 @@ def unpack(
     TOP_CODE: tl.constexpr,
     TIES_UP: tl.constexpr,
     MOST_SCALE: tl.constexpr,
-):
+) -> None:
     """Write the values, or add them; write 1 to `bad` if `pack` never writes one of the scales or codes."""
     row, element, is_here = _elements(num_elements, BLOCK, ROWS, COLUMNS)
     has_row = row * BLOCK < num_elements
