@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from gpu.place import OutOfTimeError, Place, rows_of
 
-PIECES = ("bits", "waits", "wire", "sync", "exchange", "throughput", "jobs", "suite", "training")
+PIECES = ("bits", "waits", "wire", "loss", "sync", "exchange", "throughput", "jobs", "suite", "training")
 """The pieces, in the order of what tells most in least time."""
 PIECE_SECONDS = 480.0
 _MOST_TRIES = 2

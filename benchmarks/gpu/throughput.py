@@ -11,7 +11,7 @@ from diloco.models.decoder_config import ladder
 from diloco.training.hardware import peak_flops
 from gpu.place import Measurements, Place, Row
 
-SCALES = ("550M", "180M", "35M", "1.3B")
+SCALES = ("550M", "35M", "180M", "1.3B")
 _LENGTH, _MOST_SEQUENCES = 2048, 32
 
 

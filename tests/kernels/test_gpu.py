@@ -12,7 +12,7 @@ def test_without_triton_or_a_compiler_there_are_none_and_one_warning(missing, mo
     monkeypatch.delenv("CC", raising=False)
     gpu._has_triton.cache_clear()
     with pytest.warns(
-        RuntimeWarning, match="Triton, or gcc .* is not installed: using slower .* identical"
+        RuntimeWarning, match="Triton, or gcc .* is not installed: using slower PyTorch code"
     ) as warnings:
         assert gpu.gpu_blocks(codec("e3m0").constants) is None
         assert gpu.gpu_blocks(codec("int8").constants) is None

@@ -1,4 +1,4 @@
-"""The functions of triton_blocks.py, on torch's tensors."""
+"""The functions of triton_blocks.py and triton_rows.py, on torch's tensors, in the current stream."""
 
 import functools
 import importlib.util
@@ -6,7 +6,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ _ELEMENTS = 2048
 """Elements of a program whose blocks are short; with four warps the best of ten settings on an H200."""
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """A product and a sum are rounded one after the other, as torch rounds them."""
+_CHUNK = 4096
+"""Logits that a program reads at a time."""
+_ROW_OPTIONS = {"num_warps": 8}
 
 
 class GpuBlocks:
-    """The functions of one block codec, on contiguous vectors; they queue work on the current stream.
+    """The functions of one block codec, on contiguous vectors.
 
     Args:
         constants: the codec's constants in triton_blocks.py.
@@ -81,10 +84,63 @@ class GpuBlocks:
         rows = max(1, _ELEMENTS // columns)
         sizes = {"BLOCK": block, "ROWS": rows, "COLUMNS": columns}
         if num_programs := -(-num_elements // (rows * block)):
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            with _on(device):
                 start = function[num_programs,]
                 start(*tensors, bad, num_elements, *values, **sizes, **self._constants, **choices, **_OPTIONS)
         return bad == 0
+
+
+class GpuRows:
+    """Sums over rows of logits, and their gradients.
+
+    Shapes: R rows, V vocabulary.
+    """
+
+    def __init__(self) -> None:
+        from diloco.kernels import triton_rows
+
+        self._code = triton_rows
+
+    def log_sums(self, logits_RxV: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        """log Σ exp of each row and the logit of its target, FP32 (R); NaN for a target that is no column.
+
+        Args:
+            logits_RxV: of any floating dtype.
+            target_R: int64.
+        """
+        log_z_R, target_logit_R = torch.empty(2, len(logits_RxV), device=logits_RxV.device)
+        self._run(self._code.log_sums, logits_RxV, target_R.contiguous(), log_z_R, target_logit_R)
+        return log_z_R, target_logit_R
+
+    def gradients(
+        self, logits_RxV: Tensor, target_R: Tensor, log_z_R: Tensor, of_log_z_R: Tensor, of_target: Tensor
+    ) -> Tensor:
+        """The gradient for all logits (R, V), in their dtype.
+
+        Args:
+            logits_RxV: as they were summed.
+            target_R: as they were summed.
+            log_z_R: their sums.
+            of_log_z_R: the gradient for each of these, FP32.
+            of_target: the gradient for each target's logit, an FP32 scalar.
+        """
+        gradient_RxV = torch.empty(logits_RxV.shape, dtype=logits_RxV.dtype, device=logits_RxV.device)
+        others = target_R.contiguous(), log_z_R, of_log_z_R.contiguous(), of_target, gradient_RxV
+        self._run(self._code.gradients, logits_RxV, *others)
+        return gradient_RxV
+
+    def _run(self, function: Any, logits_RxV: Tensor, *others: Tensor) -> None:
+        logits_RxV = logits_RxV if logits_RxV.stride(-1) == 1 else logits_RxV.contiguous()
+        num_rows, num_logits = logits_RxV.shape
+        chunk = min(_CHUNK, 1 << (num_logits - 1).bit_length())
+        if num_rows:
+            with _on(logits_RxV.device):
+                start = function[num_rows,]
+                start(logits_RxV, *others, logits_RxV.stride(0), num_logits, CHUNK=chunk, **_ROW_OPTIONS)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def gpu_blocks(constants: Mapping[str, int | float]) -> GpuBlocks | None:
@@ -93,13 +149,18 @@ def gpu_blocks(constants: Mapping[str, int | float]) -> GpuBlocks | None:
 
 
 @functools.cache
+def gpu_rows() -> GpuRows | None:
+    """The functions for rows of logits; None where `gpu_blocks` gives None."""
+    return GpuRows() if _has_triton() else None
+
+
+@functools.cache
 def _has_triton() -> bool:
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))  # where Triton looks
     if importlib.util.find_spec("triton") is not None and has_compiler:
         return True
     warnings.warn(
-        "Triton, or gcc or clang, which it needs, is not installed: using slower PyTorch code with identical "
-        "results on the GPU",
+        "Triton, or gcc or clang, which it needs, is not installed: using slower PyTorch code on the GPU",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,6 +1,7 @@
 """Cross-entropy with z-loss, a few rows of logits at a time, so that logits are kept in their own dtype only.
 
-Every operation is that of the plain equation, in its order: loss and gradient have the bits of torch's autograd.
+Every operation is that of the plain equation, in its order: loss and gradient have the bits of torch's autograd. A
+GPU has kernels for it instead, which read the logits once each way; they differ from these by rounding only.
 
 Shapes: R rows, r of them at a time, V vocabulary.
 """
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from diloco.kernels.gpu import GpuRows, gpu_rows
 from diloco.kernels.memory import elements_at_once
 
 
@@ -19,7 +21,7 @@ def cross_entropy(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[
 
     Args:
         logits_RxV: of any floating dtype; no copy of all of them is made in FP32.
-        target_R: int64.
+        target_R: int64, of columns.
         z_loss: the weight of (log Z)².
     """
     return _CrossEntropy.apply(logits_RxV, target_R, z_loss)
@@ -28,16 +30,11 @@ def cross_entropy(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        log_zs, target_logits = [], []
-        for logits_rxV, target_r in _pieces(logits_RxV, target_R):
-            x_rxV = logits_rxV.float()
-            log_zs.append(x_rxV.logsumexp(dim=-1))
-            target_logits.append(x_rxV.gather(-1, target_r[:, None]).squeeze(-1))
-        log_z_R = torch.cat(log_zs)
+        log_z_R, target_logit_R = _rows(logits_RxV).log_sums(logits_RxV, target_R)
         ctx.save_for_backward(logits_RxV, target_R, log_z_R)
         ctx.z_loss = z_loss
         ctx.set_materialize_grads(False)
-        mean = (log_z_R - torch.cat(target_logits)).mean()
+        mean = (log_z_R - target_logit_R).mean()
         return mean, mean + z_loss * log_z_R.square().mean()
 
     @staticmethod
@@ -53,13 +50,34 @@ class _CrossEntropy(torch.autograd.Function):
         of_log_z_R = of_row.expand(len(target_R))
         if of_objective is not None:
             of_log_z_R = of_log_z_R + of_objective * ctx.z_loss / len(target_R) * (2 * log_z_R)
+        return _rows(logits_RxV).gradients(logits_RxV, target_R, log_z_R, of_log_z_R, -of_row), None, None
+
+
+class _Pieces:
+    """What `GpuRows` computes, in plain torch."""
+
+    def log_sums(self, logits_RxV: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+        log_zs, target_logits = [], []
+        for logits_rxV, target_r in _pieces(logits_RxV, target_R):
+            x_rxV = logits_rxV.float()
+            log_zs.append(x_rxV.logsumexp(dim=-1))
+            target_logits.append(x_rxV.gather(-1, target_r[:, None]).squeeze(-1))
+        return torch.cat(log_zs), torch.cat(target_logits)
+
+    def gradients(
+        self, logits_RxV: Tensor, target_R: Tensor, log_z_R: Tensor, of_log_z_R: Tensor, of_target: Tensor
+    ) -> Tensor:
         gradient_RxV = torch.empty_like(logits_RxV)
         rows = _pieces(logits_RxV, target_R, log_z_R, of_log_z_R, gradient_RxV)
         for logits_rxV, target_r, log_z_r, of_log_z_r, gradient_rxV in rows:
             x_rxV = (logits_rxV.float() - log_z_r[:, None]).exp_().mul_(of_log_z_r[:, None])
-            x_rxV.scatter_add_(-1, target_r[:, None], -of_row.expand(len(target_r), 1))
+            x_rxV.scatter_add_(-1, target_r[:, None], of_target.expand(len(target_r), 1))
             gradient_rxV.copy_(x_rxV)
-        return gradient_RxV, None, None
+        return gradient_RxV
+
+
+def _rows(logits_RxV: Tensor) -> GpuRows | _Pieces:
+    return (gpu_rows() if logits_RxV.is_cuda else None) or _Pieces()
 
 
 def _pieces(logits_RxV: Tensor, *others: Tensor) -> "zip[tuple[Tensor, ...]]":
