@@ -37,8 +37,8 @@ def _pass_bytes(config: TrainConfig) -> float:
     gradients = 4 * model.num_matrix_params / config.num_shards
     # Autocast keeps a bfloat16 copy of each weight for the backward pass, of gathered weights, too.
     copies = 2 * model.num_matrix_params if is_half else 0
-    # The logits in both precisions, three gradients in FP32 on their way, and the gradient in bfloat16.
-    logits = (20 if is_half else 16) * num_tokens * model.vocab_size
+    # The logits and their gradient; the loss has a few rows of them at a time in FP32.
+    logits = 2 * (2 if is_half else 4) * num_tokens * model.vocab_size
     return gradients + copies + _gathered_bytes(config) + activation_bytes(config) + logits
 
 
@@ -67,9 +67,10 @@ def _gathered_bytes(config: TrainConfig) -> float:
 
 
 def _evaluation_bytes(config: TrainConfig) -> float:
-    """Logits of a batch without gradients: in both precisions, and their exponentials."""
-    num_tokens = config.evaluation.batch * config.sequence_length
-    return 10 * num_tokens * config.model.vocab_size + _gathered_bytes(config)
+    """Logits of a batch without gradients, and those of one sequence in FP32, and their exponentials."""
+    per_sequence = config.sequence_length * config.model.vocab_size
+    per_logit = 4 if config.precision == "fp32" else 2
+    return (per_logit * config.evaluation.batch + 8) * per_sequence + _gathered_bytes(config)
 
 
 def _sync_bytes(config: TrainConfig) -> float:
