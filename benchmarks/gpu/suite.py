@@ -7,7 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from gpu.place import Measurements, Place, Row
+from gpu.place import Measurements, OutOfTimeError, Place, Row
 
 ROOT = Path(__file__).parents[2]
 TESTS = {
@@ -28,6 +28,9 @@ def _pytest(place: Place, arguments: list[str]) -> Row:
         return {"error": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     seconds = max(1.0, place.deadline - time.monotonic())
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise OutOfTimeError("the tests were ended") from None
     lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
     return {"ok": done.returncode == 0, "result": lines[-1]}

@@ -12,6 +12,7 @@ PIECES = {
     "bits": 28,
     "waits": 5,
     "wire": 17,
+    "loss": 5,
     "sync": 5,
     "exchange": 2,
     "throughput": 6,
@@ -42,7 +43,7 @@ def test_whoever_calls_is_told_that_there_is_more(tmp_path: Path):
 def test_a_training_run_that_is_cut_off_goes_on(tmp_path: Path):
     command = ["on_gpu.py", "--output", tmp_path, "--dry", "--pieces", "training"]
     process = end_of(*command, "--seconds", 3)
-    assert process.returncode == 3 and "data_parallel: data_parallel stands at step" in process.stdout
+    assert process.returncode == 3 and "trained: the runs stand at {" in process.stdout
     run(*command)
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
-    assert [row.get("num_tokens") for row in rows] == [10240, 10240, None]
+    assert [row.get("num_tokens") for row in rows] == [None, *4 * [10240], None]

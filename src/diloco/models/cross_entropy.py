@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Pieces:
-    """What `GpuRows` computes, in plain torch."""
+    """The functions of `GpuRows` in plain torch."""
 
     def log_sums(self, logits_RxV: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
         log_zs, target_logits = [], []
