@@ -5,8 +5,7 @@
     PYTHONPATH=src python benchmarks/on_gpu.py --output DIR --dry     # on the CPU, in seconds: all of it runs
 
 Needs one NVIDIA GPU or more, diloco's own dependencies and a PyTorch with CUDA, and for some pieces transformers,
-pytest, hypothesis and beartype; no network. `--data` is the folder with books/ and tokenizers/, for the training
-runs.
+pytest, hypothesis and beartype; no network. `--data` is the folder with books/, for the training runs.
 
 Each piece runs in a process of its own for 8 minutes at the most, and writes DIR/PIECE.jsonl, a line a
 measurement. What is in it is not measured again; what was cut off is tried a second time, then left out. The exit

@@ -1,4 +1,4 @@
-"""The loss: its values beside FP64, and its time beside a copy of the logits, which is read once each way."""
+"""The loss: its error against FP64, and its time relative to a copy of the logits."""
 
 from functools import partial
 from typing import Any

@@ -30,7 +30,7 @@ class Place:
     dry: bool
     """True on the CPU, to see that everything runs."""
     data: Path
-    """The folder with books/ and tokenizers/."""
+    """The folder with books/."""
     folder: Path
     """The folder for files of the piece."""
     deadline: float

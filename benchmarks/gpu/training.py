@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpu.place import Measurements, OutOfTimeError, Place, Row
 
-_MOST_WORSE = 0.01  # goal: the held-out loss of Streaming above that of Data-Parallel, each at its best rate
+_MOST_WORSE = 0.01  # goal: how far Streaming's best held-out loss may lie above Data-Parallel's best
 _SECONDS_TO_END = 20.0
 METHODS = {
     "data_parallel": ["--method", "data_parallel", "--num-replicas", "1"],
@@ -115,9 +115,5 @@ def _summary(place: Place, method: str, rate: str) -> Row:
 def _gap(place: Place) -> Row:
     """The held-out loss of Streaming relative to Data-Parallel's, each at its best rate."""
     losses = {method: min(_summary(place, method, rate)["eval_loss"] for rate in RATES) for method in METHODS}
-    baseline, streaming = losses.values()
-    return {
-        **losses,
-        "relative": round(streaming / baseline - 1, 5),
-        "ok": place.goal(streaming <= baseline * (1 + _MOST_WORSE)),
-    }
+    relative = losses["streaming_overlapped_fp4"] / losses["data_parallel"] - 1
+    return {**losses, "relative": round(relative, 5), "ok": place.goal(relative < _MOST_WORSE)}

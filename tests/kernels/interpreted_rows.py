@@ -50,14 +50,16 @@ def compare(num_rows: int, num_logits: int, dtype: torch.dtype, scale: float) ->
 
 
 def compare_what_is_not_finite() -> None:
-    """NaN comes out where NaN or +∞ goes in, or a target is no column; −∞ is a logit of probability 0."""
+    """The loss is not finite where NaN or +∞ goes in, or a target is no column; −∞ is a logit of probability 0."""
     logits_RxV, target_R = torch.zeros(2, 9), torch.tensor([3, 8])
     for place, value in product((0, 8), (torch.nan, torch.inf)):
         broken_RxV = logits_RxV.clone()
         broken_RxV[1, place] = value
         assert not own(broken_RxV, target_R)[0].isfinite()
     for target in (-100, -1, 9):
-        assert own(logits_RxV, torch.tensor([3, target]))[0].isnan()
+        mean, _, gradient_RxV = own(logits_RxV, torch.tensor([3, target]))
+        assert mean.isnan()
+        assert gradient_RxV.isnan().any(dim=-1).tolist() == [False, True]
     logits_RxV[:, :8] = -torch.inf
     mean, _, gradient_RxV = own(logits_RxV, torch.tensor([8, 8]))
     assert mean == 0
@@ -71,3 +73,5 @@ if __name__ == "__main__":
         for (num_rows, num_logits), dtype, scale in product([(1, 3), (5, 40), (3, 61)], dtypes, (1.0, 30.0)):
             compare(num_rows, num_logits, dtype, scale)
         compare_what_is_not_finite()
+        torch.set_default_dtype(torch.bfloat16)
+        compare(5, 40, torch.bfloat16, 1.0)

@@ -6,16 +6,17 @@ from diloco.wire import codec
 from diloco.wire.floats import E3M0
 
 
-@pytest.mark.parametrize("missing", ["importlib.util.find_spec", "shutil.which"])
+@pytest.mark.parametrize("missing", ["importlib.util.find_spec", "shutil.which", "sysconfig.get_path"])
 def test_without_triton_or_a_compiler_there_are_none_and_one_warning(missing, monkeypatch):
-    monkeypatch.setattr(missing, lambda name: None)
+    monkeypatch.setattr(missing, lambda name: "/nowhere" if missing.endswith("path") else None)
     monkeypatch.delenv("CC", raising=False)
     gpu._has_triton.cache_clear()
     with pytest.warns(
-        RuntimeWarning, match="Triton, or gcc .* is not installed: using slower PyTorch code"
+        RuntimeWarning, match="Triton, or .* is not installed: using slower .* with identical payloads"
     ) as warnings:
         assert gpu.gpu_blocks(codec("e3m0").constants) is None
         assert gpu.gpu_blocks(codec("int8").constants) is None
+        assert gpu.gpu_rows() is None
     assert len(warnings) == 1
     gpu._has_triton.cache_clear()
 

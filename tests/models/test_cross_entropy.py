@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from diloco.errors import UserError
 from diloco.models import cross_entropy as module
 from diloco.models.cross_entropy import cross_entropy
 
@@ -39,6 +40,24 @@ def test_loss_and_gradient_have_the_bits_of_autograd(dtype, num_rows, num_logits
             results.append((mean, objective, x.grad))
     assert results[0][2].dtype == dtype
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("target", [torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)])
+def test_other_targets_than_one_a_row_are_refused(target):
+    with pytest.raises(UserError, match=r"logits \(2, 4\) need one int64 target for each row, and not torch.int"):
+        cross_entropy(torch.zeros(2, 4), target, 0.0)
+
+
+def test_a_gpu_has_kernels_where_triton_is_and_plain_torch_elsewhere(monkeypatch):
+    class Cuda(torch.Tensor):
+        is_cuda = True
+
+    there, kernels = torch.empty(1, 1).as_subclass(Cuda), object()
+    monkeypatch.setattr(module, "gpu_rows", lambda: kernels)
+    assert module._rows(there) is kernels
+    assert isinstance(module._rows(torch.empty(1, 1)), module._Pieces)
+    monkeypatch.setattr(module, "gpu_rows", lambda: None)
+    assert isinstance(module._rows(there), module._Pieces)
 
 
 def test_the_gradient_is_that_of_finite_differences():

@@ -23,7 +23,8 @@ def test_memory_counts_a_copy_for_parameters_gradients_moments_and_outer_state(t
     config = resolve(replace(tiny(), method=method), vocab_size=257, prepared=tmp_path)
     result = forecast(config)
     assert result.state_bytes == num_copies * 4 * result.num_params
-    assert result.logits_bytes == 2 * 4 * 4 * 64 * 257
+    assert result.logits_bytes == 2 * 2 * 4 * 64 * 257
+    assert forecast(replace(config, precision="fp32")).logits_bytes == 2 * 4 * 4 * 64 * 257
     assert (result.schedule is None) == (method == "data_parallel")
 
 

@@ -45,12 +45,16 @@ def gradients(
     num_logits,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Write softmax(row) · ∂/∂log Z, and add ∂/∂target, one number for all rows, in the target's column."""
+    """Write softmax(row) · ∂/∂log Z, and add ∂/∂target, one number for all rows, in the target's column.
+
+    A row whose target is no column is NaN.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     gradient_ptr += row * num_logits
     log_z, of_log_z, of_target = tl.load(log_z_ptr + row), tl.load(of_log_z_ptr + row), tl.load(of_target_ptr)
     target = tl.load(target_ptr + row)
+    of_log_z = tl.where((target >= 0) & (target < num_logits), of_log_z, float("nan"))
     for first in range(0, num_logits, CHUNK):
         column = first + tl.arange(0, CHUNK)
         is_here = column < num_logits

@@ -1,7 +1,7 @@
 """Cross-entropy with z-loss, a few rows of logits at a time, so that logits are kept in their own dtype only.
 
 Every operation is that of the plain equation, in its order: loss and gradient have the bits of torch's autograd. A
-GPU has kernels for it instead, which read the logits once each way; they differ from these by rounding only.
+GPU has kernels for it, which read the logits once each way; their results differ from these by rounding only.
 
 Shapes: R rows, r of them at a time, V vocabulary.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from diloco.errors import UserError
 from diloco.kernels.gpu import GpuRows, gpu_rows
 from diloco.kernels.memory import elements_at_once
 
@@ -21,9 +22,17 @@ def cross_entropy(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[
 
     Args:
         logits_RxV: of any floating dtype; no copy of all of them is made in FP32.
-        target_R: int64, of columns.
+        target_R: int64. A target that is no column raises a RuntimeError on a CPU; on a GPU the results are NaN.
         z_loss: the weight of (log Z)².
+
+    Raises:
+        UserError: if there is not one target, int64, for each row.
     """
+    if target_R.dtype != torch.int64 or target_R.shape != logits_RxV.shape[:1]:
+        raise UserError(
+            f"logits {tuple(logits_RxV.shape)} need one int64 target for each row, and not {target_R.dtype} "
+            f"{tuple(target_R.shape)}"
+        )
     return _CrossEntropy.apply(logits_RxV, target_R, z_loss)
 
 

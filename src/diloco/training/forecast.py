@@ -9,6 +9,7 @@ from diloco.schedule import Schedule
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.engine_settings import engine_settings
+from diloco.training.sizes import logit_bytes
 
 _FP32_BYTES = 4
 
@@ -24,7 +25,7 @@ class Forecast:
     state_bytes: int
     """A process's share of parameters, gradients, Adam's two moments, Θ and its momentum, all FP32."""
     logits_bytes: int
-    """Logits of a pass, and their gradient."""
+    """Logits of a pass, and their gradient; where a device decides on autocast, with it."""
     schedule: Schedule | None
     """The steps at which fragments are sent; None for Data-Parallel, which reduces gradients at every step."""
     sync_bytes: tuple[int, ...]
@@ -61,7 +62,7 @@ def forecast(config: TrainConfig) -> Forecast:
         num_params=num_params,
         num_trained_params=num_trained,
         state_bytes=_FP32_BYTES * (num_params + (num_copies - 1) * num_trained) // config.num_shards,
-        logits_bytes=2 * _FP32_BYTES * num_logits,
+        logits_bytes=2 * logit_bytes(config) * num_logits,
         schedule=schedule,
         sync_bytes=sync_bytes,
         bytes_sent=sum(num * size for num, size in zip(num_syncs, sync_bytes, strict=True)),

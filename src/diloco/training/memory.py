@@ -9,15 +9,17 @@ from dataclasses import replace
 from diloco.errors import UserError
 from diloco.training.config import TrainConfig
 from diloco.training.resolve import with_method_values
+from diloco.training.sizes import logit_bytes
 from diloco.wire.formats import parse
 
 
 def device_bytes(config: TrainConfig) -> int:
     """The largest sum of what a process holds on its device at once, in bytes.
 
-        4N/S for θ + 8N/S for AdamW + 8N/S for Θ and v + max(pass, sync)
+        4N/S for θ + 8N/S for AdamW + 8N/S for Θ and v + pass + sync
 
-    A pass and a sync do not meet: gradients and activations are gone when the outer gradients are computed.
+    With τ = 0 a pass and a sync do not meet, and the larger one counts: gradients and activations are gone when
+    the outer gradients are computed. With τ > 0 a sync goes on beside the next pass.
 
     Args:
         config: with its model's vocabulary; a decoder of `diloco.models`, or one with blocks like its.
@@ -27,7 +29,9 @@ def device_bytes(config: TrainConfig) -> int:
     state = 12 * num_params / num_shards
     if config.method != "data_parallel":
         state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
-    return round(state + max(_pass_bytes(config), _evaluation_bytes(config), _sync_bytes(config)))
+    pass_bytes, sync_bytes = _pass_bytes(config), _sync_bytes(config)
+    together = max(pass_bytes, sync_bytes) if config.diloco.overlap_steps == 0 else pass_bytes + sync_bytes
+    return round(state + max(together, _evaluation_bytes(config)))
 
 
 def _pass_bytes(config: TrainConfig) -> float:
@@ -38,7 +42,7 @@ def _pass_bytes(config: TrainConfig) -> float:
     # Autocast keeps a bfloat16 copy of each weight for the backward pass, of gathered weights, too.
     copies = 2 * model.num_matrix_params if is_half else 0
     # The logits and their gradient; the loss has a few rows of them at a time in FP32.
-    logits = 2 * (2 if is_half else 4) * num_tokens * model.vocab_size
+    logits = 2 * logit_bytes(config) * num_tokens * model.vocab_size
     return gradients + copies + _gathered_bytes(config) + activation_bytes(config) + logits
 
 
@@ -69,8 +73,7 @@ def _gathered_bytes(config: TrainConfig) -> float:
 def _evaluation_bytes(config: TrainConfig) -> float:
     """Logits of a batch without gradients, and those of one sequence in FP32, and their exponentials."""
     per_sequence = config.sequence_length * config.model.vocab_size
-    per_logit = 4 if config.precision == "fp32" else 2
-    return (per_logit * config.evaluation.batch + 8) * per_sequence + _gathered_bytes(config)
+    return (logit_bytes(config) * config.evaluation.batch + 8) * per_sequence + _gathered_bytes(config)
 
 
 def _sync_bytes(config: TrainConfig) -> float:

@@ -26,11 +26,11 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
     needs = {
         ("sequence_length", "global_batch"): (8 * config.process_batch * (length + 1), "tokens of one step"),
         ("sequence_length", "micro_batch", "model.vocab_size"): (
-            4 * micro_batch * length * model.vocab_size,
+            logit_bytes(config) * micro_batch * length * model.vocab_size,
             "logits of one pass",
         ),
         ("evaluation.batch", "sequence_length", "model.vocab_size"): (
-            4 * config.evaluation.batch * length * model.vocab_size,
+            logit_bytes(config) * config.evaluation.batch * length * model.vocab_size,
             "logits of one batch of the evaluation",
         ),
     }
@@ -46,6 +46,11 @@ def check_sizes(config: TrainConfig, *, here: bool) -> None:
     }
     for fields, (num_bytes, content) in needs.items():
         _check({name: values[name] for name in fields}, num_bytes, content, here=here)
+
+
+def logit_bytes(config: TrainConfig) -> int:
+    """Bytes of a logit; where a device decides on autocast, the fewer."""
+    return 4 if config.precision == "fp32" else 2
 
 
 def check_model(model: ModelConfig, *, here: bool) -> None:
