@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ def test_they_compile_for_gpus(dtype, capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"logits_ptr": f"*{dtype}", "gradient_ptr": f"*{dtype}", "target_ptr": "*i64"}
     types |= {"stride": "i64", "num_logits": "i32", "CHUNK": "constexpr"}
-    for function in (triton_rows.log_sums, triton_rows.gradients):
+    functions: tuple[Any, ...] = triton_rows.log_sums, triton_rows.gradients
+    for function in functions:
         signature = {argument: types.get(argument, "*fp32") for argument in function.arg_names}
         place = (function.arg_names.index("CHUNK"),)
         source = ASTSource(function, signature, constexprs={place: gpu._CHUNK})
