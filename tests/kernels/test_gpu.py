@@ -8,7 +8,7 @@ from diloco.wire.floats import E3M0
 
 @pytest.mark.parametrize("missing", ["importlib.util.find_spec", "shutil.which", "sysconfig.get_path"])
 def test_without_triton_or_a_compiler_there_are_none_and_one_warning(missing, monkeypatch):
-    monkeypatch.setattr(missing, lambda name: "/nowhere" if missing.endswith("path") else None)
+    monkeypatch.setattr(missing, lambda *names: "/nowhere" if missing.endswith("path") else None)
     monkeypatch.delenv("CC", raising=False)
     gpu._has_triton.cache_clear()
     with pytest.warns(

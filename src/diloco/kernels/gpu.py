@@ -158,7 +158,7 @@ def gpu_rows() -> GpuRows | None:
 @functools.cache
 def _has_triton() -> bool:
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))  # where Triton looks
-    has_header = Path(sysconfig.get_path("include"), "Python.h").exists()
+    has_header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists()
     if importlib.util.find_spec("triton") is not None and has_compiler and has_header:
         return True
     warnings.warn(
