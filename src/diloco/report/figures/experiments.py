@@ -55,10 +55,23 @@ def draw_panel(panel: Panel, axes: "Axes") -> None:
         )
         axes.margins(x=0.15)
     if panel.x_log:
-        axes.set_xscale("log")
+        _set_log_ticks(axes)
     legend_title = panel.title if not panel.published and len(panel.curves) > 1 else None
     axes.set_title(panel.title if legend_title is None else "", fontsize=9)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(visible=True, which="major", color="0.9")
     if any(panel.curves):
         axes.legend(fontsize=8, frameon=False, title=legend_title, title_fontsize=8)
+
+
+def _set_log_ticks(axes: "Axes") -> None:
+    """Make the axis logarithmic, with few ticks over about a decade: the labels of matplotlib's would overlap."""
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 30 * low:
+        is_short = high < 4 * low
+        axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(9, 9)))
+        axes.xaxis.set_minor_locator(NullLocator())
