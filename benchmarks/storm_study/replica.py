@@ -107,6 +107,7 @@ class Meter:
                 "replica": rounds.replica,
                 "steps": rounds.num_steps,
                 "sent_steps": sum(rounds.last_sent),
+                "counted_steps": sum(steps for _, steps in rounds.counted),
                 "queued_seconds": _queued_seconds(),
                 "in_step_seconds": self._in_step_seconds,
                 "own_in_step_seconds": self._in_step_seconds - self._queued_seconds,

@@ -149,6 +149,11 @@ class Storm:
         replay = replayed(str(mirror), initial=initial_parameters)
         outers = [outer for each in lines.values() for line in each for outer in line["outer"]]
         last = lines["survivor"][-1]
+        num_counted = replay.state.members[last["replica"]].steps
+        if last["counted_steps"] != num_counted:
+            raise SystemExit(
+                f"the log counts {num_counted} steps of the survivor, which takes {last['counted_steps']}"
+            )
         survivor = [line for line in lines["survivor"] if line["at"] >= begin and not line["ended"]]
         control = [line for line in control if survivor[0]["at"] <= line["at"] <= survivor[-1]["at"]]
         parts = [len(ref.body.contributions) for log in replay.state.fragments for ref in log.since]
@@ -172,7 +177,7 @@ class Storm:
             "control_share_in_step": _rate(control, "in_step_seconds", "at"),
             "control_own_share_in_step": _rate(control, "own_in_step_seconds", "at"),
             "steps": last["steps"],
-            "steps_lost": last["sent_steps"] - replay.state.members[last["replica"]].steps,
+            "steps_lost": last["sent_steps"] - num_counted,
             "rounds": replay.checked.rounds,
             "rounds_replayed": replay.checked.steps,
             "mean_last_contributors": statistics.mean(parts),

@@ -68,7 +68,7 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
     assert float(row["kills"]) > 0 and float(row["crashes"]) == 0
     # On a busy machine each round takes many of the 70 steps.
     assert float(row["rounds_replayed"]) == float(row["rounds"]) > 3
-    assert float(row["checksums"]) > 3 and float(row["mismatches"]) == float(row["steps_lost"]) == 0
+    assert float(row["checksums"]) > 3 and float(row["mismatches"]) == 0
     # So short a run that is disturbed so often may become worse at its end; what has learned nothing is at ln 256.
     assert max(float(row["loss_at_equal_tokens"]), float(row["loss"])) < 5 < math.log(256)
     output = run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
