@@ -6,7 +6,7 @@ TRITON_INTERPRET=1 python -m tests.kernels.interpreted
 import torch
 from torch import Tensor
 
-from diloco.kernels.gpu import gpu_blocks
+from diloco.kernels.gpu import GpuBlocks
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec
 from diloco.wire.random import words
@@ -44,8 +44,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 def compare(spec: str, num: int) -> None:
     wire, delta_N = codec(spec), vector(num)
     assert isinstance(wire, BlockCodec) and wire.constants is not None
-    kernels = gpu_blocks(wire.constants)
-    assert kernels is not None
+    kernels = GpuBlocks(wire.constants)
     end = wire.scales_bytes(num)
     expected = torch.empty(wire.body_bytes(num), dtype=torch.uint8)
     assert wire.pack(delta_N, expected, KEY)
@@ -70,8 +69,7 @@ def compare_damage(spec: str) -> None:
     """Change single bytes: both see the same scales and codes that are never written."""
     wire, num, answers = codec(spec), 1000, set[bool]()
     assert isinstance(wire, BlockCodec) and wire.constants is not None
-    kernels, end = gpu_blocks(wire.constants), wire.scales_bytes(num)
-    assert kernels is not None
+    kernels, end = GpuBlocks(wire.constants), wire.scales_bytes(num)
     whole = torch.empty(wire.body_bytes(num), dtype=torch.uint8)
     wire.pack(vector(num), whole, KEY)
     for place in range(0, whole.numel(), 71):

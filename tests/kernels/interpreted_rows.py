@@ -68,7 +68,7 @@ def compare_what_is_not_finite() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with patch.object(module, "_rows", lambda logits_RxV: gpu.gpu_rows()), patch.object(gpu, "_CHUNK", 8):
+    with patch.object(module, "_rows", lambda logits_RxV: gpu.GpuRows()), patch.object(gpu, "_CHUNK", 8):
         dtypes = torch.float32, torch.bfloat16, torch.float16
         for (num_rows, num_logits), dtype, scale in product([(1, 3), (5, 40), (3, 61)], dtypes, (1.0, 30.0)):
             compare(num_rows, num_logits, dtype, scale)
