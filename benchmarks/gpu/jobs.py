@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from gpu.place import Measurements, OutOfTimeError, Place, Row
+from gpu.place import Measurements, OutOfTimeError, Place, Row, killed
 
 SNIPPETS = Path(__file__).parents[2] / "docs" / "snippets"
 _CPU_ONLY = re.compile(r"use_cpu=True,|cpu=True, |accelerator=\"cpu\",")
@@ -48,7 +47,7 @@ def _resumed(place: Place) -> Row:
     end = min(time.monotonic() + _SECONDS, place.deadline)
     while process.poll() is None and not any(run.rglob("*.sha256")) and time.monotonic() < end:
         time.sleep(0.05)
-    was_alive = _killed(process)
+    was_alive = killed(process)
     row = _ended(place, _diloco(place, "train", "--resume", str(run)))
     summary = json.loads((run / "summary.json").read_text()) if row["ok"] else {}
     return row | {"ok": was_alive and summary.get("num_tokens") == num_tokens}
@@ -122,18 +121,9 @@ def _ended(place: Place, *processes: "subprocess.Popen[bytes]") -> Row:
             raise OutOfTimeError("the job was ended") from None
     finally:
         for process in processes:
-            _killed(process)
+            killed(process)
     failed = [process for process in processes if process.returncode]
     return {"ok": not failed} | ({"output": [_log(place, process)[-600:] for process in failed]} if failed else {})
-
-
-def _killed(process: "subprocess.Popen[bytes]") -> bool:
-    """End a process and what it has started; whether it was alive."""
-    if process.poll() is not None:
-        return False
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return True
 
 
 def _log(place: Place, process: "subprocess.Popen[bytes]") -> str:

@@ -1,6 +1,9 @@
 """The place where a measurement runs: a GPU, or, dry, the CPU at a size of seconds."""
 
+import os
+import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -98,6 +101,15 @@ def engine_of(
     )
     exchange = exchange or diloco.LoopbackExchange()
     return diloco.StreamingDiLoCo(model, fragments=fragments, schedule=schedule, exchange=exchange, **arguments)
+
+
+def killed(process: "subprocess.Popen[bytes]") -> bool:
+    """End a process and what it has started, in a session of its own; whether it was alive."""
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
 
 
 Measurements = Mapping[str, Callable[[], Row]]

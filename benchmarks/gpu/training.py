@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
-from gpu.place import Measurements, OutOfTimeError, Place, Row
+from gpu.place import Measurements, OutOfTimeError, Place, Row, killed
 
 _MOST_WORSE = 0.01  # goal: how far Streaming's best held-out loss may lie above Data-Parallel's best
 _SECONDS_TO_END = 20.0
@@ -60,9 +59,7 @@ def _train(place: Place, runs: list[tuple[str, str]]) -> Row:
         raise OutOfTimeError(f"the runs stand at {steps}") from None
     finally:
         for job in jobs.values():
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+            killed(job)
     logs = {_name(*run): place.folder / f"{_name(*run)}.log" for run, job in jobs.items() if job.returncode}
     return {"error": {name: log.read_text()[-500:] for name, log in logs.items()}} if logs else {"ok": True}
 

@@ -2,12 +2,15 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import product
 from typing import Any
 
 import pytest
 
 from diloco.wire import CODECS, codec
+
+from .ptx import ptx_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
@@ -24,10 +27,6 @@ def test_interpreted_they_give_the_bits_of_the_cpu():
 @pytest.mark.parametrize("name", BLOCKS)
 def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_path, monkeypatch):
     """No product and sum in one rounding, no subnormal number taken for 0, no approximate division."""
-    from triton import compile as compiled
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from diloco.kernels import gpu, triton_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -38,13 +37,7 @@ def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_pat
     for (function, choice), is_chosen in product(kernels, (False, True)):
         fixed = sizes | {choice: is_chosen}
         types = {"delta_ptr": "*fp32", "to_ptr": "*fp32", "codes_ptr": "*u8", "bad_ptr": "*i32"}
-        types |= {"scales_ptr": "*u8" if constants["FLOAT"] else "*fp32"}
-        signature = {
-            argument: "constexpr" if argument in fixed else types.get(argument, "i64")
-            for argument in function.arg_names
-        }
-        places = {(function.arg_names.index(argument),): value for argument, value in fixed.items()}
-        source = ASTSource(function, signature, constexprs=places)
-        code = compiled(source, target=GPUTarget("cuda", capability, 32), options=gpu._OPTIONS).asm["ptx"]
+        types = defaultdict(lambda: "i64", types, scales_ptr="*u8" if constants["FLOAT"] else "*fp32")
+        code = ptx_of(function, types, fixed, capability=capability, options=gpu._OPTIONS)
         assert not re.search(r"\bfma\.|\.ftz|div\.(full|approx)", code)
         assert ("div.rn" in code) == (function is pack and not constants["FLOAT"])

@@ -146,7 +146,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def gpu_blocks(constants: Mapping[str, int | float]) -> GpuBlocks | None:
-    """The functions of a block codec; None, with one warning, where Triton or its C compiler is not installed."""
+    """The functions of a block codec; None, with one warning, where Triton or what it compiles with is missing."""
     return GpuBlocks(constants) if _has_triton() else None
 
 
