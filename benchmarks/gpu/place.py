@@ -79,7 +79,7 @@ class Place:
     def model(self, scale: str) -> Decoder:
         """A decoder of the paper's ladder, or a tiny one."""
         small = DecoderConfig(num_layers=6, num_heads=2, width=16, vocab_size=512)
-        return Decoder(small if self.dry else ladder(scale), seed=0).to(self.device)
+        return (small if self.dry else ladder(scale)).build(seed=0).to(self.device)
 
     def window(self, num_sequences: int, length: int, vocab_size: int) -> Tensor:
         """Random tokens (B, T+1)."""

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from diloco.evaluation.likelihoods import likelihoods
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder import Decoder
+from diloco.models.decoder_config import DecoderConfig
 
 CPU = torch.device("cpu")
-MODEL = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=13), seed=3)
+MODEL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=13).build(seed=3)
 
 
 def directly(context: list[int], continuation: list[int], max_length: int) -> tuple[float, bool]:
@@ -69,24 +70,17 @@ def test_a_continuation_without_a_token_is_refused():
 
 
 def test_a_context_that_is_shared_is_read_once():
-    read = []
-
-    class Counting(Decoder):
-        def forward(self, tokens, cache=None):
-            read.append(tokens.numel())
-            return super().forward(tokens, cache)
-
-    model = Counting(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=13), seed=0)
+    model = Recording()
     context = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     likelihoods(model, [(context, [1, 2, 3]), (context, [4, 5]), (context, [6])] * 2, max_length=64, device=CPU)
-    assert read == [9, 6 * 2]
+    assert model.num_tokens == [9, 6 * 2]
 
 
 class Recording(Decoder):
     """A decoder that notes the tokens of each pass."""
 
     def __init__(self) -> None:
-        super().__init__(MODEL.config, seed=3)
+        super().__init__(num_layers=2, num_heads=2, width=16, vocab_size=13, seed=3)
         self.num_tokens: list[int] = []
 
     def forward(self, tokens_BxT, cache=None):

@@ -14,7 +14,7 @@ from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import Likelihood
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
@@ -47,7 +47,7 @@ def test_texts_stay_as_they_are(tmp_path):
         {"query": "And London fell on", "choices": ["1066-12-25", "1066-12-26"], "gold": 0},
     ]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    model = Decoder(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257), seed=0)
+    model = DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257).build(seed=0)
     assert score(model, path)["acc"] in (0, 0.5, 1)
 
 
@@ -164,7 +164,7 @@ def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
 
     tokenizer = ByteTokenizer() if kind == "bytes" else load_tokenizer(DOLMA)
     config = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=tokenizer.vocab_size)
-    ours = Decoder(config, seed=0)
+    ours = config.build(seed=0)
     values, state = config.to_hugging_face(ours.state_dict(), context=512, bos_id=tokenizer.bos_id)
     theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()
     theirs.load_state_dict(state, strict=False)

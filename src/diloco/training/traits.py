@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from diloco.errors import FileError, UserError
-from diloco.models.spec import DEFAULT_FAMILY, ModelConfig, load_family
+from diloco.models.families import DEFAULT_FAMILY, load_family
+from diloco.models.spec import ModelConfig
 from diloco.schema import converted
 
 _Config = TypeVar("_Config")
