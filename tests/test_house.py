@@ -84,6 +84,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "experiments/runner/cluster.py": "experiments/runner/test_grid.py",
     "experiments/runner/progress.py": "experiments/runner/test_grid.py",
     "experiments/runner/result.py": "experiments/runner/test_grid.py",
+    "models/families.py": "models/test_spec.py",
+    "models/pretrained.py": "models/test_hugging_face_config.py",
     "outer/step.py": "engine/test_observe.py",
     "outer/take.py": "outer/test_nesterov.py",
     "reduction/gather.py": "reduction/test_reduction.py",

@@ -10,9 +10,8 @@ import pytest
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.index import INDEX_FILE, SPLITS, read_index, shard_path
 from diloco.data.prepare import PrepareProgress, prepare, resolve
-from diloco.data.shards import open_split
+from diloco.data.shards import INDEX_FILE, SPLITS, open_split, read_index, shard_path
 from diloco.data.splits import is_held_out
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError

@@ -5,8 +5,8 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.index import read_index
 from diloco.data.prepare import prepare
+from diloco.data.shards import read_index
 from diloco.data.splits import SplitDocuments, check_disjoint, is_held_out
 from diloco.errors import UserError
 

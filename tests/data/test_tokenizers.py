@@ -1,4 +1,5 @@
 import hashlib
+import io
 import json
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from diloco.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
+from diloco.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, text_pieces, train_bpe
 from diloco.errors import UserError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -165,6 +166,13 @@ def test_an_unknown_spec_says_what_is_known(spec):
         load_tokenizer(spec)
 
 
+def test_a_vocabulary_that_cannot_be_meant_is_refused(bpe_path, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(bpe_path.read_text().replace(": 599", ": 2147483648", 1))
+    with pytest.raises(UserError, match=r"tokenizer\.json has ids up to 2147483648: they must be below 16777216"):
+        load_tokenizer(path)
+
+
 def test_a_file_beyond_the_limit_is_refused_before_it_is_read_whole(bpe_path, monkeypatch):
     monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 100)
     with pytest.raises(UserError, match=r"has more than 100 bytes: name another file"):
@@ -187,3 +195,53 @@ def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):
     # An entry that its name does not encode to is one, though the file adds it to nothing.
     Backend(BPE(vocab=vocabulary | {"[BOS]": 258}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).bos_id == 257
+
+
+TEXTS = ["Hello wörld, 漢字 🙂!\n", "  two  spaces ", "né" * 20]
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "sentencepiece"])
+def tokenizer(request, tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        return ByteTokenizer()
+    if request.param == "bpe":
+        train_bpe(TEXTS * 9, 270, folder / "tokenizer.json")
+        return load_tokenizer(folder / "tokenizer.json")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 9),
+        model_writer=model,
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return load_tokenizer(folder / "tokenizer.model")
+
+
+@given(st.text(max_size=30))
+def test_the_pieces_are_the_text(tokenizer, text):
+    for one in (text, *TEXTS):
+        ids = tokenizer.encode([one])[0].tolist()
+        pieces = [*text_pieces(tokenizer, ids)]
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert "" not in pieces
+        if "\ufffd" not in one:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_piece_after_others_keeps_the_space_before_it(tokenizer):
+    ids = tokenizer.encode(["two words"])[0].tolist()
+    for cut in range(len(ids)):
+        after = "".join(text_pieces(tokenizer, ids[cut:], after=ids[:cut]))
+        assert tokenizer.decode(ids[:cut]) + after == tokenizer.decode(ids)
+
+
+def test_bytes_that_are_no_character_are_shown_all_the_same(tokenizer):
+    if not isinstance(tokenizer, ByteTokenizer):
+        pytest.skip("only here every token is a byte")
+    assert "".join(text_pieces(tokenizer, [0xF0] * 9 + [0x41])).endswith("\ufffdA")
+    assert next(text_pieces(tokenizer, [0xF0] * 9))

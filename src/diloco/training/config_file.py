@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.data.index import INDEX_FILE, read_index
+from diloco.data.shards import INDEX_FILE, read_index
 from diloco.errors import FileError, UserError, nearest
 from diloco.schema import read_bytes
 from diloco.training.budget import Budget, epochs, parse_tokens

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.errors import DilocoError, setting
 from diloco.rendezvous.machine import RunState
 from diloco.rendezvous.store_rendezvous import StoreRendezvous

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import content, file_digest
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.files import expanded, sha256
 from diloco.training.config import TrainConfig

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco.data.index import read_index, total
+from diloco.data.shards import read_index, total
 from diloco.report.terminal.training import megabytes
 from diloco.training.budget import Budget
 from diloco.training.config import TrainConfig
