@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco.models.decoder import Decoder
-from diloco.models.decoder_config import ladder
 from diloco.training.hardware import peak_flops
 from gpu.place import Measurements, Place, Row
 
@@ -47,7 +46,7 @@ def _llama(place: Place, scale: str) -> Model:
     """A Llama as wide and deep, with as many heads and entries; its MLP of three matrices is 8/3 as wide."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours = place.model(scale).config if place.dry else ladder(scale)
+    ours = place.decoder(scale)
     config = LlamaConfig(
         vocab_size=ours.vocab_size,
         hidden_size=ours.width,

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import Annotated
 
 import tyro
@@ -51,7 +50,7 @@ def _line() -> str:
         with as_utf8():
             return sys.stdin.readline()
     with suppress(ImportError):  # input() then edits the line, and remembers the ones before
-        import_module("readline")
+        import readline  # noqa: F401
     try:
         with as_utf8():
             return input("> ") + "\n"
