@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import torch
 from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
-from diloco.evaluation.likelihoods import Likelihood
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
 
@@ -121,22 +119,6 @@ def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(name, tmp_
         assert scores["acc"] == pytest.approx(np.mean(right), abs=1e-12)
         p = scores["acc"]
         assert scores["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
-
-
-@needs_questions
-@pytest.mark.parametrize("name", ["piqa_val", "arc_easy_test"])
-def test_a_random_score_is_right_as_often_as_chance(name, monkeypatch):
-    from diloco.evaluation import zero_shot
-
-    generator = random.Random(0)
-    monkeypatch.setattr(
-        zero_shot,
-        "likelihoods",
-        lambda _, requests, **__: [Likelihood(-generator.random(), False) for _ in requests],
-    )
-    chances = [1 / len(question["choices"]) for question in questions(EVAL / f"{name}.jsonl")]
-    error = math.sqrt(sum(chance * (1 - chance) for chance in chances)) / len(chances)
-    assert abs(score(Uniform(), EVAL / f"{name}.jsonl")["acc"] - np.mean(chances)) < 3 * error
 
 
 def test_a_model_that_knows_the_answers_scores_all(tmp_path):

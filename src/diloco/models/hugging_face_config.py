@@ -170,14 +170,12 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
         architecture=architecture,
         hf=str(expanded(name).absolute()) if is_here else name,
     )
-    if is_here and file != expanded(name) and not any((file.parent / weights).exists() for weights in WEIGHTS):
-        if any(file.parent.glob("*.bin")):
-            raise UserError(
-                f"model.hf={name} has its weights as a pickle: save them as model.safetensors, which "
-                "save_pretrained of transformers writes",
-                "model.hf",
-            )
-        return replace(config, lora=lora)
-    if is_here and file == expanded(name):
-        return replace(config, lora=lora)
-    return replace(config, weights=sha256(*weight_files(config.hf)), lora=lora)
+    is_alone = is_here and file == expanded(name)
+    has_weights = not is_alone and (not is_here or any((file.parent / weights).exists() for weights in WEIGHTS))
+    if not (is_alone or has_weights) and any(file.parent.glob("*.bin")):
+        raise UserError(
+            f"model.hf={name} has its weights as a pickle: save them as model.safetensors, which "
+            "save_pretrained of transformers writes",
+            "model.hf",
+        )
+    return replace(config, weights=sha256(*weight_files(config.hf)) if has_weights else "", lora=lora)
