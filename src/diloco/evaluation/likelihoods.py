@@ -1,4 +1,4 @@
-"""How likely a model finds text: its loss on held-out sequences, and likelihoods of continuations.
+"""Likelihoods that a model gives to text: its loss on held-out sequences, and those of continuations.
 
 Continuations are scored in batches, each distinct context read once.
 
