@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Annotated
 
 import tyro
@@ -50,7 +51,7 @@ def _line() -> str:
         with as_utf8():
             return sys.stdin.readline()
     with suppress(ImportError):  # input() then edits the line, and remembers the ones before
-        import readline  # noqa: F401
+        import_module("readline")
     try:
         with as_utf8():
             return input("> ") + "\n"
