@@ -10,7 +10,7 @@ from rich.live import Live
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import LocalMachine, Machines
 from diloco.experiments.runner.progress import GridProgress
-from diloco.report.terminal.grid import GridView
+from diloco.report.terminal.watching import GridView
 
 _SECONDS_IN_A_TERMINAL = 1.0
 _SECONDS_BETWEEN_LINES = 30.0

@@ -11,8 +11,7 @@ import tyro
 from diloco.cli._command import call
 from diloco.cli._flags import changes, flags, spelled
 from diloco.errors import UserError
-from diloco.report.terminal.plan import plan_json, print_plans, print_remedy, print_store
-from diloco.report.terminal.simulation import wide_console
+from diloco.report.terminal.tables import plan_json, print_plans, print_remedy, print_store, wide_console
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
 from diloco.simulator.remedy import remedy

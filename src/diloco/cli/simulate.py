@@ -12,7 +12,7 @@ from diloco.cli._command import choose
 from diloco.cli._simulated_run import SimulatedRun, SimulatorKind, paper_model
 from diloco.errors import UserError
 from diloco.presets import Method
-from diloco.report.terminal.simulation import (
+from diloco.report.terminal.tables import (
     bandwidth_json,
     print_bandwidth,
     print_published,

@@ -1,5 +1,6 @@
-"""Names of runs that are shown beside each other: their own, and the settings in which they differ."""
+"""Text for people: names of runs beside each other, times and sizes with units, and what a model wrote."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,21 +11,23 @@ Setting = str | int | float | bool
 _MOST = 4
 
 
-def differing_settings(configs: Sequence[TrainConfig]) -> dict[str, list[Setting]]:
+def differing_settings(configs: Sequence[TrainConfig | None]) -> dict[str, list[Setting]]:
     """The settings on which results depend and in which configs differ: their values, by dotted name.
 
     Text whose sources are the same by name, and which was prepared differently, is known by its directory's name.
+    A run without a config has not begun; its values are empty.
     """
     hidden = (*fields_with(TrainConfig, "incidental"), *_OF_A_PLACE)
-    flat = [flat_json(config) for config in configs]
+    flat = [{} if config is None else flat_json(config) for config in configs]
     for one, config in zip(flat, configs, strict=True):
-        one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
+        if config is not None:
+            one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
     names = dict.fromkeys(name for one in flat for name in one)
     differing = {
         name: [one.get(name, "") for one in flat]
         for name in names
-        if len({one.get(name) for one in flat}) > 1
-        and not any(f"{name}.".startswith(f"{other}.") for other in hidden)
+        if len({one.get(name) for one in flat if one}) > 1
+        and not any(f"{name}.".startswith(f"{place}.") for place in hidden)
     }
     if any(name.startswith("data.") and name != _PREPARED for name in differing):
         differing.pop(_PREPARED, None)
@@ -51,14 +54,11 @@ class Label:
 
 def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[Label]:
     """A label for each run; a run without a config has not begun."""
-    settings = differing_settings([config for config in configs if config is not None])
+    settings = differing_settings(configs)
     if not 0 < len(settings) <= _MOST:
         return [Label(name, "") for name in names]
     values = zip(*settings.values(), strict=True)
-    return [
-        Label(name, "" if config is None else _text(settings, next(values)))
-        for name, config in zip(names, configs, strict=True)
-    ]
+    return [Label(name, _text(settings, row)) for name, row in zip(names, values, strict=True)]
 
 
 def shown_names(names: Iterable[str]) -> list[str]:
@@ -76,3 +76,37 @@ def short(labels: Sequence[Label]) -> list[str]:
     """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
     settings = [label.settings for label in labels]
     return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
+
+
+def printable(text: str) -> str:
+    """A model's text as it may be sent to a terminal, which obeys control characters: U+FFFD in their place.
+
+    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
+    'a\\tb\\n\ufffd]0;title\ufffd'
+    """
+    return _CONTROLS.sub("\ufffd", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def duration(seconds: float) -> str:
+    """A time in minutes and seconds, from an hour on with the hours.
+
+    >>> duration(9.6), duration(3723)
+    ('0:09', '1:02:03')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def megabytes(num_bytes: float) -> str:
+    """A number of bytes in MB; in kB below a tenth of one, in GB from a thousand on.
+
+    >>> megabytes(30_200), megabytes(2_540_000), megabytes(3.2e9)
+    ('30.2 kB', '2.54 MB', '3.20 GB')
+    """
+    if num_bytes < 1e5:
+        return f"{num_bytes / 1e3:.1f} kB"
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"

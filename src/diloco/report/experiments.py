@@ -2,25 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
 from diloco.experiments.papers.comparison import Row, finished
-from diloco.experiments.papers.experiment import Experiment
+from diloco.experiments.papers.experiment import Experiment, Panel
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
-from diloco.report.figures.drawing import new_figure
-from diloco.report.figures.experiments import draw_panel
-from diloco.report.html.page import facts, figures, heading, paragraph, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from diloco.report.page import Chart, Section, Series, Table
 
 _HIDDEN = ("tier", "outer_hash")
 
 
-def experiment_section(path: Path) -> str:
+def experiment_section(path: Path) -> Section:
     """The section of the experiment whose CSV `diloco experiment` wrote.
 
     Raises:
@@ -42,31 +36,50 @@ def experiment_section(path: Path) -> str:
     return section_of(experiment(path.stem, TIERS[rows[0]["tier"]]()), rows)
 
 
-def section_of(one: Experiment, rows: Sequence[Row]) -> str:
+def section_of(one: Experiment, rows: Sequence[Row]) -> Section:
     """The section of an experiment with these rows."""
     failed = len(rows) - len(finished(rows))
-    parts = [heading(one.name), paragraph(f"The paper ({one.source}): {one.claim}")]
-    if finished(rows):
-        measured, verdict = one.finding(rows)
-        parts += [paragraph(f"Measured: {measured}."), facts({f"{one.name}: verdict": verdict})]
     runs = f"{len(rows)} of {len(one.runs)} runs" + (f", of which {failed} failed" if failed else "")
-    parts += [
-        figures(_figures(one, rows)),
-        paragraph(f"{runs}; points are means over the seeds, bars their range."),
-    ]
+    measured, verdict = one.finding(rows) if finished(rows) else ("", "")
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _HIDDEN]
-    parts.append(table(names, ([_cell(row.get(name, "")) for name in names] for row in rows)))
-    return "\n".join(parts)
+    return Section(
+        title=one.name,
+        notes=[
+            f"The paper ({one.source}): {one.claim}",
+            *([f"Measured: {measured}."] if measured else []),
+            f"{runs}; points are means over the seeds, bars their range.",
+        ],
+        facts={"verdict": verdict} if verdict else {},
+        charts=[_chart(panel) for panel in one.panels(rows)],
+        table=Table(columns=names, rows=[[_cell(row.get(name, "")) for name in names] for row in rows]),
+    )
 
 
-def _figures(one: Experiment, rows: Sequence[Row]) -> "dict[str, Figure]":
-    drawn = {}
-    for panel in one.panels(rows):
-        figure = new_figure(4.4, 3.3)
-        draw_panel(panel, figure.subplots())
-        whose = "the paper's numbers" if panel.published else "our numbers"
-        drawn[f"{one.name}, {whose}: {panel.y_label} over {panel.x_label}. {panel.title}".strip(" .")] = figure
-    return drawn
+def _chart(panel: Panel) -> Chart:
+    names = [
+        str(x)
+        for x in dict.fromkeys(p.x for points in panel.curves.values() for p in points)
+        if isinstance(x, str)
+    ]
+    series = [
+        Series(
+            label=label,
+            color=index,
+            points=[(names.index(p.x) if isinstance(p.x, str) else p.x, p.mean, p.low, p.high) for p in points],
+        )
+        for index, (label, points) in enumerate(panel.curves.items())
+    ]
+    is_legend = not panel.published and len(panel.curves) > 1
+    return Chart(
+        title=panel.y_label + (f", {panel.title}" if panel.title and not is_legend else ""),
+        x=panel.x_label,
+        about="The paper's numbers." if panel.published else "",
+        legend=panel.title if is_legend else "",
+        series=series,
+        names=[name.replace("_", " ") for name in names],
+        x_log=panel.x_log,
+        is_history=False,
+    )
 
 
 def _cell(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The server of the live page: three resources, for this machine's own browsers alone."""
+"""The server of the live page: two resources, for this machine's own browsers alone."""
 
 import sys
 import threading
@@ -9,15 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 from diloco.errors import UserError
-from diloco.report.live.page import POLICY, live_page
-from diloco.report.live.snapshot import snapshot
-from diloco.report.live.watched import Watched
+from diloco.report.page import SERVED_POLICY, document
+from diloco.report.sources import Sources
 
 ADDRESS = "127.0.0.1"
 _HOSTS = (ADDRESS, "localhost", "::1")
 _FRESH_SECONDS = 1.0
 _HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": SERVED_POLICY,
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -26,13 +25,13 @@ _HEADERS = {
 
 
 class LiveServer:
-    """Serves the page at `/` and the state at `/state.json`, which is made when it is asked for.
+    """Serves the document at `/` and its content at `/page.json`, which is made when it is asked for.
 
     A request whose Host is not this machine's loopback name is refused: another site's page, to whose name a DNS
     server gives this address, is not answered.
 
     Args:
-        watched: what is shown.
+        sources: what is shown.
         title: of the page.
         port: on which it listens; 0 is any that is free.
 
@@ -40,12 +39,12 @@ class LiveServer:
         UserError: if the port can't be used.
     """
 
-    def __init__(self, watched: Watched, *, title: str, port: int = 0) -> None:
-        self._watched, self._lock, self._made, self._state = watched, threading.Lock(), float("-inf"), b""
-        page = live_page(title)
+    def __init__(self, sources: Sources, *, title: str, port: int = 0) -> None:
+        self._sources, self._lock, self._made, self._content = sources, threading.Lock(), float("-inf"), b""
+        page = document(title, None)
         resources: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": ("text/html; charset=utf-8", lambda: page),
-            "/state.json": ("application/json", self._fresh_state),
+            "/page.json": ("application/json", self._fresh_content),
         }
         try:
             self._server = _Server((ADDRESS, port), _handler(resources))
@@ -63,13 +62,13 @@ class LiveServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _fresh_state(self) -> bytes:
-        """The state of a moment ago, for however many browsers."""
+    def _fresh_content(self) -> bytes:
+        """The content of a moment ago, for however many browsers."""
         with self._lock:
             if time.monotonic() - self._made > _FRESH_SECONDS:
-                self._watched.again()
-                self._state, self._made = snapshot(self._watched), time.monotonic()
-            return self._state
+                self._sources.again()
+                self._content, self._made = self._sources.page().as_json(), time.monotonic()
+            return self._content
 
 
 class _Server(ThreadingHTTPServer):
