@@ -11,9 +11,9 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
 from diloco.rendezvous.entries import Leave
-from diloco.report.live import watched
-from diloco.report.live.server import LiveServer
-from diloco.report.live.watched import Watched
+from diloco.report import sources
+from diloco.report.server import LiveServer
+from diloco.report.sources import Sources
 
 
 def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, capsys, monkeypatch):
@@ -41,26 +41,26 @@ def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, m
     main(["watch", str(tmp_path / "runs"), "--every-seconds", "7"])
     printed = capsys.readouterr().out
     assert "not begun" in printed and "finished" in printed
-    everything = Watched([str(tmp_path / "runs"), str(tmp_path / "later")])
+    everything = Sources([str(tmp_path / "runs"), str(tmp_path / "later")])
     everything.again()
     assert [run.directory.name for run in everything.runs] == ["one", "later"] and not everything.is_over
 
 
 def test_a_source_that_cannot_be_looked_up_is_trouble_beside_the_others(finished_run):
-    everything = Watched([str(finished_run), "x" * 300])
+    everything = Sources([str(finished_run), "x" * 300])
     everything.again()
     one, other = everything.runs
     assert one.standing == "finished" and other.standing.endswith("can't be read: File name too long")
 
 
 def test_of_many_runs_those_that_began_last_are_shown(finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, "MOST_RUNS", 2)
+    monkeypatch.setattr(sources, "MOST_RUNS", 2)
     for name in "cba":
         (tmp_path / name).mkdir()
         shutil.copyfile(finished_run / "config.json", tmp_path / name / "config.json")
-    shown = Watched([str(tmp_path)])
+    shown = Sources([str(tmp_path)])
     shown.again()
-    assert [run.directory.name for run in shown.runs] == ["a", "b"] and shown.num_left_out == 1
+    assert [run.directory.name for run in shown.runs] == ["a", "b"] and shown.note == "1 older runs are left out"
 
 
 def test_the_address_is_printed_and_answers_until_an_interruption(finished_run, capsys, monkeypatch):

@@ -6,7 +6,7 @@ const MARKS = { died: ["×", "#be123c"], replaced: ["◆", "#1a1a1a"], revoked: 
 const SECONDS = 2;
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 250, LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 38, LANE = 16, COLUMN = 336, GAP = 20, LETTER = 6.5;
-const NAMES = 110, MOST_LETTERS = 22;
+const NAMES = 125, MOST_LETTERS = 20;
 
 const color = (index) => (index < 0 ? "#1a1a1a" : COLORS[index % COLORS.length]);
 const last = (list) => list[list.length - 1];

@@ -14,7 +14,7 @@ from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Tabl
 from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
 from diloco.training.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.tail import Bin, ReplicaSteps, RunTail, added
+from diloco.training.tail import Bin, ReplicaSteps, RunTail
 
 LOSS = "training loss, last 5 %"
 _MOST_FLIGHTS = 8
@@ -330,7 +330,7 @@ def _rate(value: Callable[[Bin], float], seconds: str = "seconds") -> Callable[[
     """A rate over longer parts of the run, since a single step may send all or nothing."""
 
     def points(bins: Sequence[Bin]) -> Points:
-        parts = (reduce(added, part) for part in _parts(bins, _MOST_RATES))
+        parts = (reduce(Bin.plus, part) for part in _parts(bins, _MOST_RATES))
         return [_point(one.last, value(one) / getattr(one, seconds)) for one in parts if getattr(one, seconds)]
 
     return points

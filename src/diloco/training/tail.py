@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 
@@ -37,11 +37,22 @@ _SILENT_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bin:
-    """Consecutive steps of a replica, added up."""
+class _Sums:
+    """Consecutive items, added up."""
 
     last: int
-    """Tokens of all replicas after the last of these steps."""
+    """The place of the last one, which is not added."""
+
+    def plus(self, other: Self) -> Self:
+        """These items and those of the next bin."""
+        sums = {name: value + getattr(self, name) for name, value in vars(other).items()}
+        return type(self)(**(sums | {"last": other.last}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin(_Sums):
+    """Consecutive steps of a replica; their place is the number of tokens of all replicas after them."""
+
     num_steps: int
     new_tokens: int
     """Tokens of all replicas in these steps, as far as they are known."""
@@ -59,11 +70,9 @@ class Bin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterBin:
-    """Consecutive outer steps of a fragment, added up."""
+class OuterBin(_Sums):
+    """Consecutive outer steps of a fragment; their place is the step after which they were sent."""
 
-    last: int
-    """The step after which the last of them was sent."""
     norm: float
     """Sum of the norms of the mean outer gradients."""
     num_norms: int
@@ -72,13 +81,7 @@ class OuterBin:
     num_cosines: int
 
 
-_AnyBin = TypeVar("_AnyBin", Bin, OuterBin)
-
-
-def added(first: _AnyBin, second: _AnyBin) -> _AnyBin:
-    """The bin of both bins' steps, of which the second's follow the first's."""
-    sums = {name: value + getattr(first, name) for name, value in vars(second).items()}
-    return type(second)(**(sums | {"last": second.last}))
+_AnyBin = TypeVar("_AnyBin", bound=_Sums)
 
 
 class Bins(Generic[_AnyBin]):
@@ -91,7 +94,7 @@ class Bins(Generic[_AnyBin]):
     def add(self, one: _AnyBin) -> None:
         """Add a step, as a bin of its own."""
         if self._num_in_last < self._size:
-            self.bins[-1] = added(self.bins[-1], one)
+            self.bins[-1] = self.bins[-1].plus(one)
             self._num_in_last += 1
         else:
             self.bins.append(one)
@@ -99,7 +102,7 @@ class Bins(Generic[_AnyBin]):
         if len(self.bins) > MOST_BINS:
             self._size *= 2
             pairs = zip_longest(self.bins[::2], self.bins[1::2])
-            self.bins = [first if second is None else added(first, second) for first, second in pairs]
+            self.bins = [first if second is None else first.plus(second) for first, second in pairs]
 
 
 @dataclass(frozen=True)

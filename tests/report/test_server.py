@@ -15,9 +15,11 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.errors import UserError
 from diloco.rendezvous.entries import Leave
-from diloco.report.live import server as live
-from diloco.report.live.server import LiveServer
-from diloco.report.live.watched import Watched
+from diloco.rendezvous.timeline import read_timeline
+from diloco.report import server as live
+from diloco.report.page import Page
+from diloco.report.server import LiveServer
+from diloco.report.sources import Sources
 
 EVIL = '<img src=x onerror="document.title=1">'
 
@@ -50,7 +52,7 @@ def serve() -> Iterator:
     servers = []
 
     def start(*sources: Path) -> LiveServer:
-        servers.append(LiveServer(Watched(list(map(str, sources))), title=f"runs {EVIL}"))
+        servers.append(LiveServer(Sources(list(map(str, sources))), title=f"runs {EVIL}"))
         threading.Thread(target=servers[-1].serve, daemon=True).start()
         return servers[-1]
 
@@ -70,46 +72,50 @@ def answer(
     return response, content
 
 
-def state(server: LiveServer) -> dict:
-    return json.loads(answer(server, "/state.json")[1])
+def sections(server: LiveServer) -> list[dict]:
+    return json.loads(answer(server, "/page.json")[1])["sections"]
 
 
-def test_the_state_has_the_curves_and_the_facts_of_every_run(runs, serve, finished_run):
-    shown = state(serve(runs))
-    assert [(card["title"], card["standing"]) for card in shown["cards"]] == [
+def test_the_page_has_the_curves_and_the_facts_of_every_run(runs, serve, finished_run):
+    compared, half, whole = sections(serve(runs))
+    assert [(one["title"], one["standing"]) for one in (half, whole)] == [
         (f"{EVIL}, learning_rate=0.25", "running"),
         ("other, learning_rate=0.004", "finished"),
     ]
-    facts, summary = shown["cards"][0]["facts"], json.loads((finished_run / "summary.json").read_text())
-    assert facts["step"] == "60 of 120" and "since step 60" in facts["in flight"]
-    assert float(shown["cards"][1]["facts"]["held-out loss"]) == pytest.approx(summary["eval_loss"], abs=5e-5)
-    charts = {chart["title"].partition(",")[0]: chart["series"] for chart in shown["charts"]}
+    facts, summary = half["facts"], json.loads((finished_run / "summary.json").read_text())
+    assert facts["step"] == "60 of 120" and "since step 60" in facts["in flight"] and half["part"] == 0.5
+    assert float(whole["facts"]["held-out loss"].split()[0]) == pytest.approx(summary["eval_loss"], abs=5e-5)
+    charts = {chart["title"].partition(",")[0]: chart["series"] for chart in compared["charts"]}
     assert list(charts) == [
         *("Training loss", "Held-out loss", "Tokens/s of all replicas", "Compute utilization"),
         *("Sent by a replica", "Merged by a replica"),
     ]
-    assert [one["points"][-1][0] for one in charts["Held-out loss"]] == [30720, 61440]
+    means = [series for series in charts["Held-out loss"] if not series["thin"]]
+    assert [one["points"][-1][0] for one in means] == [30720, 61440]
     assert all(0 <= y <= 1 for one in charts["Compute utilization"] for _, y in one["points"])
     # Of one run, the curves are those of its replicas.
-    alone = state(serve(runs / "other"))
+    (alone,) = sections(serve(runs / "other"))
     assert [one["label"] for one in alone["charts"][0]["series"]] == ["replica 0", "replica 1", "mean"]
     assert len(alone["charts"][0]["series"][0]["points"]) == 120
 
 
-def test_the_state_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
+def test_the_page_of_a_store_follows_its_log(tmp_path, serve, monkeypatch):
     monkeypatch.setattr(live, "_FRESH_SECONDS", 0.0)
     server = serve(tmp_path / "run")
-    assert state(server)["cards"][0]["standing"] == "not begun"
+    assert sections(server)[0]["standing"] == "not begun"
     run = Handwritten(tmp_path / "run")
     run.train(2)
-    shown = state(server)
-    (card,) = shown["cards"]
-    assert (card["standing"], card["facts"]["outer steps"], len(card["rows"])) == ("running", "4", 3)
+    (shown,) = sections(server)
+    assert (shown["standing"], shown["facts"]["outer steps"], len(shown["table"]["rows"])) == ("running", "4", 3)
     run.append(Leave(finished=False), author=1)
     run.append(Leave(finished=True), author=0)
-    (card,) = state(server)["cards"]
-    assert card["standing"] == "finished" and card["rows"][-1][:2] == ["0 a", "left"]
-    assert [chart["title"] for chart in shown["charts"]] == ["Contributors of an outer step", "Tokens counted"]
+    (ended,) = sections(server)
+    assert ended["standing"] == "finished" and ended["table"]["rows"][-1][:2] == ["0 a", "left"]
+    replicas, contributors, tokens = shown["charts"]
+    assert [lane["label"] for lane in replicas["lanes"]] == ["0 a", "1 b", "2 c"]
+    timeline = read_timeline(str(run.directory))
+    for chart, numbers in ((contributors, timeline.contributors), (tokens, timeline.tokens)):
+        assert [y for _, y in chart["series"][0]["points"]] == numbers
 
 
 def test_only_this_machines_own_pages_get_an_answer(runs, serve):
@@ -118,9 +124,9 @@ def test_only_this_machines_own_pages_get_an_answer(runs, serve):
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", "[::1]:9"):
         assert answer(server, "/", Host=host)[0].status == 200
     for host in (f"evil.example:{port}", "127.0.0.1.evil.example", "", "localhost@evil.example", "[::1"):
-        response, content = answer(server, "/state.json", Host=host)
-        assert response.status == 421 and "cards" not in content, host
-    for path in ("/../other/config.json", "/config.json", "//etc", "/%2e%2e/x", "/state.json/", "/?"):
+        response, content = answer(server, "/page.json", Host=host)
+        assert response.status == 421 and "sections" not in content, host
+    for path in ("/../other/config.json", "/config.json", "//etc", "/%2e%2e/x", "/page.json/", "/?"):
         assert answer(server, path)[0].status == 404
     assert answer(server, "/", method="POST")[0].status == 501
     response, content = answer(server, "/", method="HEAD")
@@ -132,7 +138,7 @@ def test_only_this_machines_own_pages_get_an_answer(runs, serve):
         assert b" 421 " in connection.recv(100)
 
 
-def test_losses_that_overflow_when_they_are_added_up_leave_the_state_json(runs, serve):
+def test_losses_that_overflow_when_they_are_added_up_leave_the_page_json(runs, serve):
     for replica in (0, 1):
         path = runs / EVIL / f"metrics-{replica}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -141,23 +147,24 @@ def test_losses_that_overflow_when_they_are_added_up_leave_the_state_json(runs, 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    charts = json.loads(answer(serve(runs), "/state.json")[1], parse_constant=refuse)["charts"]
-    assert all(one["points"] for chart in charts for one in chart["series"])
+    page = json.loads(answer(serve(runs), "/page.json")[1], parse_constant=refuse)
+    loss = page["sections"][1]["charts"][0]["series"]
+    assert [one["points"][0][1] for one in loss if one["points"]] == [1.7e308, 1.7e308]
 
 
 def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
     asked, gone = threading.Event(), threading.Event()
 
-    def late_snapshot(_: Watched) -> bytes:
+    def late_page(_: Sources) -> Page:
         asked.set()
         gone.wait(10)
-        return b"{}"
+        return Page(note="", sections=[])
 
-    monkeypatch.setattr(live, "snapshot", late_snapshot)
+    monkeypatch.setattr(Sources, "page", late_page)
     port = int(serve(runs).url.split(":")[2].strip("/"))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.sendall(b"GET /state.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        connection.sendall(b"GET /page.json HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
         assert asked.wait(10)
     answering = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
     assert answering
@@ -170,14 +177,14 @@ def test_a_browser_that_goes_away_is_no_news(runs, serve, monkeypatch, capsys):
 def test_a_port_that_is_taken_is_refused(runs, serve):
     port = int(serve(runs).url.split(":")[2].strip("/"))
     with pytest.raises(UserError, match=f"port={port} can't be used"):
-        LiveServer(Watched([]), title="", port=port)
+        LiveServer(Sources([]), title="", port=port)
     with pytest.raises(UserError, match=r"port=99999 can't be used \(it must be below 65536\)"):
-        LiveServer(Watched([]), title="", port=99999)
+        LiveServer(Sources([]), title="", port=99999)
 
 
 def test_the_home_of_nobody_is_refused_before_anything_is_served():
     with pytest.raises(UserError, match="~nobody-at-all/runs: "):
-        Watched(["~nobody-at-all/runs"])
+        Sources(["~nobody-at-all/runs"])
 
 
 @needs_chromium
@@ -186,7 +193,7 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
     curve = "document.querySelector('figure path[stroke-width=\"1.8\"]').getAttribute('d').length"
     with opened_page(tmp_path / "profile") as page:
         page.open(serve(runs).url, size=PHONE)
-        page.wait_until("document.querySelectorAll('figure').length == 6")
+        page.wait_until("document.querySelectorAll('figure').length == 6 + 2 * 10")
         assert page.value(step) == "60 of 120"
         before = page.value(curve)
         grow(runs / EVIL, finished_run, 120)
@@ -199,8 +206,11 @@ def test_a_browser_draws_a_run_while_it_goes_on(runs, serve, finished_run, tmp_p
             page.value("Math.min(...[...document.querySelectorAll('figure > svg')].map(s => s.clientWidth))") > 300
         )
         # What a stranger wrote is text.
-        assert page.value("document.querySelector('h2').textContent") == f"{EVIL}, learning_rate=0.25"
+        assert page.value("document.querySelectorAll('h2')[1].textContent") == f"{EVIL}, learning_rate=0.25"
         assert page.value("document.querySelectorAll('img').length") == 0 and page.value("document.title") != "1"
+        # What was folded stays so when there is news.
+        page.value("document.querySelectorAll('summary')[2].click()")
+        page.wait_until("document.querySelectorAll('figure').length == 6 + 10")
         page.resize(DESK)
         page.wait_until("new Set([...document.querySelectorAll('figure')].map(f => f.offsetLeft)).size == 3")
         assert page.console == []

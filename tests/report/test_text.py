@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.report.labels import differing_settings
+from diloco.report.text import differing_settings
 from diloco.training.recipes import recipe
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tests.simulator.tasks import task, with_replicas
 
-from diloco.report.terminal.plan import print_remedy
+from diloco.report.terminal.tables import print_remedy
 from diloco.simulator.planner import Task, feasible
 from diloco.simulator.remedy import remedy
 
