@@ -35,7 +35,8 @@ function number(value) {
   const size = Math.abs(value);
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
     if (size >= unit && size < 1e15) return `${+(value / unit).toPrecision(3)}${letter}`;
-  return size && (size < 1e-3 || size >= 1e15) ? value.toExponential(1) : `${+value.toPrecision(4)}`;
+  if (size && (size < 1e-3 || size >= 1e15)) return value.toExponential(1).replace(".0e", "e").replace("+", "");
+  return `${+value.toPrecision(4)}`;
 }
 
 function linearTicks(low, high, most) {

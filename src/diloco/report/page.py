@@ -61,11 +61,11 @@ class Chart:
     about: str = ""
     """A sentence about its numbers."""
     legend: str = ""
-    """What the series' names are values of."""
+    """The quantity that tells the series apart, where their names are its values."""
     series: Sequence[Series] = ()
     lanes: Sequence[Lane] = ()
     names: Sequence[str] = ()
-    """What x counts, from 0, if not numbers."""
+    """Names of the values 0, 1, … of x; empty for an x of numbers."""
     from_zero: bool = False
     x_log: bool = False
     y_log: bool = False

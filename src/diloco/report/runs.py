@@ -193,42 +193,51 @@ def _run_charts(run: RunTail) -> Iterator[Chart]:
         yield _by_fragment("Cosine between the replicas' outer gradients", cosines)
 
 
-def _loss_charts(runs: Sequence[tuple[str, int, RunTail]]) -> list[Chart]:
-    """Training and held-out loss of runs, given with names and colours.
+_Named = tuple[str, int, RunTail]
+"""A run with its name, empty for one that stands alone, and the number of its colour."""
 
-    Thin curves show the replicas, and others the means over them.
-    """
-    thin: tuple[list[Series], list[Series]] = ([], [])
-    means: tuple[list[Series], list[Series]] = ([], [])
-    for name, color, run in runs:
-        replicas = run.replicas
-        losses, held_out = ([make(one.bins) for one in replicas.values()] for make in (_loss, _held_out))
-        own = BLACK if len(runs) == 1 and len(replicas) > 1 else color
-        for index, (m, one) in enumerate(replicas.items() if len(replicas) > 1 else ()):
-            label, shade = (f"replica {m}", index) if len(runs) == 1 else ("", color)
-            thin[0].append(Series(label=label, color=shade, points=losses[index], thin=True, value=one.loss))
-            thin[1].append(Series(label=label, color=shade, points=held_out[index], thin=True))
-        name = name or ("mean" if len(replicas) > 1 else f"replica {next(iter(replicas))}")
-        evaluated = _mean(held_out)
-        if run.summary is not None:  # of the whole held-out text
-            evaluated = [point for point in evaluated if point[0] < run.summary.num_tokens]
-            evaluated.append(_point(run.summary.num_tokens, run.summary.eval_loss))
-        means[0].append(Series(label=name, color=own, points=_mean(losses), value=run.loss))
-        means[1].append(Series(label=name, color=own, points=evaluated, value=run.eval_loss))
+
+def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
+    held_out = _means(runs, _held_out, lambda _: None, lambda run: run.eval_loss)
+    for (_, _, run), mean in zip(runs, held_out[-len(runs) :], strict=True):
+        if run.summary is not None:  # of the whole held-out text, where each replica evaluates a share
+            before = [point for point in mean.points if point[0] < run.summary.num_tokens]
+            mean.points = [*before, _point(run.summary.num_tokens, run.summary.eval_loss)]
     return [
         Chart(
             title="Training loss, nats a token",
             x=_TOKENS,
-            series=thin[0] + means[0],
+            series=_means(runs, _loss, lambda steps: steps.loss, lambda run: run.loss),
             about="The number is the mean over the last 5 % of the steps.",
         ),
         Chart(
             title="Held-out loss, nats a token",
             x=_TOKENS,
-            series=thin[1] + means[1],
+            series=held_out,
             about="Loss of the outer parameters on text that is not trained on.",
         ),
     ]
+
+
+def _means(
+    runs: Sequence[_Named],
+    points: Callable[[Sequence[Bin]], Points],
+    replica_value: Callable[[ReplicaSteps], float | None],
+    run_value: Callable[[RunTail], float | None],
+) -> list[Series]:
+    """Thin curves of the replicas, where a run has several; after them, the mean curve of each run."""
+    thin, means = [], []
+    for name, color, run in runs:
+        is_alone, own, label = len(runs) == 1, color, name or f"replica {next(iter(run.replicas))}"
+        curves = [points(steps.bins) for steps in run.replicas.values()]
+        if len(curves) > 1:
+            for index, (m, steps) in enumerate(run.replicas.items()):
+                replica, shade = (f"replica {m}", index) if is_alone else ("", color)
+                value = replica_value(steps)
+                thin.append(Series(label=replica, color=shade, points=curves[index], thin=True, value=value))
+            own, label = (BLACK, "mean") if is_alone else (color, name)
+        means.append(Series(label=label, color=own, points=_mean(curves), value=run_value(run)))
+    return thin + means
 
 
 def _rate_charts(curves: Sequence[_Curve]) -> list[Chart]:
