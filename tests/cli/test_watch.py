@@ -12,8 +12,10 @@ from tests.rendezvous.handwritten import Handwritten
 from diloco.cli.main import main
 from diloco.rendezvous.entries import Leave
 from diloco.report import sources
+from diloco.report.runs import LOSS, run_facts
 from diloco.report.server import LiveServer
 from diloco.report.sources import Sources
+from diloco.training.tail import RunTail
 
 
 def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, capsys, monkeypatch):
@@ -27,6 +29,37 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     main(["watch", str(finished_run), str(run.directory)])
     printed = capsys.readouterr().out
     assert "120 of 120" in printed and re.search("of [0-9] replicas active, finished", printed)
+
+
+def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("one", "two"):
+        shutil.copytree(finished_run, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints"))
+    main(["watch", str(tmp_path)])
+    rows = capsys.readouterr().out.splitlines()[1:]
+    run = RunTail(finished_run)
+    run.read()
+    facts = run_facts(run)
+    for row, name in zip(rows, ("one", "two"), strict=True):
+        assert row.split()[:2] == [name, "finished"]
+        assert all(facts[fact] in row for fact in ("step", LOSS, "held-out loss", "tokens/s", "sent per replica"))
+
+
+def test_a_store_that_is_damaged_is_trouble_in_the_terminal_and_refused_by_the_report(tmp_path, capsys):
+    run = Handwritten(tmp_path / "store")
+    run.train(1)
+    shown = Sources([str(run.directory)])
+    shown.again()
+    assert shown.stores[0].standing == "running" and not shown.is_over
+    newest = max(path for path in (run.directory / "log").rglob("*") if path.is_file())
+    newest.write_bytes(b"{")
+    damaged = Sources([str(run.directory)])
+    damaged.again()
+    (store,) = damaged.stores
+    assert "can't be read" in store.standing and store.trouble and not damaged.is_over
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run.directory), "--output", str(tmp_path / "report.html")])
+    assert capsys.readouterr().err.strip().endswith(store.trouble)
 
 
 def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,8 @@
 """The page of runs: its content as records, which are its JSON, and the document whose script draws them.
 
-`diloco watch --serve` answers with the document, whose script asks for the JSON again and again. `diloco report`
-writes the same document with the JSON in it. It loads nothing from elsewhere, and every text of a run is escaped.
+The server of `diloco watch` answers with the document, whose script asks for the JSON again and again. `diloco
+report` writes the same document with the JSON in it. The document loads nothing from elsewhere, and every text of a
+run is escaped.
 """
 
 import base64
@@ -48,7 +49,7 @@ class Lane:
     bars: Sequence[tuple[float, float]]
     dots: Sequence[float] = ()
     end: str = ""
-    """How the last bar ended, where its end is marked."""
+    """The way in which the last bar ended, where it is marked."""
 
 
 @dataclass(kw_only=True)
