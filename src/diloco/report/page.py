@@ -1,8 +1,8 @@
 """The page of runs: its content as records, which are its JSON, and the document whose script draws them.
 
 The server of `diloco watch` answers with the document, whose script asks for the JSON again and again. `diloco
-report` writes the same document with the JSON in it. The document loads nothing from elsewhere, and every text of a
-run is escaped.
+report` writes the same document with the JSON in it. The document loads nothing from elsewhere, and every text of
+a run is escaped.
 """
 
 import base64
