@@ -63,7 +63,8 @@ SETTINGS = [
     Setting(fragments=((4, 2, 0, 1, 3),), τ=(2, 0, 1), optimizer="sgd"),
     Setting(fragments=((0,), (1,), (2,), (3,), (4,)), H=8, τ=(5, 7, 0), T=31, η=0.7, μ=0.0),
     Setting(fragments=((0,), (1,), (2,), (3,), (4,)), H=3, τ=(2, 1, 2), early=True, T=13),
-    Setting(H=1, τ=(0, 0, 0), η=1.0, μ=0.0, α=0.0, T=6),
+    Setting(H=1, τ=(0, 0, 0), η=1.0, μ=0.0, α=0.0, wire="fp32", T=6),  # averaging
+    Setting(fragments=((0, 1, 2, 3, 4),), τ=(0, 0, 0), η=0.7, α=0.0, wire="fp32"),  # DiLoCo
     Setting(wire="fp32", τ=(2, 3, 1), optimizer="sgd"),
 ]
 
