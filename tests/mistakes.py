@@ -56,13 +56,13 @@ class Mistake:
 
     typed: str
     """The line as one types it in a shell, of which `NAME=value`, `ulimit -f N;` and `> FILE` are understood."""
-    said: str = ""
+    sentence: str = ""
     """The sentence that ends it."""
     exit_code: int = 0
     remark: str = ""
     """Words for what the command line does not show."""
     meanwhile: str = ""
-    """What goes on while it is typed: a key of `_MEANWHILE`."""
+    """Key of `_MEANWHILE`: what goes on while the line is typed."""
     has_report: bool = False
     """Another program adds lines to the sentence."""
 
@@ -113,7 +113,7 @@ def make_all(path: Path) -> None:
     pairs = list(zip(mistakes, made, strict=True))
     if complaints := [f"{one.typed}: {text}" for one, answer in pairs for text in faults(one, answer)]:
         raise SystemExit("\n".join(complaints))
-    write_list([replace(one, said=answer.sentence, exit_code=answer.exit_code) for one, answer in pairs], path)
+    write_list([replace(one, sentence=answer.sentence, exit_code=answer.exit_code) for one, answer in pairs], path)
 
 
 def _copies(folder: Path, number: int) -> Iterator[Path]:

@@ -25,7 +25,7 @@ def test_the_page_shows_mistakes_of_the_list():
     cells = re.findall(
         r"^\| `(.*?)`(?:<br>[^|]*)? \| (?:`(.*?)`|<code>(.*?)</code>) \|$", PAGE.read_text(), re.MULTILINE
     )
-    rows = [(typed, said or html.unescape(escaped)) for typed, said, escaped in cells]
+    rows = [(typed, plain or html.unescape(escaped)) for typed, plain, escaped in cells]
     assert len(rows) == 20
-    known = {(mistake.typed, mistake.said) for mistake in read_list()}
+    known = {(mistake.typed, mistake.sentence) for mistake in read_list()}
     assert not [row for row in rows if row not in known]
