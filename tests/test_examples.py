@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import run_replicas
 
-from diloco.rendezvous.look import Look
+from diloco.rendezvous.status import Look
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -93,6 +93,13 @@ def test_sharded_replicas_go_on_unsharded(tmp_path):
     assert last < 1 < first and again < first
     # Rank 0's loss is of half of the batch in one case, and of all of it in the other.
     assert end == pytest.approx(last, rel=0.3)
+
+
+def test_the_algorithm_learns_and_its_replicas_agree(capsys):
+    runpy.run_path(str(EXAMPLES / "algorithm.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    first, *_, last = losses(output)
+    assert last < first / 2 and replicas_agree(output, num_processes=2)
 
 
 @pytest.mark.parametrize("example", ["outer_rule.py", "sign_codec.py"])

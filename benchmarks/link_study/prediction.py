@@ -13,7 +13,7 @@ from diloco.simulator.methods import MethodSettings
 from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Replica
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.wire.formats import parse
 
 from .methods import NUM_REPLICAS, PEER, num_fragments

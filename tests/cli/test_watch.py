@@ -10,12 +10,12 @@ from tests.cli.commands import refusal
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
-from diloco.rendezvous.entries import Leave
+from diloco.rendezvous.log.entries import Leave
 from diloco.report import sources
 from diloco.report.runs import LOSS, run_facts
 from diloco.report.server import LiveServer
 from diloco.report.sources import Sources
-from diloco.training.tail import RunTail
+from diloco.training.records.tail import RunTail
 
 
 def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, capsys, monkeypatch):

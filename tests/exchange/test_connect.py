@@ -15,7 +15,7 @@ from tests.processes import init_group, run_replicas, wait_for_files
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.exchange.control import share
+from diloco.exchange.transport import share
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")
@@ -222,12 +222,15 @@ def test_a_port_in_use_and_a_foreign_address_are_refused():
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.meeting._SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr("diloco.exchange.transport.SECONDS_OF_SILENCE", 0.0)
     address = f"127.0.0.1:{free_port()}"
-    missing = f"replica {1 - replica} of 2"
-    with caplog.at_level(logging.WARNING), pytest.raises(diloco.ExchangeError, match=f"{missing} did not come to"):
+    missing = f"replica {1 - replica}"
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(diloco.ExchangeError, match=f"{missing} did not arrive at"),
+    ):
         diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=1)
-    assert f"waiting for {missing} at {address}" in caplog.messages
+    assert f"waiting for {missing} at {address} …" in caplog.messages
 
 
 PLACE = {"address": "host:1", "replica": 0, "num_replicas": 2}

@@ -4,7 +4,7 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.measure.step import flops_per_second, measurable
-from diloco.training.recipes import recipe
+from diloco.training.config.recipes import recipe
 
 
 def test_a_run_is_resolved_without_data():

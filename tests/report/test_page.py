@@ -17,7 +17,7 @@ from diloco.experiments.runner.rows import write_rows
 from diloco.report.sources import Sources
 from diloco.report.text import shown_names
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.metrics import read_metrics
+from diloco.training.records.metrics import read_metrics
 
 EVIL = "$x$ & </script><script>document.title=1<"
 EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")

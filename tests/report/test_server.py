@@ -14,8 +14,8 @@ from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.errors import UserError
-from diloco.rendezvous.entries import Leave
-from diloco.rendezvous.timeline import read_timeline
+from diloco.rendezvous.log.entries import Leave
+from diloco.rendezvous.status import read_timeline
 from diloco.report import server as live
 from diloco.report.page import Page
 from diloco.report.server import LiveServer

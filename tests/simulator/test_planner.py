@@ -9,8 +9,8 @@ from diloco.simulator.model_size import ModelSize
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.planner import Plan, Task, all_plans, feasible
 from diloco.simulator.replicas import Replica
-from diloco.training.recipes import recipe
-from diloco.training.resolve import with_method_values
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import with_method_values
 
 
 def utilization(plan: Plan, **changes: float) -> float:

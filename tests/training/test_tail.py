@@ -8,9 +8,9 @@ import pytest
 from tests.training.test_metrics import metrics
 
 from diloco.schedule import Schedule
-from diloco.training import tail as module
-from diloco.training.metrics import MetricsLog, read_metrics
-from diloco.training.tail import MOST_BINS, ReplicaTail, RunTail
+from diloco.training.records import tail as module
+from diloco.training.records.metrics import MetricsLog, read_metrics
+from diloco.training.records.tail import MOST_BINS, ReplicaTail, RunTail
 
 
 @pytest.fixture

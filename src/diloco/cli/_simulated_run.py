@@ -14,7 +14,7 @@ from diloco.simulator.model_size import ModelSize
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.replicas import Stragglers, replicas_of
-from diloco.training.traits import fields_with
+from diloco.training.config.config import fields_with
 
 SimulatorKind = Literal["physical", "paper"]
 

@@ -21,8 +21,8 @@ from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import LabelledRun, Machines, adopt, make_job, read_result, run_grid
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.files import require
-from diloco.training.config import TrainConfig
-from diloco.training.memory import fitted
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import fitted
 
 HELP = "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]"
 ORDER = 6

@@ -3,7 +3,6 @@
 import ipaddress
 import logging
 import os
-import time
 from datetime import timedelta
 from functools import cache
 from typing import cast
@@ -11,18 +10,14 @@ from typing import cast
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.board import Store
-from diloco.exchange.bounded import first_sentence, within
-from diloco.exchange.encrypted import EncryptedGroup, Session
-from diloco.exchange.gloo import Group
+from diloco.exchange.encrypted.exchange import EncryptedGroup, Session
+from diloco.exchange.encrypted.tls import security_of
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.meeting import Meeting
-from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, check_num_connections, check_timeout
-from diloco.exchange.site import this_site
-from diloco.exchange.tls import security_of
-from diloco.exchange.transport import Transport
+from diloco.exchange.meeting import Meeting, this_site
+from diloco.exchange.notices import Notices, first_sentence, within
+from diloco.exchange.process_group import Group, GroupExchange, check_num_connections, check_timeout
+from diloco.exchange.transport import Store, Transport
 
 _LOG = logging.getLogger("diloco")
 
@@ -70,12 +65,12 @@ def connect(
     check_num_connections(num_connections)
     if num_replicas == 1:
         return LoopbackExchange()
-    security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
-    meeting = Meeting(address, replica, num_replicas, this_site(), deadline)
+    security = security_of(secret, certificates)
+    meeting = Meeting(address, replica, num_replicas, this_site(), timeout_seconds)
     way = (
         _Plain(*meeting.open(timeout_seconds), timeout_seconds)
         if security is None
-        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), deadline)
+        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), meeting.deadline)
     )
     processes = None if leader else meeting.site.size
     facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
@@ -88,7 +83,7 @@ def _exchange(
 ) -> Transport:
     """The exchange of this process, once all have met."""
     replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
-    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes), on_close=way.close)
+    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes.values()), on_close=way.close)
 
     def outside(name: str) -> GroupExchange:
         groups = [way.group(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]

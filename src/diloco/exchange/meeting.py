@@ -1,26 +1,62 @@
 """The start of an exchange between jobs: all meet at the store of replica 0, and compare their settings."""
 
 import json
-import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.board import Store
-from diloco.exchange.bounded import BoundedStore, within
-from diloco.exchange.door import Door
-from diloco.exchange.encrypted import BOARD, Session
-from diloco.exchange.site import Site
-from diloco.exchange.tls import Security, dial
+from diloco.exchange.encrypted.exchange import BOARD, Session
+from diloco.exchange.encrypted.link import Door
+from diloco.exchange.encrypted.tls import Security, dial
+from diloco.exchange.notices import BoundedStore, within
+from diloco.exchange.transport import Store, wait_for_all
+
+
+@dataclass(frozen=True)
+class Site:
+    """This process among those of its replica."""
+
+    rank: int
+    """The number of this process, from 0."""
+    size: int
+    """The number of processes."""
+    job: str | None
+    """A name of the job that started them, which no other job has at the same time; None without a launcher."""
+
+
+def this_site() -> Site:
+    """The site that torch.distributed, or else the environment, describes (RANK and WORLD_SIZE, as torchrun sets).
+
+    Raises:
+        UserError: if the environment describes no whole numbers.
+    """
+    if dist.is_initialized():
+        return Site(dist.get_rank(), dist.get_world_size(), _job())
+    try:
+        return Site(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), _job())
+    except ValueError as error:
+        raise UserError(f"RANK and WORLD_SIZE in the environment must be whole numbers: {error}") from None
+
+
+def _job() -> str | None:
+    """The address at which the processes of the job meet: two jobs of a machine can't share a port."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    # Lightning's launcher sets no RANK.
+    has_launcher = "RANK" in os.environ or (dist.is_initialized() and dist.get_world_size() > 1)
+    if not address or not port or not has_launcher:
+        return None
+    is_local = address == "localhost" or address.startswith("127.") or address == "::1"
+    return f"{socket.gethostname() + '/' if is_local else ''}{address}:{port}"
+
 
 S = TypeVar("S", bound=socket.socket)
-
-_LOG = logging.getLogger("diloco")
 
 
 class Meeting:
@@ -31,16 +67,20 @@ class Meeting:
         replica: this replica.
         num_replicas: M.
         site: this process in its replica.
-        deadline: by `time.monotonic`.
+        seconds: how long it may take until all have come.
     """
 
-    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, deadline: float) -> None:
-        self._address, self._deadline = address, deadline
+    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, seconds: float) -> None:
+        self._address, self._begin, self._seconds = address, time.monotonic(), seconds
         self.replica, self.num_replicas, self.site = replica, num_replicas, site
-        self._next_report = time.monotonic() + _SECONDS_BETWEEN_REPORTS
         self._door: Door | None = None
-        self.sizes: list[int] = []
-        """The number of processes of each replica, once all have come."""
+        self.sizes: dict[int, int] = {}
+        """The number of processes of each replica that has come."""
+
+    @property
+    def deadline(self) -> float:
+        """The end of the time in which all must come, by `time.monotonic`."""
+        return self._begin + self._seconds
 
     def open(self, timeout_seconds: float) -> tuple[dist.PrefixStore, str]:
         """The store, and the address of the network interface of this machine that leads to it."""
@@ -121,7 +161,7 @@ class Meeting:
             UserError: if they believe different things, or this replica has come already.
             ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
         """
-        store = BoundedStore(store, self._deadline + _SECONDS_FOR_THE_LAST_ANSWER)
+        store = BoundedStore(store, self.deadline + _SECONDS_FOR_THE_LAST_ANSWER)
         mine = f"{self.replica}/{self.site.rank}"
         if store.add(f"arrivals/{mine}", 1) > 1:
             raise UserError(
@@ -130,14 +170,23 @@ class Meeting:
                 "replica",
             )
         store.set(f"facts/{mine}", json.dumps({**facts, "size": self.site.size, "job": self.site.job}))
-        for replica in range(self.num_replicas):
-            self._wait_for(store, replica, 0)
-            theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
-            self._check(replica, facts, theirs)
-            self.sizes.append(theirs["size"])
-        for replica, size in enumerate(self.sizes):
-            for rank in range(size):
-                self._wait_for(store, replica, rank)
+        waiting = {(replica, 0) for replica in range(self.num_replicas)}
+
+        def missing() -> str:
+            for replica, rank in sorted(waiting):
+                if store.check([f"facts/{replica}/{rank}"]):
+                    waiting.remove((replica, rank))
+                    if rank == 0:
+                        theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
+                        self._check(replica, facts, theirs)
+                        self.sizes[replica] = theirs["size"]
+                        waiting.update((replica, other) for other in range(1, theirs["size"]))
+            return ", ".join(
+                f"process {rank} of replica {replica}" if rank else f"replica {replica}"
+                for replica, rank in sorted(waiting)[:_MOST_NAMES]
+            )
+
+        self._wait_for_all(missing)
 
     def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, Any]) -> None:
         for name, value in mine.items():
@@ -155,46 +204,50 @@ class Meeting:
                 "replica",
             )
 
-    def _wait_for(self, store: Store, replica: int, rank: int) -> None:
-        while not store.check([f"facts/{replica}/{rank}"]):
-            of_several = f"process {rank} of " if rank else ""
-            self._wait_a_moment(f"{of_several}replica {replica} of {self.num_replicas}")
-
     def _reach(self, connect: Callable[[], S]) -> S:
         """A connection to replica 0, once it listens."""
-        while True:
+        connections: list[S] = []
+
+        def missing() -> str:
             try:
-                return connect()
+                connections.append(connect())
             except socket.gaierror as error:
                 raise UserError(
                     f"address={self._address}: {self._place[0]} can't be resolved ({error})", "address"
                 ) from None
             except OSError:
-                self._wait_a_moment(f"replica 0 of {self.num_replicas}")
+                return "replica 0"
+            return ""
 
-    def _wait_a_moment(self, for_whom: str) -> None:
-        """Wait for a moment, and name those that are missing from time to time.
+        self._wait_for_all(missing)
+        return connections[0]
 
-        Raises:
-            ExchangeError: if the time is over.
-        """
-        now = time.monotonic()
-        if now > self._deadline:
-            refused = f" (refused: {self._door.refused})" if self._door is not None and self._door.refused else ""
-            raise ExchangeError(
-                f"{for_whom} did not come to {self._address} in time: start all replicas within timeout_seconds, "
-                f"and check that this machine reaches that address{refused}"
+    def _wait_for_all(self, missing: Callable[[], str]) -> None:
+        try:
+            wait_for_all(
+                missing,
+                begin=self._begin,
+                seconds=self._seconds,
+                where=f" at {self._address}",
+                remedy=f"start all {self.num_replicas} replicas within timeout_seconds, and check that this "
+                "machine reaches that address",
             )
-        if now >= self._next_report:
-            _LOG.warning("waiting for %s at %s", for_whom, self._address)
-            self._next_report = now + _SECONDS_BETWEEN_REPORTS
-        time.sleep(0.05)
+        except ExchangeError as error:
+            if self._door is None or not self._door.refused:
+                raise
+            raise ExchangeError(f"{error} (refused: {self._door.refused})") from None
 
 
-_SECONDS_BETWEEN_REPORTS = 10.0
 _SECONDS_TO_ANSWER = 10.0
+
+
 _SECONDS_FOR_THE_LAST_ANSWER = 1.0
+
+
 _MOST_PROCESSES = 1 << 16
+
+
+_MOST_NAMES = 8
 
 
 def _arrival(text: bytes, replica: int, facts: Mapping[str, object]) -> dict[str, Any]:

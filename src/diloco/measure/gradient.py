@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.errors import UserError
+from diloco.training.config.recipes import recipe
 from diloco.training.loop import open_batches, open_split
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step, learning_rate
 from diloco.training.world import alone

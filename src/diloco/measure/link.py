@@ -6,8 +6,7 @@ from itertools import count
 
 import torch
 
-from diloco.exchange.control import share
-from diloco.exchange.transport import Channel, Tag, Transport
+from diloco.exchange.transport import Channel, Tag, Transport, share
 
 
 def measure_link(

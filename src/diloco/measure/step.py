@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
-from diloco.exchange.control import share
+from diloco.exchange.transport import share
 from diloco.measure.link import measure_link
 from diloco.measure.timing import shortest_seconds, torch_threads
-from diloco.training.config import TrainConfig
-from diloco.training.engine_settings import check
-from diloco.training.resolve import resolve
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.engine_settings import check
+from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, join, use_autocast

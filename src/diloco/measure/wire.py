@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.kernels.memory import empty
 from diloco.measure.timing import shortest_seconds, torch_threads
 from diloco.wire import CODECS, Codec, codec
+from diloco.wire.kernels.memory import empty
 
 
 @dataclass(frozen=True, kw_only=True)

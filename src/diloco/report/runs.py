@@ -12,9 +12,9 @@ import numpy as np
 
 from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
 from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.tail import Bin, ReplicaSteps, RunTail
+from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
 
 LOSS = "training loss, last 5 %"
 _MOST_FLIGHTS = 8

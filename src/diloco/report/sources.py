@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from diloco.files import expanded
-from diloco.rendezvous.history import is_store
+from diloco.rendezvous.log.log import is_store
 from diloco.report.page import Page
 from diloco.report.runs import run_sections
 from diloco.report.stores import StoreTail, store_section
 from diloco.report.text import Label, labels
-from diloco.training.runs import CONFIG_FILE
-from diloco.training.tail import RunTail
+from diloco.training.records.runs import CONFIG_FILE
+from diloco.training.records.tail import RunTail
 
 MOST_RUNS = 24
 """Runs of a directory that are shown: those that began last."""

@@ -6,9 +6,7 @@ Time is counted in outer steps, since the log has no clock.
 import time
 
 from diloco.errors import DilocoError
-from diloco.rendezvous.look import Look
-from diloco.rendezvous.status import RunStatus
-from diloco.rendezvous.timeline import Timeline, binned
+from diloco.rendezvous.status import Look, RunStatus, Timeline, binned
 from diloco.report.page import Chart, Lane, Section, Series, Table
 from diloco.report.text import megabytes
 

@@ -11,8 +11,8 @@ from diloco.errors import UserError
 from diloco.experiments.papers import scale
 from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
-from diloco.training.engine_settings import check
-from diloco.training.resolve import resolve
+from diloco.training.config.engine_settings import check
+from diloco.training.config.resolve import resolve
 
 
 @pytest.fixture(params=list(TIERS), scope="module")

@@ -10,9 +10,8 @@ from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare, resolve
 from diloco.data.tokenizers import train_bpe
 from diloco.experiments.runner.identity import base_name, run_name, with_absolute_paths
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
-from diloco.training.sections import DilocoConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.recipes import recipe
 
 
 def test_stored_runs_keep_their_names(tmp_path):

@@ -11,7 +11,7 @@ from diloco.errors import (
     exit_code_of,
 )
 from diloco.experiments.runner import job
-from diloco.training.recipes import recipe
+from diloco.training.config.recipes import recipe
 
 
 def test_a_damaged_checkpoint_is_no_final_failure(monkeypatch):

@@ -10,10 +10,10 @@ from tests.training.test_metrics import metrics
 
 from diloco.data.config import DataConfig
 from diloco.report.terminal.training import TrainingProgress, change_lines, forecast_lines, start_lines
-from diloco.training.budget import Budget
-from diloco.training.forecast import forecast
+from diloco.training.config.forecast import forecast
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from diloco.experiments.papers.comparison import Row, Verdict, finished
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.grid import LabelledRun
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 class Point(NamedTuple):

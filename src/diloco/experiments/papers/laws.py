@@ -18,7 +18,7 @@ from diloco.experiments.papers.experiment import (
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
 from diloco.experiments.papers.wall_clock import wall_clock_panels
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 @registered(order=12)

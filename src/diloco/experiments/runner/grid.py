@@ -21,9 +21,9 @@ from diloco.experiments.runner.job_server import end_running_jobs, run_job
 from diloco.experiments.runner.progress import GridProgress, differing_labels
 from diloco.experiments.runner.result import read_results, write_results
 from diloco.experiments.runner.rows import columns, has_all_columns
-from diloco.training.config import TrainConfig
-from diloco.training.launcher import num_cores as available_cores
-from diloco.training.summary import SUMMARY_FILE
+from diloco.training.config.config import TrainConfig
+from diloco.training.processes import num_cores as available_cores
+from diloco.training.records.summary import SUMMARY_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

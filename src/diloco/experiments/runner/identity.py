@@ -13,9 +13,8 @@ from diloco.data.corpora import content, file_digest
 from diloco.data.index import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.files import expanded, sha256
-from diloco.training.config import TrainConfig
-from diloco.training.resolve import identity
-from diloco.training.traits import differences_from_defaults, fields_with
+from diloco.training.config.config import TrainConfig, differences_from_defaults, fields_with
+from diloco.training.config.resolve import identity
 
 
 def run_name(config: TrainConfig) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from diloco.errors import FileError, UserError
 from diloco.files import make_directory, write_atomically
 from diloco.schema import Count, converted, read_json
-from diloco.training.metrics import OuterStepMetrics
-from diloco.training.summary import Summary
+from diloco.training.records.metrics import OuterStepMetrics
+from diloco.training.records.summary import Summary
 
 RESULT_FILE = "result.json"
 

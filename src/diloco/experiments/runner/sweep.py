@@ -13,9 +13,9 @@ from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
 from diloco.experiments.runner.identity import base_name
 from diloco.experiments.runner.progress import GridProgress
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.recipes import recipe
 
 Setting = tuple[tuple[str, float], ...]
 """A value for each axis, by the axis's name."""

@@ -13,13 +13,13 @@ from rich.text import Text
 from diloco.data.index import read_index, total
 from diloco.data.prepare import PrepareProgress, ProgressCallback
 from diloco.report.text import duration, megabytes, printable
-from diloco.training.budget import Budget
-from diloco.training.config import TrainConfig
-from diloco.training.forecast import Forecast
-from diloco.training.metrics import StepMetrics
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import Forecast
+from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
-from diloco.training.summary import Outcome
-from diloco.training.tail import ReplicaSteps
+from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.summary import Outcome
+from diloco.training.records.tail import ReplicaSteps
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous

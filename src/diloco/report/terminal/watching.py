@@ -16,7 +16,7 @@ from diloco.report.runs import LOSS, run_facts
 from diloco.report.sources import Sources
 from diloco.report.stores import rounds_text
 from diloco.report.text import duration, megabytes
-from diloco.training.tail import RunTail
+from diloco.training.records.tail import RunTail
 
 if TYPE_CHECKING:
     from diloco.experiments.runner.progress import GridProgress
