@@ -19,8 +19,8 @@ from diloco.simulator.remedy import remedy
 from diloco.simulator.replicas import Replica, replicas_of
 
 if TYPE_CHECKING:
-    from diloco.measure.step import Machines
     from diloco.training.config import TrainConfig
+    from diloco.training.measure import Machines
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
 ORDER = 2
@@ -123,8 +123,8 @@ def _plan_measured(arguments: list[str]) -> None:
 
 
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
-    from diloco.measure.step import measurable
     from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.measure import measurable
     from diloco.training.state import slow_imports
     from diloco.training.traits import fields_with, get
 
@@ -149,7 +149,7 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
     """Measure as one of the replicas; the first then prints the plan."""
-    from diloco.measure.step import measure_machines
+    from diloco.training.measure import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:

@@ -18,11 +18,11 @@ from diloco.errors import UserError
 from diloco.experiments.runner.grid import LabelledRun, Machines, adopt
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
-from diloco.measure.step import flops_per_second
 from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
 from diloco.training.config import TrainConfig
 from diloco.training.launcher import num_cores
+from diloco.training.measure import flops_per_second
 from diloco.training.recipes import recipe
 from diloco.training.running import running
 
