@@ -189,29 +189,29 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, preset, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), PHYSICAL_MISTAKES.values(), ids=PHYSICAL_MISTAKES)
-def test_a_mistake_about_machines_means_nothing_to_the_paper(arguments, sentence, capsys):
-    command = ["simulate", "bandwidth", *RUN, *METHOD, *arguments]
-    assert sentence in refusal(capsys, *command)
-    assert "means nothing to --preset=paper: leave it out" in refusal(capsys, *command, "--preset", "paper")
+def test_a_mistake_about_machines_ends_in_one_sentence(arguments, sentence, capsys):
+    assert sentence in refusal(capsys, "simulate", "bandwidth", *RUN, *METHOD, *arguments)
 
 
-WALL_CLOCK = [
-    "wall-clock",
-    "--num-params",
-    "1e9",
-    "--num-tokens",
-    "2e10",
-    "--batch-tokens",
-    "1e6",
-    "--num-chips",
-    "64",
-]
+@pytest.mark.parametrize(
+    "arguments",
+    ["--width 9", "--wire fp32", "--seed 3", "--step-variation 0.1", "--offsets 0 1", "--num-replicas 2"],
+)
+def test_machines_mean_nothing_to_the_paper(arguments, capsys):
+    command = ["simulate", "bandwidth", *RUN, *METHOD, *arguments.split(), "--preset", "paper"]
+    assert f"{arguments.split()[0]}=" in (sentence := refusal(capsys, *command))
+    assert "means nothing to --preset=paper: leave it out" in sentence
+
+
+WALL_CLOCK = ["wall-clock", "--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "1e6"]
+WALL_CLOCK += ["--num-chips", "64"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["timeline", "--num-steps", "0"], "--num-steps must be from 1 to 1000 in a timeline, not 0"),
+        (["timeline", "--step-variation", "1"], "a timeline has steps of one duration"),
         (["timeline", "--link-gbit-s", "-1"], "--link-gbit-s must be above 0 and finite, not -1.0"),
         (["timeline", "--preset", "paper", "--link-gbit-s", "nan"], "--link-gbit-s must be above 0 and finite"),
         (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from diloco.presets import Method
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.paper import PaperModel
 
 

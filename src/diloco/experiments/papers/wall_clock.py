@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from diloco.experiments.papers.comparison import Row
 from diloco.experiments.papers.experiment import Panel, curves
-from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, Network
+from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 
 
 def wall_clock_panels(
@@ -27,15 +27,13 @@ def wall_clock_panels(
             title=f"{network.gbit_s:g} Gbit/s between sites",
             x_label="idealized wall-clock, seconds",
             x_log=True,
-            curves=curves(
-                rows, lambda row, n=network: _seconds(row, n, num_replicas(row), sync_every(row)), series
-            ),
+            curves=curves(rows, lambda row, n=name: _seconds(row, n, num_replicas(row), sync_every(row)), series),
         )
-        for network in reversed(NETWORKS.values())
+        for name, network in reversed(NETWORKS.items())
     ]
 
 
-def _seconds(row: Row, between: Network, num_replicas: int, sync_every: int) -> float:
+def _seconds(row: Row, between: NetworkName, num_replicas: int, sync_every: int) -> float:
     """The time of a run on as many chips as compute a step in a second, and at least one a replica of eight.
 
     The paper does not say how many chips it takes, but that size and batch alone decide.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from diloco.presets import Method
 from diloco.report.figures.drawing import new_figure, viridis
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.timeline import Interval, Kind, paper_timeline
 

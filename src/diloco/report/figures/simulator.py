@@ -13,7 +13,7 @@ from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, vir
 from diloco.report.figures.schedules import fragment_patterns, schedules
 from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import MethodSettings, Pattern
+from diloco.simulator.description import MethodSettings, Pattern
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.published import SCALING_SIZES, SIZES, Size
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
@@ -183,7 +183,7 @@ def _run(num_params: float, num_replicas: int, network: NetworkName) -> Idealize
         batch_tokens=batch,
         num_chips=max(8, round(batch / SEQUENCE_LENGTH)),
         num_replicas=num_replicas,
-        between=NETWORKS[network],
+        between=network,
     )
 
 
