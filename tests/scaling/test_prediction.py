@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from diloco.cli.main import main
-from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
-from diloco.scaling.laws import Laws
-from diloco.scaling.power_laws import PowerLaw
+from diloco.scaling.laws import Laws, best_batch
+from diloco.scaling.power_laws import JOINT, PowerLaw
 from diloco.scaling.prediction import predict
-from diloco.scaling.published import JOINT
 from diloco.scaling.table import Point, best_points, read_table
 
 SIZES = (1e5, 2e5, 4e5)
@@ -396,3 +394,14 @@ def test_sizes_too_near_to_each_other_are_no_crash(tmp_path):
     assert 0 < near["value"] < 1
     factor = laws.fit("learning_rate", 0, "independent").factor()
     assert factor.low is None and "the interval has no end" in factor.reason
+
+
+def test_a_batch_that_fewer_seeds_have_tried_does_not_move_the_best():
+    tried = {16: (3.05, 1), 17: (3.00, 3), 18: (2.98, 1)}
+    points = [
+        Point(35e6, 2, loss, {"batch_tokens": 2.0**octave}, num_seeds=num_seeds)
+        for octave, (loss, num_seeds) in tried.items()
+    ]
+    assert best_batch(points, points[1]) == 2.0**17
+    everywhere = [replace(point, num_seeds=3) for point in points]
+    assert best_batch(everywhere, everywhere[1]) > 2.0**17

@@ -23,6 +23,7 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
 from diloco.errors import UserError
+from diloco.published import rows
 
 Array = NDArray[np.float64]
 
@@ -85,6 +86,8 @@ FORMS = {
     )
 }
 """Forms by name."""
+PUBLISHED_RESIDUALS: dict[str, float] = {row["form"]: row["residual"] for row in rows("scaling_forms")}
+"""The mean of |log y − log ŷ| over M at 2.4B for each form, which the paper selected by it (Table 13)."""
 _BOUNDS = {"log A": (-20.0, 20.0), "α": (-2.0, 0.5), "log B": (-20.0, 20.0), "β": (-3.0, 3.0), "C": (0.0, 20.0)}
 
 

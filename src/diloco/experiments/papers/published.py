@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.experiments.papers.experiment import Point
-from diloco.scaling.published import LOSS, NUM_PARAMS
+from diloco.scaling.table import published_table
 
 _Published = Mapping[str, Sequence[tuple[float, float, float, float, float]]]
 
@@ -109,6 +109,6 @@ FREEZING = {"": [Point("no", 2.6749, 2.6749, 2.6749), Point("yes", 3.2145, 3.214
 SINGLE_REPLICA: list[dict[str, Any]] = [
     {"method": method, "flops": 6 * num_params * 20 * num_params, "eval_loss": loss}
     for method, replicas in (("data_parallel", 0), ("diloco", 1))
-    for num_params, loss in zip(NUM_PARAMS, LOSS[replicas], strict=True)
+    for num_params, loss in ((p.params, p.eval_loss) for p in published_table() if p.replicas == replicas)
 ]
 """arXiv 2503.09799, Table 4."""

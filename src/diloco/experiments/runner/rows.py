@@ -13,6 +13,7 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.job import Job
 from diloco.files import make_directory, write_atomically
+from diloco.published import as_number
 from diloco.scaling.table import MOST_TABLE_BYTES
 from diloco.schema import read_bytes
 
@@ -126,13 +127,4 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _value(cell) if isinstance(cell, str) else cell for name, cell in row.items() if cell}
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return {name: as_number(cell) if isinstance(cell, str) else cell for name, cell in row.items() if cell}

@@ -10,11 +10,10 @@ import numpy as np
 from diloco.experiments.papers.experiment import Panel, Point
 from diloco.report.figures.drawing import new_figure, save, viridis
 from diloco.report.figures.experiments import draw_panel
-from diloco.scaling.batches import losses_beside
-from diloco.scaling.laws import Laws
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, method_name
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
+from diloco.scaling.laws import Laws, losses_beside
 from diloco.scaling.table import Point as Run
-from diloco.scaling.table import best_points
+from diloco.scaling.table import best_points, method_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

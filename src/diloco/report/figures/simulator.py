@@ -11,7 +11,8 @@ from diloco.errors import UserError
 from diloco.presets import METHODS, Method
 from diloco.report.figures.drawing import MARKERS, STYLES, new_figure, save, viridis
 from diloco.report.figures.schedules import fragment_patterns, schedules
-from diloco.scaling.published import LOSS, NUM_PARAMS, SEQUENCE_LENGTH, batch_tokens, method_name
+from diloco.scaling.power_laws import SEQUENCE_LENGTH, batch_tokens
+from diloco.scaling.table import method_name, published_table
 from diloco.simulator.bandwidth import GBIT_S
 from diloco.simulator.description import MethodSettings, Pattern
 from diloco.simulator.paper import PaperModel
@@ -115,8 +116,9 @@ def wall_clock() -> "Figure":
     """
 
     def line(num_replicas: int, network: NetworkName) -> Line:
-        hours = [_run(num_params, num_replicas, network).seconds / 3600 for num_params in NUM_PARAMS]
-        return Line(method_name(num_replicas), hours, LOSS[num_replicas])
+        points = [point for point in published_table() if point.replicas == num_replicas]
+        hours = [_run(point.params, num_replicas, network).seconds / 3600 for point in points]
+        return Line(method_name(num_replicas), hours, [point.eval_loss for point in points])
 
     panels = {
         f"{name}: {network.gbit_s:g} Gbit/s between sites": [line(m, name) for m in (0, 1, 2, 4, 8)]
