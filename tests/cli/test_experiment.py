@@ -11,10 +11,10 @@ from tests.experiments.runner.machines import FakeMachine
 
 from diloco.cli import experiment as cli_experiment
 from diloco.cli.main import main
-from diloco.experiments.papers.recipes import experiment
+from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import make_job
-from diloco.experiments.runner.identity import run_name
+from diloco.experiments.runner.job import run_name
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.training.memory import device_bytes
 

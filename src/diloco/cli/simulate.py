@@ -259,7 +259,7 @@ def _timeline(
         link_gbit_s: Bandwidth of every link, in Gbit/s.
     """
     from diloco.report.figures.drawing import save
-    from diloco.report.figures.schedules import draw_timelines
+    from diloco.report.figures.simulator import draw_timelines
 
     if run.stragglers != Stragglers():
         raise UserError(

@@ -8,8 +8,7 @@ import pytest
 from tests.experiments.papers.made_up import made_up
 
 from diloco.errors import UserError
-from diloco.experiments.papers import scale
-from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
+from diloco.experiments.papers import EXPERIMENTS, experiment, scale
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
 from diloco.training.engine_settings import check
 from diloco.training.resolve import resolve

@@ -15,7 +15,8 @@ from tests.experiments.runner.machines import HALF, FakeMachine, labelled_runs, 
 
 from diloco.errors import UserError
 from diloco.experiments.runner import grid, job_server
-from diloco.experiments.runner.grid import LocalMachine, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows
 
 
@@ -141,7 +142,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from tests.experiments.runner.machines import labelled_runs
-from diloco.experiments.runner.grid import LocalMachine, run_grid
+from diloco.experiments.runner.grid import run_grid
+from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import write_rows
 
 corpus, output = map(Path, sys.argv[1:3])
@@ -224,7 +226,7 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
     ray = pytest.importorskip("ray")
-    from diloco.experiments.runner.cluster import RayCluster
+    from diloco.experiments.runner.machines import RayCluster
 
     with pytest.raises(UserError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
         RayCluster("127.0.0.1:1")

@@ -9,7 +9,7 @@ from tests.experiments.runner.machines import tiny_config
 from diloco.data.config import DataConfig
 from diloco.data.prepare import prepare, resolve
 from diloco.data.tokenizers import train_bpe
-from diloco.experiments.runner.identity import base_name, run_name, with_absolute_paths
+from diloco.experiments.runner.job import base_name, run_name, with_absolute_paths
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
 from diloco.training.sections import DilocoConfig

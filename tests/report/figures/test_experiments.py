@@ -5,12 +5,11 @@ from itertools import pairwise
 import pytest
 from tests.experiments.papers.made_up import made_up
 
+from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.experiment import Panel, Point
-from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
-from diloco.report.figures.drawing import new_figure
-from diloco.report.figures.experiments import draw_experiment, draw_panel
+from diloco.report.figures.drawing import draw_experiment, draw_panel, new_figure
 
 pytest.importorskip("matplotlib")
 

@@ -2,8 +2,14 @@
 
 import pytest
 
-from diloco.report.figures.schedules import fragment_patterns, schedules
-from diloco.report.figures.simulator import FIGURES, fragment_bandwidth, fragments, step_seconds
+from diloco.report.figures.simulator import (
+    FIGURES,
+    fragment_bandwidth,
+    fragment_patterns,
+    fragments,
+    schedules,
+    step_seconds,
+)
 from diloco.simulator.bandwidth import GBIT_S
 
 pytest.importorskip("matplotlib")

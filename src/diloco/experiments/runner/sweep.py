@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
-from diloco.experiments.runner.identity import base_name
-from diloco.experiments.runner.progress import GridProgress
+from diloco.experiments.runner.grid import GridProgress, LabelledRun, run_grid
+from diloco.experiments.runner.job import base_name
+from diloco.experiments.runner.machines import Machines
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import refuse_what_means_nothing
 from diloco.training.recipes import recipe

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.experiments.papers.experiment import Panel, Point
-from diloco.report.figures.drawing import new_figure, save, viridis
-from diloco.report.figures.experiments import draw_panel
+from diloco.report.figures.drawing import draw_panel, new_figure, save, viridis
 from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws, losses_beside
 from diloco.scaling.table import Point as Run
