@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.simulator.wall_clock import IdealizedRun, step_seconds
+from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, step_seconds
 
 RUN = IdealizedRun(
     num_params=1e9,
@@ -37,8 +37,10 @@ def test_several_replicas_reduce_gradients_within_their_site():
     assert run.seconds == pytest.approx(run.compute_seconds + run.inside_seconds + run.between_seconds)
 
 
-def test_gradients_and_outer_gradients_have_bits_of_their_own():
+def test_gradients_and_outer_gradients_have_bits_of_their_own(monkeypatch):
     """Each traffic is proportional to its own bits, latency apart, and independent of the other's."""
+    for name, network in NETWORKS.items():
+        monkeypatch.setitem(NETWORKS, name, network._replace(latency_seconds=0.0))
     for num_replicas in (0, 1, 4):
         run = replace(RUN, num_replicas=num_replicas)
         inner, outer = replace(run, inner_bits_per_param=32), replace(run, outer_bits_per_param=4)

@@ -173,7 +173,7 @@ def read_result(job: Job) -> dict[str, Any] | None:
     if "columns" in result:  # adopted from a table
         return result if has_all_columns(result["columns"], job) else None
     digests = result.get("questions", {})
-    changed = {task for task, digest in _question_digests(job).items() if digests.get(task, digest) != digest}
+    changed = {task for task, digest in _question_digests(job).items() if digests.get(task) != digest}
     scored = {name: set(scores["tasks"]) - changed for name, scores in result.get("evaluated", {}).items()}
     has_all = all(job.key(name) in scored and tasks <= scored[job.key(name)] for name in job.parameters)
     has_all &= tasks <= scored.get(job.key("outer"), set())
