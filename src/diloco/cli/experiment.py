@@ -49,7 +49,7 @@ def _experiment(
 ) -> None:
     """Run a paper's experiments; after an interruption the same command continues, and no run is repeated.
 
-    Writes OUTPUT/NAME.csv, a row a run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs;
+    Writes OUTPUT/NAME.csv, a row per run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs;
     without them, too, a run whose row is in such a table counts as done, if the row has all that is asked for.
 
     Args:

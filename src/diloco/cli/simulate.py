@@ -290,9 +290,7 @@ def _pictures(figures: tuple[str, ...] = (), output: Path = Path("pictures")) ->
     """Draw the papers' figures of schedules, of compute utilization over bandwidth, and of loss over wall-clock.
 
     Args:
-        figures: Names among fragment_patterns, schedules, methods, large_models, step_seconds, sync_every,
-            overlap_steps, fragments, layers_per_fragment, fragment_bandwidth, diloco_sync_every, wall_clock; left
-            out, all.
+        figures: Names of figures, such as methods or schedules, which any other word lists; left out, all.
         output: Directory to write NAME.svg and NAME.png to.
     """
     from diloco.report.figures.simulator import FIGURES, draw_figures

@@ -1,4 +1,4 @@
-"""The papers' own numbers: a CSV per table, whose first line names its source; losses in nats a token."""
+"""The papers' own numbers: a CSV per table, whose first line names its source; losses in nats per token."""
 
 import csv
 from pathlib import Path

@@ -95,7 +95,7 @@ class Crossing:
     is_lower_above: bool | None
     """True if DiLoCo's loss is lower above N, or at every size if they never meet; None if losses are equal."""
     is_measured: bool = False
-    """Whether N lies within the fitted sizes."""
+    """True if N lies within the fitted sizes."""
     low: float | None = None
     """Lower end of the 95 % interval of N."""
     high: float | None = None

@@ -78,8 +78,9 @@ class Laws:
         return [p for p in self.points or () if (p.params, p.replicas) == (point.params, point.replicas)]
 
     def is_on_edge(self, point: Point, quantity: str) -> bool:
-        """True if a point of `best` has the smallest or the largest value tried."""
-        return is_on_edge(self.runs_of(point), point, quantity)
+        """True if a point of `best` has the smallest or the largest value tried: a better one may lie beyond."""
+        value, tried = point.settings[quantity], losses_beside(self.runs_of(point), point, quantity)
+        return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
 
     def unequally_tried(self) -> dict[int, dict[float, int]]:
         """The number of outer learning rates tried at each size, for every M where sizes differ in it."""
@@ -122,7 +123,7 @@ class Laws:
             )
 
     def has(self, quantity: str) -> bool:
-        """Whether the table itself has the quantity."""
+        """True if the table itself has the quantity."""
         return self.points is not None and all(quantity in point.settings for point in self.points)
 
     @property
@@ -176,12 +177,6 @@ def _lowest(points: Sequence[Point], quantity: str) -> dict[float, float]:
     for point in sorted(points, key=lambda point: (-point.num_seeds, point.eval_loss)):
         lowest.setdefault(point.settings[quantity], point)
     return {value: point.eval_loss for value, point in sorted(lowest.items())}
-
-
-def is_on_edge(points: Sequence[Point], best: Point, quantity: str) -> bool:
-    """True if the best value is the smallest or the largest tried: a better one may lie beyond."""
-    value, tried = best.settings[quantity], losses_beside(points, best, quantity)
-    return len({value, *tried}) > 1 and not min(tried) < value < max(tried)
 
 
 def best_batch(points: Sequence[Point], best: Point) -> float:

@@ -104,7 +104,7 @@ class ParametricFit:
     """The smallest such residual of any start, however high its training loss: the paper's rule."""
 
     def __call__(self, num_params: float, num_replicas: int) -> float:
-        """The loss, in nats a token."""
+        """The loss, in nats per token."""
         log_a = self.coefficients["log A"] + self.coefficients["α"] * math.log(_MILLION)
         values = np.array(list((self.coefficients | {"log A": log_a}).values()))
         return float(self.form.predict(values, np.array(num_params), np.array(float(num_replicas))))
@@ -119,7 +119,7 @@ def fit_parametric(
         form: one of `FORMS`.
         num_params: N of each point.
         num_replicas: M of each point.
-        loss: nats a token at each point.
+        loss: nats per token at each point.
         seed: of the random starts.
 
     Raises:

@@ -72,7 +72,7 @@ class MethodSettings:
 
     @property
     def streams(self) -> bool:
-        """Whether the layers form several fragments."""
+        """True if the layers form several fragments."""
         return self.method != "data_parallel" and PRESETS[self.method].fragments != "whole"
 
     @property

@@ -75,7 +75,7 @@ class Plan:
     def risk(self) -> tuple[int, int, float, bool]:
         """The settings that may cost quality, each the smaller the better.
 
-        They are H, τ, minus the codec's bits a parameter, and whether averages are encoded a second time.
+        They are H, τ, minus the codec's bits per parameter, and whether averages are encoded a second time.
         """
         return (
             self.model.schedule.sync_every,
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def reaches_target(self) -> bool:
-        """Whether the utilization reaches the task's target."""
+        """True if the utilization reaches the task's target."""
         return bool(reaches(np.array(self.compute_utilization), self.task.target))
 
     @property
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def store_traffic_a_day(self) -> Traffic:
-        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share a replica."""
+        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share per replica."""
         num_replicas, num_fragments = len(self.task.replicas), len(self.model.fragment_params)
         steps = _DAY_SECONDS / (3600 * self.hours / self.task.num_steps)
         num_outer_steps = num_fragments * steps / self.model.settings.sync_every
@@ -294,7 +294,7 @@ def _least_gbit_s(plan: Plan) -> float | None:
 
 
 _GBIT_S = np.logspace(-3, 5, 161)
-"""20 points a decade."""
+"""20 points per decade."""
 
 
 def _most_latency_seconds(plan: Plan) -> float | None:

@@ -63,7 +63,7 @@ class Cost(NamedTuple):
     hours_1_gbit_s: float
     """Wall-clock time on a link of 1 Gbit/s."""
     tebibits: float
-    """Payload, at 16 bits a gradient and 4 bits an outer gradient, in 2⁴⁰ bits."""
+    """Payload, at 16 bits per gradient and 4 bits per outer gradient, in 2⁴⁰ bits."""
 
 
 OVERTRAINING_COSTS: dict[tuple[Method, int], Cost] = {

@@ -70,14 +70,14 @@ LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig] | tuple[dict[str, 
 
 
 class Parts(NamedTuple):
-    """What an experiment computes at a tier."""
+    """The functions of an experiment at a tier."""
 
     runs: Callable[[int], LabelledConfigs]
     """The runs of a seed."""
     panels: Callable[[Sequence[Row]], list[Panel]]
     """The panels of its figure, from the rows of its table."""
     finding: Callable[[Sequence[Row]], Finding]
-    """What the rows say about the claim."""
+    """The finding about the claim, from the same rows."""
 
 
 def stated(
@@ -194,7 +194,7 @@ def wall_clock_panels(
 
 
 def _seconds(row: Row, between: NetworkName, num_replicas: int, sync_every: int) -> float:
-    """The time of a run on as many chips as compute a step in a second, and at least one a replica of eight.
+    """The time of a run on as many chips as compute a step in a second, and at least one for each of eight replicas.
 
     The paper does not say how many chips it takes, but that size and batch alone decide.
     """

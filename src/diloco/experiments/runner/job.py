@@ -37,7 +37,7 @@ class Job:
     at_step: int | None = None
     """The step of the checkpoint that is evaluated; None is the end."""
     with_curves: bool = False
-    """Whether the cosines between outer gradients are asked for as curves."""
+    """True if the cosines between outer gradients are asked for as curves."""
 
     @property
     def directory(self) -> Path:

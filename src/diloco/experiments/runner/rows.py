@@ -112,7 +112,7 @@ def columns(result: Mapping[str, Any], job: Job) -> dict[str, Any]:
 
 
 def has_all_columns(adopted: Mapping[str, Any], job: Job) -> bool:
-    """Whether the columns of an adopted run have everything that a job measures."""
+    """True if the columns of an adopted run have everything that a job measures."""
     return all(any(name.startswith(prefix) for name in adopted) for prefix in _asked_for(job))
 
 

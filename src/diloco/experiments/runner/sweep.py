@@ -46,7 +46,7 @@ class Sweep:
     """Axes that are varied one at a time, afterwards, at the best setting of each group: of the runs that differ
     only in extended axes and the seed, the setting with the lowest mean loss over the seeds."""
     tokens_per_param: float = 20.0
-    """Token budget of a run, in tokens a parameter."""
+    """Token budget of a run, in tokens per parameter."""
     vocab_size: int
     """The tokenizer's, on which the number of parameters depends."""
 
@@ -229,7 +229,7 @@ def _around(value: float, tried: Collection[float], step: float) -> tuple[float,
 
 
 def _can_run(sweep: Sweep, setting: Setting) -> bool:
-    """Whether the batch can be cut into sequences, which halving may have made impossible."""
+    """True if the batch can be cut into sequences, which halving may have made impossible."""
     try:
         sweep.run(setting)
     except UserError:

@@ -37,7 +37,7 @@ def schedules() -> "Figure":
 
 
 def fragment_patterns() -> "Figure":
-    """The layers that each sync takes, a row a layer, with sequential and with strided fragments."""
+    """The layers that each sync takes, a row per layer, with sequential and with strided fragments."""
     num_layers, num_rounds = 9, 2
     figure = new_figure(8.4, 3.4)
     strided = MethodSettings(method="streaming", sync_every=4)
