@@ -98,7 +98,7 @@ def _step_seconds(config: TrainConfig, world: World) -> float:
 
 
 def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
-    """Floating-point operations per second, at 6·N per token, of `num_cores` processes that train without exchange.
+    """Floating-point operations per second, 6·N per token, of `num_cores` processes that train without exchange.
 
     One process is measured, on one CPU thread; several are assumed not to slow each other down.
     """

@@ -194,7 +194,7 @@ def wall_clock_panels(
 
 
 def _seconds(row: Row, between: NetworkName, num_replicas: int, sync_every: int) -> float:
-    """The time of a run on as many chips as compute a step in a second, and at least one for each of eight replicas.
+    """The time of a run on as many chips as compute a step in a second, and on eight, one per replica, at least.
 
     The paper does not say how many chips it takes, but that size and batch alone decide.
     """
