@@ -67,6 +67,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
         "a number for each of 1 replicas",
     ),
     (lambda: physical(replicas=[]), "num_replicas", "from 1 to 256, not 0"),
+    (lambda: physical(wire="e9m9"), "wire", "'e9m9' is not a codec"),
     (lambda: physical(combine="broadcast"), "combine", "neither gather nor reduce_scatter"),
     (lambda: by_data_parallel(combine="reduce_scatter"), "combine", "leave it out"),
     (lambda: by_data_parallel(wire="e3m0"), "wire", "take fp32, bf16 or fp16"),
