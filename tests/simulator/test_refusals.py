@@ -64,7 +64,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: paper(settings=settings(overlap_steps=(1, 2))),
         "overlap_steps",
-        "a number for each of 1 replicas",
+        "one number for each of 1 replicas",
     ),
     (lambda: physical(replicas=[]), "num_replicas", "from 1 to 256, not 0"),
     (lambda: physical(wire="e9m9"), "wire", "'e9m9' is not a codec"),
@@ -74,7 +74,7 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
     (
         lambda: replace(PHYSICAL, settings=settings(overlap_steps=(1, 2, 3))),
         "overlap_steps",
-        "(1, 2, 3) must hold a number for each of 2 replicas",
+        "(1, 2, 3) must hold one number for each of 2 replicas",
     ),
     (lambda: physical_timeline(by_data_parallel(), gbit_s=1, num_steps=2), "method", "with preset=paper only"),
     (lambda: replace(task(1.0), target=1.0), "target", "above 0 and below 1, not 1.0"),

@@ -61,7 +61,7 @@ class MethodSettings:
         """Refuse a number of replicas that is not the number of values of τ, where each replica has its own."""
         if isinstance(self.overlap_steps, tuple) and len(self.overlap_steps) != num_replicas:
             raise UserError(
-                f"overlap_steps={self.overlap_steps} must hold a number for each of {num_replicas} replicas",
+                f"overlap_steps={self.overlap_steps} must hold one number for each of {num_replicas} replicas",
                 "overlap_steps",
             )
 
