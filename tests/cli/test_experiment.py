@@ -13,8 +13,7 @@ from diloco.cli import experiment as cli_experiment
 from diloco.cli.main import main
 from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
-from diloco.experiments.runner.grid import make_job
-from diloco.experiments.runner.job import run_name
+from diloco.experiments.runner.grid import make_job, run_name
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.training.memory import device_bytes
 

@@ -19,7 +19,7 @@ from diloco.errors import (
     exit_code_of,
 )
 from diloco.experiments.runner import job
-from diloco.experiments.runner.job import base_name, run_name, with_absolute_paths
+from diloco.experiments.runner.grid import base_name, run_name, with_absolute_paths
 from diloco.training.config import TrainConfig
 from diloco.training.recipes import recipe
 from diloco.training.sections import DilocoConfig

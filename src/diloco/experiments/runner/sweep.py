@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import GridProgress, LabelledRun, run_grid
-from diloco.experiments.runner.job import base_name
+from diloco.experiments.runner.grid import GridProgress, LabelledRun, base_name, run_grid
 from diloco.experiments.runner.machines import Machines
 from diloco.training.config import TrainConfig
 from diloco.training.prepare import refuse_what_means_nothing
