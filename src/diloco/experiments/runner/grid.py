@@ -1,9 +1,9 @@
 """A grid of runs: configs in, a row for each finished run out; an interrupted grid goes on where it was.
 
 Each run has a directory named by its identity, so that equal configs are one run, even in two grids that share a
-directory. The identity is a digest of the run's settings and its text, the same wherever that text lies. Only fields
-that differ from their defaults are digested, so that a new field renames no stored run. The result of a finished or
-failed run is the file `result.json` in its directory.
+directory. The identity is a digest of the run's settings and its text, the same wherever that text lies; only
+fields that differ from their defaults are digested, so that a new field renames no stored run. The result of a
+finished or failed run is the file `result.json` in its directory.
 """
 
 import json
