@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -27,7 +27,6 @@ from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 from diloco.simulator.wall_clock import IdealizedRun, step_seconds
-from diloco.training.traits import differences
 
 HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|published"
 ORDER = 3
@@ -65,6 +64,12 @@ class SimulatedRun:
     seed: int | None = None
     """Seed of the step times and stalls; left out, 0 (physical)."""
 
+    def flags(self) -> dict[str, Any]:
+        """The values of all fields and of the fields within them, which are flags alike."""
+        parts = asdict(self)
+        nested = [parts.pop(name) for name, value in tuple(parts.items()) if isinstance(value, dict)]
+        return parts | {name: value for part in nested for name, value in part.items()}
+
     def compute_utilization(
         self, gbit_s: ArrayLike, links: tuple[float | None, ...] = (None,)
     ) -> NDArray[np.float64]:
@@ -93,9 +98,10 @@ class SimulatedRun:
             num_steps=self.num_steps,
             preset=self.preset,
         )
-        for dotted, (value, _) in differences(self, plain).items():
-            name = dotted.rpartition(".")[2]
-            raise UserError(f"{name}={value} means nothing to preset=paper: leave it out", name, "preset")
+        known = plain.flags()
+        for name, value in self.flags().items():
+            if value != known[name]:
+                raise UserError(f"{name}={value} means nothing to preset=paper: leave it out", name, "preset")
         if len(self.step_seconds) != 1:
             raise UserError(
                 f"step_seconds={self.step_seconds} with preset=paper, which has one replica: give one number",
