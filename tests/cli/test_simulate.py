@@ -190,6 +190,11 @@ WALL_CLOCK += ["--num-chips", "64"]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["timeline", "--preset", "paper", "--step-seconds", "1", "2"], "which has one replica: give one number"),
+        (
+            ["utilization", *RUN, *METHOD, "--preset", "paper", "--link-gbit-s", "1", "2"],
+            "--link-gbit-s=(1.0, 2.0) with --preset=paper, which has one network: give one number",
+        ),
         (["timeline", "--num-steps", "0"], "--num-steps must be from 1 to 1000 in a timeline, not 0"),
         (["timeline", "--step-variation", "1"], "a timeline has steps of one duration"),
         (["timeline", "--link-gbit-s", "-1"], "--link-gbit-s must be above 0 and finite, not -1.0"),

@@ -57,6 +57,11 @@ REFUSALS: list[tuple[Callable[[], object], str, str]] = [
     (lambda: replicas_of(3, (1.0,), (0.0, 1.0), (None,)), "latency_seconds", "one for each of 3 replicas"),
     (lambda: replicas_of(0, (1.0,), (0.0,), (None,)), "num_replicas", "at least 1, not 0"),
     (lambda: Stragglers(step_variation=-1), "step_variation", "at least 0"),
+    (
+        lambda: Stragglers(stall_probability=2.0, stall_seconds=1.0),
+        "stall_probability",
+        "between 0 and 1, not 2.0",
+    ),
     (lambda: Stragglers(stall_probability=0.5), "stall_probability", "stalls nothing: set both"),
     (lambda: paper(settings=settings(layers_per_fragment=1, sync_every=2)), "sync_every", "too short for 6"),
     (lambda: paper(num_params=0), "num_params", "above 0 and finite, not 0"),
