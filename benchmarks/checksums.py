@@ -13,10 +13,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from diloco.kernels.memory import empty
 from diloco.outer.digest import outer_digest
 from diloco.wire import Codec, codec
-from diloco.wire.checksum import checksum
+from diloco.wire.kernels.memory import empty
+from diloco.wire.payload import checksum
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from virtual_time.run import NUM_REPLICAS, Row, Run, Setting, set_up_process
 
 from diloco.data.shards import open_split
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 
 SETTINGS = (
     Setting(name="fixed", text="fixed members (control)"),

@@ -27,9 +27,8 @@ import torch
 from network.laboratory import Laboratory
 
 import diloco
-from diloco.exchange.control import share
 from diloco.exchange.process_group import GroupExchange
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, share
 
 Start = Callable[[int, list[str], dict[str, str]], "subprocess.Popen[str]"]
 

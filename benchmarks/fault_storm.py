@@ -28,9 +28,9 @@ from pathlib import Path
 
 from storm_study.storm import Row, Storm
 
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from link_study.report import draw, report, report_payloads
 from link_study.rows import Row, append_alone, key, read, read_alone, write
 from network.laboratory import Laboratory
 
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 
 
 def main() -> None:

@@ -24,16 +24,14 @@ from link_study.methods import PEER
 from link_study.synchronizers import DDP, Alone, Torchft
 
 from diloco.data.shards import open_split
-from diloco.exchange.control import share
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, share
 from diloco.presets import PRESETS
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
 from diloco.training.measure import measure_link
+from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import gradients, inner_step, learning_rate
-from diloco.training.summary import evaluate
-from diloco.training.traits import from_json
 from diloco.training.world import World, join
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -17,17 +17,16 @@ import torch
 
 import diloco
 from diloco.engine.parameters import FragmentParameters
-from diloco.kernels.memory import empty
+from diloco.outer.averages import Average, Gather
+from diloco.outer.cohort import Cohort
 from diloco.outer.digest import outer_digest
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.outer.take import take_outer_step
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.gather import Gather
-from diloco.reduction.reduction import Average
+from diloco.outer.step import take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import Key, codec
+from diloco.wire.kernels.memory import empty
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -20,8 +20,7 @@ from training_runs import base_config, best_rate, finish, parser, rate_beyond_ed
 
 from diloco.experiments.papers.comparison import change, chosen
 from diloco.experiments.runner.grid import LabelledRun
-from diloco.training.config import TrainConfig
-from diloco.training.sections import CheckpointConfig
+from diloco.training.config.config import CheckpointConfig, TrainConfig
 
 LEARNING_RATES = (0.00141, 0.001, 0.002)
 """The best for 8 sequences a step, 0.002, divided by √2 for 4; then its neighbours (docs/results/quality.md)."""

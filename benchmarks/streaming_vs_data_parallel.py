@@ -16,7 +16,7 @@ from training_runs import base_config, best_rate, finish, parser
 
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.presets import Method
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 LEARNING_RATES = (0.004, 0.00283, 0.00566, 0.002, 0.00141)
 STREAMING: Method = "streaming_overlapped_fp4"

@@ -10,8 +10,8 @@ from typing import Any
 from diloco.experiments.runner.grid import LabelledRun, adopt, run_grid
 from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows, write_rows
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 
 
 def parser(

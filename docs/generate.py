@@ -158,7 +158,7 @@ def help_of(verb: str) -> str:
 
 def config_fields() -> str:
     """A table of fields for a run's config, and one for each config inside it."""
-    from diloco.training.recipes import laptop
+    from diloco.training.config.recipes import laptop
 
     return "\n\n".join(config_tables(laptop(), ""))
 

@@ -38,7 +38,12 @@ HOME = "/home/me"
 MOST_SECONDS = 60.0
 MOST_LINES = 5
 _ALSO_IMPORTED = (
-    *("diloco.training.finished", "diloco.training.forecast", "diloco.training.loop", "diloco.training.prepare"),
+    *(
+        "diloco.training.records.finished",
+        "diloco.training.config.forecast",
+        "diloco.training.loop",
+        "diloco.training.prepare",
+    ),
     *("diloco.report.terminal.training", "diloco.rendezvous.store_rendezvous", "torch.distributed.run"),
 )
 

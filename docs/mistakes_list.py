@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from diloco.training.running import running
+from diloco.training.records.runs import running
 
 PORT, OTHER_PORT = 8899, 8898
 """Two, since the process of another mistake may keep one open for a while."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import diloco
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
 from diloco.outer.rule import JSON, FragmentState
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
 
 

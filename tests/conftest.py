@@ -29,11 +29,11 @@ from tests.servers import server as server
 from tests.servers import use_environment as use_environment
 from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 
-from diloco.training.launcher import num_cores
+from diloco.training.processes import num_cores
 
 # The shapes and types that the mathematics is annotated with are checked at every call.
 CHECKED = [
-    "diloco.outer.mixing",
+    "diloco.outer.merge",
     "diloco.outer.nesterov",
     "diloco.wire.blocks",
     "diloco.wire.floats",

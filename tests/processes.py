@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from tests.ports import free_port
 
-from diloco.training.ancestor import end_with_parent
+from diloco.training.processes import end_with_parent
 
 # Each replica is a fork of one process that has imported torch: it starts in milliseconds instead of seconds.
 _CONTEXT = get_context("forkserver")

@@ -194,7 +194,7 @@ def _program(name: str, hint: str) -> str:
 @contextmanager
 def _running(command: Sequence[str], folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that runs in a folder, and writes its log there."""
-    from diloco.training.ancestor import end_with_parent
+    from diloco.training.processes import end_with_parent
 
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, preexec_fn=end_with_parent)

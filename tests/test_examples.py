@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import run_replicas
 
-from diloco.rendezvous.look import Look
+from diloco.rendezvous.status import Look
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

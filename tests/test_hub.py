@@ -13,7 +13,7 @@ from diloco.data.corpora import documents
 from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.hub import check_online, check_reachable, hub_file, push
-from diloco.training.finished import evaluate_run
+from diloco.training.records.finished import evaluate_run
 
 
 @pytest.fixture

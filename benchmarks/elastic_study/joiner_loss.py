@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import DilocoError
-from diloco.rendezvous.look import Look
+from diloco.rendezvous.status import Look
 
 OLD, JOINER = ("a", "b"), "joiner"
 SPANS = ((0, 5), (5, 10), (10, 20), (20, 40), (40, 80), (80, 160))

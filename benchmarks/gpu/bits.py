@@ -8,12 +8,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from diloco.outer.mixing import Mixing
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.outer.take import take_outer_step
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
+from diloco.outer.step import take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec

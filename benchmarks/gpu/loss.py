@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diloco.kernels import gpu
 from diloco.models import cross_entropy as module
 from diloco.models.cross_entropy import cross_entropy
+from diloco.wire.kernels import gpu
 from gpu.place import Measurements, Place, Row
 
 GOAL = 0.7

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import begin_step, end_step
 from diloco.training.world import alone

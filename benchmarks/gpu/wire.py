@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import torch
 
-from diloco.kernels import gpu
 from diloco.wire import CODECS, Key, codec
-from diloco.wire.checksum import checksum
 from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.kernels import gpu
+from diloco.wire.payload import checksum
 from gpu.place import Measurements, Place, Row
 
 GOAL = 0.7

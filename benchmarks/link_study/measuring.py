@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from network.laboratory import Laboratory
 
-from diloco.training.config import TrainConfig
-from diloco.training.traits import to_json
+from diloco.training.config.config import TrainConfig, to_json
 
 from .methods import NUM_REPLICAS, PEER, all_reduce_seconds, num_steps
 from .rows import Row

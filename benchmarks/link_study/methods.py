@@ -12,7 +12,7 @@ alone                        inner steps without an exchange
 from collections.abc import Sequence
 
 from diloco.presets import PRESETS
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 NUM_REPLICAS = 2
 PEER = "torchft_diloco"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 from .methods import PEER, UNLIMITED_MBIT_S, is_training, num_fragments
 from .prediction import with_predictions

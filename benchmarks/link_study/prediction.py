@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel, PhysicalRun
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.wire.formats import parse
 
 from .methods import NUM_REPLICAS, PEER, num_fragments

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.files import require
 from diloco.outer.digest import parameters_hash
-from diloco.training.sections import DilocoConfig
+from diloco.training.config.config import DilocoConfig
 from diloco.training.state import TrainState
 from diloco.training.world import World
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.servers import Server
 
-from diloco.training.ancestor import end_with_parent
+from diloco.training.processes import end_with_parent
 from peer_study.common import ReplicaSettings
 from peer_study.figures import Figures, Times, figures, read
 from peer_study.systems import System, meeting_place, python_of

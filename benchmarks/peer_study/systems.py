@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tests.servers import Server
 
-from diloco.training.ancestor import end_with_parent
+from diloco.training.processes import end_with_parent
 
 
 @dataclass(frozen=True, kw_only=True)

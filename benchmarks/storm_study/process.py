@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from storm_study.replica import replica
 
 # A killed replica is back in milliseconds, instead of after the import of torch.

@@ -15,15 +15,15 @@ from unittest import mock
 
 import torch
 
-from diloco.engine.elastic_rounds import ElasticRounds
+from diloco.engine.elastic import ElasticRounds
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.outer.step import OuterStep
-from diloco.training.ancestor import end_with_parent
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.training.loop import train
-from diloco.training.metrics import StepMetrics
-from diloco.training.runs import CONFIG_FILE
+from diloco.training.processes import end_with_parent
+from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.runs import CONFIG_FILE
 
 _ENGINE_STEP = StreamingDiLoCo.step
 

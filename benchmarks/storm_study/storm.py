@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.rendezvous.entries import name_of
-from diloco.rendezvous.history import entries_after, first_entry
+from diloco.rendezvous.log.entries import entry_name
+from diloco.rendezvous.log.log import entries_after, first_entry
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
-from diloco.training.config import TrainConfig
-from diloco.training.finished import evaluate_run
-from diloco.training.store_runs import initial_parameters
+from diloco.training.config.config import TrainConfig
+from diloco.training.records.finished import evaluate_run
+from diloco.training.records.store_runs import initial_parameters
 from storm_study.faults import VICTIMS, schedule
 from storm_study.process import Replica
 
@@ -192,7 +192,7 @@ class Storm:
 def _loss_at(mirror: Path, config: TrainConfig, num_tokens: float) -> float:
     """Held-out loss of Θ when the log had counted so many tokens; the entries after that are deleted."""
     number = asyncio.run(_num_entries(Store.open(str(mirror)), num_tokens))
-    while (path := mirror / name_of(number)).exists():
+    while (path := mirror / entry_name(number)).exists():
         path.unlink()
         number += 1
     shutil.rmtree(mirror / "index", ignore_errors=True)

@@ -11,21 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.files import sha256
-from diloco.rendezvous import snapshots
+from diloco.rendezvous import objects as snapshots
 from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
-from diloco.rendezvous.decide import may_decide
-from diloco.rendezvous.entries import (
-    FORMAT,
-    Body,
-    Contribution,
-    Create,
-    Entry,
-    Join,
-    Outer,
-    Rules,
-    Snapshot,
-)
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Entry, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.log.run import RunState, may_decide
 
 
 class Arrival(Protocol):
@@ -249,9 +238,9 @@ class Seat:
         pass
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
-        buffers, sha256 = snapshots.sealed(vectors)
+        buffers, sha256 = snapshots.seal_snapshot(vectors)
         self.log.append(Snapshot(fragment=fragment, round=round, sha256=(sha256,)), self.replica)
-        name = snapshots.name_of(fragment, round, sha256)
+        name = snapshots.snapshot_name(fragment, round, sha256)
         self.log.snapshots[fragment] = StoredSnapshot(round=round, name=name, data=b"".join(buffers))
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later

@@ -9,14 +9,14 @@ import torch
 
 from diloco.data.sampling import Batches, SlotBatches
 from diloco.data.shards import TokenShards
-from diloco.engine import elastic_rounds
-from diloco.rendezvous.entries import Rules
+from diloco.engine import elastic as elastic_rounds
+from diloco.rendezvous.log.entries import Rules
 from diloco.schedule import Schedule
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.training.loop import open_batches
+from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step, learning_rate
-from diloco.training.summary import evaluate
 from diloco.training.world import World, alone
 from virtual_time.rendezvous import Seat, VirtualLog
 

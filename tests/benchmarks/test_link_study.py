@@ -8,7 +8,7 @@ from benchmarks.link_study.methods import PEER, UNLIMITED_MBIT_S, num_steps
 from benchmarks.link_study.points import points
 from benchmarks.link_study.prediction import _as_the_slowest, with_predictions
 
-from diloco.training.recipes import laptop
+from diloco.training.config.recipes import laptop
 
 RECIPE = laptop()
 CONFIG = replace(RECIPE, model=replace(RECIPE.model, vocab_size=257))

@@ -15,7 +15,7 @@ from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.grid import make_job, run_name
 from diloco.experiments.runner.rows import read_rows, write_rows
-from diloco.training.memory import device_bytes
+from diloco.training.config.forecast import device_bytes
 
 
 def test_the_commands_of_a_cluster_are_those_of_the_runs(capsys, tmp_path):

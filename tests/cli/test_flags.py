@@ -7,7 +7,7 @@ import tyro
 from diloco.cli._flags import fields_of, flag, flags, spelled
 from diloco.errors import ReplicaFailedError, UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 @dataclass(frozen=True)

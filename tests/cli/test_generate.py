@@ -9,7 +9,7 @@ from tests.cli.commands import loaded, refusal
 from diloco.cli.main import main
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.models.writer import Writer, generate
-from diloco.training.finished import run_parameters
+from diloco.training.records.finished import run_parameters
 
 BOS = ByteTokenizer.bos_id
 

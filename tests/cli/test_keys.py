@@ -5,20 +5,20 @@ from tests.cli.commands import refusal
 
 from diloco.cli.main import main
 from diloco.files import sha256
-from diloco.rendezvous.entries import (
+from diloco.rendezvous.log.entries import (
     FORMAT,
     Create,
     Join,
     Keys,
     Leave,
     Rules,
-    name_of,
+    entry_name,
     new_entry,
-    opened,
-    sealed,
+    open_entry,
+    seal_entry,
 )
-from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
-from diloco.rendezvous.log import begun
+from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log.log import begun
 
 
 class Run:
@@ -36,8 +36,8 @@ class Run:
 
     def write(self, body, author: int, signer: Signer) -> bytes:
         entry = new_entry(body, author=author, previous=self.previous, keys=self.keys)
-        data = sealed(entry, signer.sign(entry.line()))
-        (self.url / name_of(self.number)).write_bytes(data)
+        data = seal_entry(entry, signer.sign(entry.line()))
+        (self.url / entry_name(self.number)).write_bytes(data)
         self.keys = self.number if isinstance(body, Keys) else self.keys
         self.previous, self.number = sha256(data), self.number + 1
         return data
@@ -52,7 +52,7 @@ class Run:
         return self.signers[name].public
 
     def entry(self, number: int) -> Keys:
-        return opened((self.url / name_of(number)).read_bytes(), number=number)[0].body
+        return open_entry((self.url / entry_name(number)).read_bytes(), number=number)[0].body
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_keys_are_allowed_and_revoked_by_signed_entries(run, capsys):
     main(["keys", "revoke", str(run.url), first])
     assert capsys.readouterr().out.startswith("nothing to change")
     assert run.entry(2) == Keys(allowed=(second, first)) and run.entry(3) == Keys(revoked=(first,))
-    state = begun((run.url / name_of(0)).read_bytes())
+    state = begun((run.url / entry_name(0)).read_bytes())
     for number in (1, 2, 3):
-        data = (run.url / name_of(number)).read_bytes()
-        state = state.after(opened(data, number=number)[0], sha256(data))
+        data = (run.url / entry_name(number)).read_bytes()
+        state = state.after(open_entry(data, number=number)[0], sha256(data))
     assert state.allowed == (second,) and state.members[0].fenced and state.kept == (2, 3)
 
 
@@ -127,7 +127,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "creator"))
     (tmp_path / "creator").chmod(0o644)
     assert "run chmod 600" in refusal(capsys, *command)
-    assert not (run.url / name_of(2)).exists()
+    assert not (run.url / entry_name(2)).exists()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
 def test_a_mistake_is_one_sentence(run, arguments, reason, capsys):
     places = {"URL": str(run.url), "EMPTY": str(run.url.parent)}
     assert reason in refusal(capsys, "keys", *(places.get(word, word) for word in arguments))
-    assert not (run.url / name_of(2)).exists()
+    assert not (run.url / entry_name(2)).exists()
 
 
 def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
@@ -158,7 +158,7 @@ def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
 def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):
     command = ["keys", "allow", str(run.url), run.key("second")]
     data = run.write(Leave(finished=False), 0, run.signers["first"])
-    path = run.url / name_of(2)
+    path = run.url / entry_name(2)
     for content, reason in [
         (data.replace(b"false", b"true"), "entry 2 of the log is forged: its signature is not that of the key"),
         (data[:-129] + b"\n", "entry 2 of the log is not signed"),
@@ -166,6 +166,6 @@ def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):
     ]:
         path.write_bytes(content)
         assert reason in refusal(capsys, *command)
-    path.rename(run.url / name_of(3))
+    path.rename(run.url / entry_name(3))
     assert "log/0000000002 is missing in" in refusal(capsys, *command)
     assert not path.exists()

@@ -8,8 +8,8 @@ import pytest
 from tests.cli.commands import refusal
 
 from diloco.cli._resume import resume_command
-from diloco.training.recipes import recipe
-from diloco.training.running import running
+from diloco.training.config.recipes import recipe
+from diloco.training.records.runs import running
 
 CONFIG = replace(recipe("tiny"), name="my run", runs=Path("runs"))
 

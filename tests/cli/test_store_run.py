@@ -29,7 +29,7 @@ def test_the_status_is_printed_as_a_table_or_as_json(run, capsys, monkeypatch) -
 
 
 def test_watching_ends_with_the_run(run, capsys, monkeypatch) -> None:
-    from diloco.rendezvous.entries import Leave
+    from diloco.rendezvous.log.entries import Leave
 
     monkeypatch.setattr("time.sleep", lambda seconds: run.append(Leave(finished=True), author=0))
     main(["store", "status", str(run.directory), "--watch"])

@@ -8,7 +8,7 @@ from tests.experiments.runner.machines import Valley
 from diloco.cli import sweep
 from diloco.cli.main import main
 from diloco.experiments.runner.rows import read_rows, write_rows
-from diloco.training.running import running
+from diloco.training.records.runs import running
 
 
 class MortalValley(Valley):

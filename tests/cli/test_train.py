@@ -6,9 +6,9 @@ from tests.cli.commands import loaded, refusal
 
 from diloco.cli import train
 from diloco.cli.main import main
-from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve
-from diloco.training.traits import to_json
+from diloco.training.config.config import to_json
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolve
 
 
 @pytest.mark.parametrize("command", [["train"], ["sweep"], ["plan", "--measure"]])

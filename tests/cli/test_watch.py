@@ -10,7 +10,7 @@ from tests.cli.commands import refusal
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
-from diloco.rendezvous.entries import Leave
+from diloco.rendezvous.log.entries import Leave
 from diloco.report.live import watched
 from diloco.report.live.server import LiveServer
 from diloco.report.live.watched import Watched

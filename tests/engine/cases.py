@@ -16,7 +16,7 @@ from tests.wire import reference as wire_reference
 from torch import nn
 
 import diloco
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 
 f32 = np.float32
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.engine.arguments import check_job
-from diloco.outer.mixing import Mixing
+from diloco.engine.settings import check_job
+from diloco.outer.merge import Mixing
 
 RULE = r"pass an outer rule such as diloco.Nesterov\(lr=0.4, momentum=0.9\)"
 FRAGMENTS = r"pass what diloco.strided\(model\), diloco.sequential\(model\) or diloco.whole\(model\) returns"

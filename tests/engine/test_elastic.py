@@ -14,11 +14,11 @@ from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 import diloco
-from diloco.engine.elastic_rounds import ElasticRounds
+from diloco.engine.elastic import ElasticRounds
 from diloco.errors import ExchangeError, NonFiniteError, UserError
-from diloco.rendezvous import payloads
+from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.contract import Decision
-from diloco.rendezvous.delivery import MOST_DECISIONS_A_FRAGMENT
+from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
 
 ALPHA = 0.5
 
@@ -109,7 +109,7 @@ def test_decisions_that_take_long_are_taken_one_an_inner_step_and_of_each_fragme
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, slow = left_behind(tmp_path, num_rounds=4)
-    monkeypatch.setattr("diloco.engine.elastic_rounds._MOST_SECONDS", -1.0)
+    monkeypatch.setattr("diloco.engine.elastic._MOST_SECONDS", -1.0)
     taken = [[outer_step.sync.fragment for outer_step in slow.step()] for _ in range(2 * P)]
     assert max(map(len, taken)) == 1 and {p for fragments in taken for p in fragments} == {*range(P)}
     for replica in (fast, slow):
@@ -142,7 +142,7 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
     until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
     # More outer steps than wait for it have lost their payloads.
     num_waiting = MOST_DECISIONS_A_FRAGMENT * P + 4 * P
-    until_deleted(tmp_path / payloads.name_of(0, fast.engine._rounds.next_seq + num_waiting), fast)
+    until_deleted(tmp_path / payloads.payload_name(0, fast.engine._rounds.next_seq + num_waiting), fast)
     while any(map(int.__lt__, slow.rounds, fast.rounds)):
         counts, num_jumps, uncounted_then = list(rounds.counted), len(jumps), uncounted(slow)
         moved = [np.copy(progress) for progress in slow.progress]
@@ -176,7 +176,7 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     until(lambda: fast.exchange.last_counted(1, 0) == flight.seq, fast)
     together = fast.exchange.state.fragments[0].since[-1].body.contributions
     assert [counted.replica for counted in together] == [0, 1]
-    until_deleted(tmp_path / payloads.name_of(0, together[0].seq), fast)
+    until_deleted(tmp_path / payloads.payload_name(0, together[0].seq), fast)
     until(lambda: 0 in jumps, slow)
     assert rounds.counted[0] == (flight.tokens, flight.step)
     assert rounds.in_flight.get(0) is not flight
@@ -363,7 +363,7 @@ def test_a_state_of_this_run_that_is_damaged_is_refused_and_names_what_is_wrong(
 
 def test_an_outer_gradient_that_no_run_can_add_up_is_not_sent(tmp_path, monkeypatch) -> None:
     ours = Replica(str(tmp_path), name="ours")
-    monkeypatch.setattr("diloco.rendezvous.verify.MOST_NORM", 1e-9)
+    monkeypatch.setattr("diloco.rendezvous.objects.MOST_NORM", 1e-9)
     with pytest.raises(
         NonFiniteError, match=r"^step \d+: the outer gradient of fragment 0 has the norm .*, and the run"
     ):

@@ -22,7 +22,7 @@ from diloco.cli.main import main
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.contract import Offer
-from diloco.rendezvous.keys import write_key
+from diloco.rendezvous.log.keys import write_key
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store, StoreError
 from diloco.schedule import Sync

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.engine.arguments import settings_of
-from diloco.engine.elastic_rounds import ElasticRounds
+from diloco.engine.elastic import ElasticRounds
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica_rounds import outer_state
-from diloco.reduction.cohort import Cohort
-from diloco.rendezvous import snapshots
+from diloco.engine.replica import outer_state
+from diloco.engine.settings import settings_of
+from diloco.outer.cohort import Cohort
+from diloco.rendezvous import objects as snapshots
 from diloco.rendezvous.contract import Content, Decision, Form, Offer, StoredSnapshot
 
 N, SLOT, ALPHA = 4, 7, 0.25
@@ -69,8 +69,8 @@ def rounds_of(script: Script) -> tuple[ElasticRounds, Tensor]:
 
 
 def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:
-    buffers, digest = snapshots.sealed({"outer": outer_N, "velocity": torch.zeros(N)})
-    return StoredSnapshot(round=round, name=snapshots.name_of(0, round, digest), data=b"".join(buffers))
+    buffers, digest = snapshots.seal_snapshot({"outer": outer_N, "velocity": torch.zeros(N)})
+    return StoredSnapshot(round=round, name=snapshots.snapshot_name(0, round, digest), data=b"".join(buffers))
 
 
 def decision(rounds: ElasticRounds, round: int, content: Content | StoredSnapshot, *, is_own: bool) -> Decision:

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import diloco
-from diloco.engine.gathered import GatheredParameters
+from diloco.engine.elastic_shards import GatheredParameters
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.sharded import gathered
+from diloco.engine.shards import gathered
 
 S = 3
 

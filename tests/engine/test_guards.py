@@ -7,7 +7,7 @@ from tests.processes import run_replicas
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 
 
 def train(dtype: torch.dtype, optimizer_of: type[MastersSGD], **arguments) -> tuple[int, str | None]:

@@ -17,12 +17,12 @@ from tests.wire.cases import sealed
 from torch import nn
 
 import diloco
+from diloco.engine.fixed import exchange as bring
 from diloco.engine.lanes import ThreadLane
-from diloco.engine.phases import exchange as bring
 from diloco.errors import PayloadError
 from diloco.exchange.transport import Channel, Tag
-from diloco.reduction import reduction_of
-from diloco.reduction.cohort import Cohort
+from diloco.outer.averages import reduction_of
+from diloco.outer.cohort import Cohort
 from diloco.wire import Key, codec
 from diloco.wire.floats import FP32
 

@@ -10,7 +10,7 @@ from torch import nn
 import diloco
 from diloco.engine.settings import Settings
 from diloco.errors import UserError
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 
 
 def model_of_two_blocks() -> nn.Module:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.sharded import all_shards_or_none, local
+from diloco.engine.shards import all_shards_or_none, local
 from diloco.exchange.transport import Channel
 from diloco.models.decoder import Decoder, DecoderConfig
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.engine.cases import Case, inner_step
 
-from diloco.engine.state import OuterState
+from diloco.engine.outer_state import OuterState
 
 
 def state(*, offload: bool) -> OuterState:

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from diloco.engine.waiting import Waiting
+from diloco.engine.elastic import Waiting
 
 
 class Board:

@@ -15,8 +15,8 @@ from tests.processes import run_replicas, wait_for_files
 import diloco
 from diloco.exchange import connect as connecting
 from diloco.exchange import notices
-from diloco.exchange.bounded import within
 from diloco.exchange.meeting import Meeting
+from diloco.exchange.notices import within
 from diloco.exchange.transport import Channel, Tag
 
 TIMEOUT_SECONDS = 1.0

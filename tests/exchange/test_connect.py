@@ -15,7 +15,7 @@ from tests.processes import init_group, run_replicas, wait_for_files
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.exchange.control import share
+from diloco.exchange.transport import share
 
 CASE = Case(P=3, H=5, tau=2, wire="e3m0")
 SHARES = Case(P=2, H=4, tau=3, wire="int4", combine="reduce_scatter:bf16")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from tests.processes import run_replicas
 
+from diloco.engine.elastic_shards import Call, Inside
 from diloco.errors import ExchangeError
-from diloco.exchange.gloo import group_like
-from diloco.exchange.inside import Call, Inside
+from diloco.exchange.process_group import group_like
 
 S = 3
 

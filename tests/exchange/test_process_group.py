@@ -12,11 +12,10 @@ import torch.distributed as dist
 from tests.processes import run_replicas, wait_for_files
 
 from diloco.errors import DisagreementError, ExchangeError, UserError
-from diloco.exchange import gloo
-from diloco.exchange.control import agree, share
+from diloco.exchange import process_group as gloo
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.process_group import ProcessGroupExchange
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, agree, share
 
 # (fragment, round, phase) of exchanges that are in flight together, and how long their payloads are.
 KEYS = list(product((0, 1, 40), (1, 90_000), (0, 1)))

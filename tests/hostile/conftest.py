@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.exchange.tls import Security, security_of
+from diloco.exchange.encrypted.tls import Security, security_of
 
 SECRET = "correct horse battery staple"
 

@@ -16,17 +16,17 @@ from tests.hostile.mutations import generator, hostile_pickle, mutated_bytes, mu
 
 from diloco.errors import CheckpointError
 from diloco.files import sha256
-from diloco.training.checkpoint_files import (
+from diloco.training.records.checkpoints import (
     checksum_path,
     digest,
     finished,
     flat,
+    read,
     read_checksums,
     step_path,
     write_checksums,
     write_shard,
 )
-from diloco.training.checkpoints import read
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 FILES = ("facts.json", "shard-0.safetensors", "shard-1.safetensors")

@@ -19,9 +19,9 @@ from diloco.data.prepare import prepare
 from diloco.errors import DilocoError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.rendezvous.replay import replayed
-from diloco.training.recipes import tiny
-from diloco.training.store_runs import DATA_DIGEST, initial_parameters, store_parameters
-from diloco.training.traits import to_json
+from diloco.training.config.config import to_json
+from diloco.training.config.recipes import tiny
+from diloco.training.records.store_runs import DATA_DIGEST, initial_parameters, store_parameters
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 MODEL = DecoderConfig(num_layers=1, num_heads=1, width=4, vocab_size=9)

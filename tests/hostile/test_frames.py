@@ -20,13 +20,11 @@ from tests import memory
 
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange import meeting
-from diloco.exchange.board import Board, BoardView, RemoteBoard, Request, _receive
-from diloco.exchange.control import agree, share
-from diloco.exchange.encrypted import _address
-from diloco.exchange.link import Link
+from diloco.exchange.encrypted.exchange import Board, BoardView, RemoteBoard, Request, _address, _receive
+from diloco.exchange.encrypted.link import Link
+from diloco.exchange.encrypted.tls import Security
 from diloco.exchange.notices import Notices
-from diloco.exchange.tls import Security
-from diloco.exchange.transport import Channel, Tag
+from diloco.exchange.transport import Channel, Tag, agree, share
 
 HOSTILE = settings(settings.get_profile("hostile"))
 

@@ -13,9 +13,10 @@ from tests.rendezvous.referee import public_key, signed
 from tests.rendezvous.simulated import Run, simulate
 
 from diloco.files import sha256
-from diloco.rendezvous import entries, index
-from diloco.rendezvous.entries import LogError
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous import archive as index
+from diloco.rendezvous.log import entries
+from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.log.run import RunState
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 KINDS = {"create", "join", "outer", "snapshot", "leave", "keys"}
@@ -27,18 +28,18 @@ def real_run() -> Run:
     rng = random.Random(0)
     while True:
         run = simulate(bytes([1, 1, 1, 3, 3, 0]) + rng.randbytes(600))
-        kinds = {entries.opened(data, number=0)[0].kind for data in log_of(run)}
+        kinds = {entries.open_entry(data, number=0)[0].kind for data in log_of(run)}
         if kinds == KINDS:
             return run
 
 
 def log_of(run: Run) -> list[bytes]:
-    return [run.store.objects[entries.name_of(number)] for number in range(len(run.referee.states))]
+    return [run.store.objects[entries.entry_name(number)] for number in range(len(run.referee.states))]
 
 
 def accept(number: int, data: bytes) -> RunState:
     """The state after an entry that takes the place of a real one."""
-    entry, signature = entries.opened(data, number=number)
+    entry, signature = entries.open_entry(data, number=number)
     if number == 0:
         if signature != signed(getattr(entry.body, "creator", ""), entry.line()):
             raise LogError("forged")
@@ -50,7 +51,7 @@ def accept(number: int, data: bytes) -> RunState:
 
 
 def accept_index(number: int, data: bytes) -> index.Index:
-    made, signature = index.opened(data, number=number)
+    made, signature = index.open_index(data, number=number)
     if signature != signed(made.state.members[made.author].key, made.line()):
         raise LogError("forged")
     return made
@@ -60,7 +61,7 @@ def real_index(number: int) -> bytes:
     state = real_run().referee.states[number - 1]
     author = next(replica for replica, member in enumerate(state.members) if not member.fenced)
     made = index.Index(author=author, state=state)
-    return index.sealed(made, signed(state.members[author].key, made.line()))
+    return index.seal_index(made, signed(state.members[author].key, made.line()))
 
 
 def index_numbers() -> list[int]:
@@ -105,7 +106,7 @@ def test_a_member_can_write_no_entry_that_breaks_the_state():
         author = next((replica for replica, member in enumerate(state.members) if not member.fenced), None)
         if author is not None:
             made = index.Index(author=author, state=state)
-            assert index.opened(index.sealed(made, ""), number=state.number)[0] == made
+            assert index.open_index(index.seal_index(made, ""), number=state.number)[0] == made
     assert num_accepted < NUM_EXAMPLES / 4 + 20
     assert peak_mebibytes() < peak + 200
 
@@ -141,7 +142,7 @@ def test_an_index_that_is_changed_and_signed_again_is_refused_or_a_possible_stat
 @settings(settings.get_profile("hostile"))
 @given(st.one_of(st.binary(max_size=400), st.text(max_size=200).map(str.encode)))
 def test_random_bytes_are_no_entry_and_no_index(data):
-    for reader in (entries.opened, index.opened):
+    for reader in (entries.open_entry, index.open_index):
         with pytest.raises(LogError):
             reader(data, number=1)
 
@@ -155,13 +156,13 @@ def create(**changes) -> bytes:
 BOMBS = {
     "deep": lambda: b'{"kind":' + b"[" * 1_000_000,
     "deep facts": lambda: b'{"kind":"create","author":-1,"body":{"facts":' + b'{"a":' * 100_000,
-    "lists": lambda: b'{"kind":"create","author":-1,"body":{"facts":[' + b"[]," * (entries.MOST_BYTES // 3),
+    "lists": lambda: b'{"kind":"create","author":-1,"body":{"facts":[' + b"[]," * (entries.MOST_ENTRY_BYTES // 3),
     "digits": lambda: b'{"kind":"create","author":' + b"9" * 100_000 + b"}",
     "fragments": lambda: create(num_fragments=2**62),
     "stale": lambda: create(max_stale=2**62),
     "slots": lambda: create(num_slots=2**62),
     "shares": lambda: create(num_shares=2**62),
-    "long": lambda: b"x" * (index.MOST_BYTES + 1),
+    "long": lambda: b"x" * (index.MOST_INDEX_BYTES + 1),
 }
 
 
@@ -173,5 +174,5 @@ def test_a_bomb_is_refused_in_bounded_memory(bomb):
     with pytest.raises(LogError):
         accept(0, data)
     with pytest.raises(LogError):
-        index.opened(data, number=0)
+        index.open_index(data, number=0)
     assert peak_mebibytes() < peak + 300

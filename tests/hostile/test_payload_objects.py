@@ -16,13 +16,22 @@ from tests.hostile.mutations import generator, mutated_bytes, mutated_json
 
 from diloco.errors import PayloadError
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import FORMAT, Create, Join, Outer, Rules, new_entry
-from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.payloads import Header, body_tensor, contribution, opened, sealed
-from diloco.rendezvous.snapshots import SnapshotError, name_of, read_into
-from diloco.rendezvous.snapshots import sealed as sealed_snapshot
-from diloco.rendezvous.verify import check_header, verified
+from diloco.rendezvous.log.entries import FORMAT, Create, Join, Outer, Rules, new_entry
+from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.objects import (
+    Header,
+    SnapshotError,
+    body_tensor,
+    check_header,
+    contribution,
+    open_payload,
+    read_into,
+    seal_payload,
+    seal_snapshot,
+    snapshot_name,
+    verified,
+)
 from diloco.wire import Key, codec
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
@@ -68,7 +77,7 @@ def signers(tmp_path_factory) -> list[Signer]:
 
 def taken(data: bytes, public: str = "") -> Header:
     """The header of a payload that passes all checks of a receiver."""
-    header, body = opened(data, name="payloads/3/00000041", run=RUN, public=public)
+    header, body = open_payload(data, name="payloads/3/00000041", run=RUN, public=public)
     check_header(header, form=FORM, fragment=2, replica=3)
     assert verified(header, body_tensor(body), form=FORM) == pytest.approx(header.norm, rel=1e-3)
     return header
@@ -85,7 +94,7 @@ def mutated_payloads(signer: Signer) -> Iterator[tuple[bytes, bool]]:
     """Changed payloads, and whether each was signed after the change."""
     rng = generator(1)
     header, body = payload_of()
-    data, fields = sealed(header, signer) + body, asdict(header)
+    data, fields = seal_payload(header, signer) + body, asdict(header)
     for example in range(NUM_EXAMPLES):
         if example % 2:
             changed, is_signed = mutated_bytes(data, rng), not signer.public
@@ -123,7 +132,7 @@ def test_no_changed_payload_is_taken(signers, signed):
                 assert is_signed and data.endswith(body), data[:600]
                 assert replace(other, **CLAIMS) == replace(header, **CLAIMS) and other != header, other
     assert num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
-    assert taken(sealed(header, signer) + body, signer.public) == header
+    assert taken(seal_payload(header, signer) + body, signer.public) == header
 
 
 def test_no_payload_of_others_is_taken(signers):
@@ -157,7 +166,7 @@ def mutated_snapshots(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def test_no_changed_snapshot_is_taken_but_for_other_finite_values():
     vectors = {name: torch.randn(N, generator=torch.Generator().manual_seed(4)) for name in ("outer", "velocity")}
-    content = b"".join(sealed_snapshot(vectors)[0])
+    content = b"".join(seal_snapshot(vectors)[0])
     head = len(content) - 8 * N
     num_refused = num_tried = 0
     with memory.at_most(MOST_BYTES):
@@ -165,7 +174,7 @@ def test_no_changed_snapshot_is_taken_but_for_other_finite_values():
             num_tried += 1
             ours = {name: torch.zeros(N) for name in vectors}
             try:
-                read_into(ours, data, name=name_of(2, 8, hashlib.sha256(named).hexdigest()))
+                read_into(ours, data, name=snapshot_name(2, 8, hashlib.sha256(named).hexdigest()))
             except SnapshotError as error:
                 num_refused += 1
                 assert "snapshots/2/8-" in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
@@ -194,7 +203,7 @@ def state_after_norms() -> RunState:
 def test_an_outer_gradient_of_norm_1e6_is_refused_by_whoever_decides(signers):
     header, body = payload_of(1e6 / N**0.5, replica=0, seq=11, fragment=0, base_round=10)
     assert 9e5 < header.norm < 1.1e6
-    again, content = opened(sealed(header, NoKeys()) + body, name=header.name, run=RUN, public="")
+    again, content = open_payload(seal_payload(header, NoKeys()) + body, name=header.name, run=RUN, public="")
     payload = body_tensor(content)
     check_header(again, form=FORM, fragment=0, replica=0)
     assert verified(again, payload, form=FORM) == pytest.approx(header.norm)

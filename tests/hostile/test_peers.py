@@ -18,8 +18,8 @@ from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import ExchangeError
-from diloco.exchange.door import _MOST_HANDSHAKES, Door
-from diloco.exchange.tls import dial, security_of
+from diloco.exchange.encrypted.link import _MOST_HANDSHAKES, Door
+from diloco.exchange.encrypted.tls import dial, security_of
 from diloco.exchange.transport import Channel, Tag, Transport
 
 
@@ -230,7 +230,7 @@ def test_a_link_whose_place_is_taken_by_who_has_the_secret_is_an_error_of_the_la
 
 
 def test_a_connection_that_says_nothing_is_closed_in_time(security, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.door.SECONDS_TO_SHAKE_HANDS", 0.2)
+    monkeypatch.setattr("diloco.exchange.encrypted.link.SECONDS_TO_SHAKE_HANDS", 0.2)
     door = Door(socket.create_server(("127.0.0.1", 0)), security)
     with socket.create_connection(("127.0.0.1", door.port), timeout=5) as silent:
         assert silent.recv(1) == b""
@@ -238,7 +238,7 @@ def test_a_connection_that_says_nothing_is_closed_in_time(security, monkeypatch)
 
 
 def test_no_more_processes_are_let_in_than_a_run_has(security, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.door._MOST_INSIDE", 1)
+    monkeypatch.setattr("diloco.exchange.encrypted.link._MOST_INSIDE", 1)
     door, ended = Door(socket.create_server(("127.0.0.1", 0)), security), threading.Event()
     door.expect("board", lambda connection: ended.wait(5), once=False)
     with dial(f"127.0.0.1:{door.port}", "board", security):

@@ -16,11 +16,11 @@ from diloco.experiments.runner.rows import read_results, read_rows
 from diloco.files import sha256
 from diloco.report.html.run_section import read_run, run_section
 from diloco.schema import read_json
-from diloco.training.export import export_run
-from diloco.training.finished import run_parameters
-from diloco.training.metrics import read_metrics
-from diloco.training.runs import read_config
-from diloco.training.summary import Summary
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import run_parameters
+from diloco.training.records.metrics import read_metrics
+from diloco.training.records.runs import read_config
+from diloco.training.records.summary import Summary
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 DEEP = b'{"model": ' + b"[" * 100_000

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous import payloads
-from diloco.rendezvous.averages import AverageHeader
-from diloco.rendezvous.keys import KeyFile, NoKeys, Signer, write_key
-from diloco.rendezvous.payloads import Header
-from diloco.rendezvous.verify import check_header, verified
+from diloco.rendezvous import objects as payloads
+from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.objects import AverageHeader, Header, check_header, verified
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 MOST_BYTES = 4 << 20
@@ -132,23 +130,23 @@ def test_a_header_that_no_entry_could_count_is_refused(wrong: str, step: CutStep
 def opened(step: CutStep, data: bytes) -> Header:
     """A header as whoever decides reads it."""
     public = step.signers[0].public
-    header, _ = payloads.opened(data, name="payloads/0/00000001", run=step.state.run, public=public)
+    header, _ = payloads.open_payload(data, name="payloads/0/00000001", run=step.state.run, public=public)
     check_header(header, form=step.form, fragment=1, replica=0)
     return header
 
 
 def test_a_header_of_another_cut_is_refused(step: CutStep) -> None:
     header = step.headers[0]
-    assert opened(step, payloads.sealed(header, step.signers[0])) == header
+    assert opened(step, payloads.seal_payload(header, step.signers[0])) == header
     for fields, reason in [
         ({"norms": (1.0,) * 5, "sha256": ("ab" * 32,) * 5}, "has num_shares 5, where 4 is expected"),
         ({"num_bytes": 1 << 40}, "has num_bytes 1099511627776, where"),
         ({"num_elements": N - 1}, "has num_elements 299, where 300 is expected"),
     ]:
         with pytest.raises(PayloadError, match=reason):
-            opened(step, payloads.sealed(replace(header, **fields), step.signers[0]))
+            opened(step, payloads.seal_payload(replace(header, **fields), step.signers[0]))
     with pytest.raises(PayloadError, match="it has a body of 3 bytes"):
-        opened(step, payloads.sealed(header, step.signers[0]) + b"abc")
+        opened(step, payloads.seal_payload(header, step.signers[0]) + b"abc")
 
 
 def resealed(text: bytes, body: bytes, signer: Signer, magic: bytes, word: bytes) -> bytes:

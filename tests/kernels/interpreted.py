@@ -6,9 +6,9 @@ TRITON_INTERPRET=1 python -m tests.kernels.interpreted
 import torch
 from torch import Tensor
 
-from diloco.kernels.gpu import GpuBlocks
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec
+from diloco.wire.kernels.gpu import GpuBlocks
 from diloco.wire.random import words
 
 KEY = Key(seed=(0x9ABCDEF0 << 32) + 0xF0000003, fragment=2, round=3, replica=4, part=1, shard=2)

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from diloco.kernels import compile as compiling
-from diloco.kernels.compile import compiled_library
+from diloco.wire.kernels import native as compiling
+from diloco.wire.kernels.native import compiled_library
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch):

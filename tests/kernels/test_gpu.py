@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from diloco.kernels import gpu
 from diloco.wire import codec
 from diloco.wire.floats import E3M0
+from diloco.wire.kernels import gpu
 
 
 @pytest.mark.parametrize("missing", ["importlib.util.find_spec", "shutil.which", "sysconfig.get_path"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diloco.kernels import memory
 from diloco.wire import codec
+from diloco.wire.kernels import memory
 
 CPU = torch.device("cpu")
 

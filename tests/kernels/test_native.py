@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tests.wire.cases import BLOCK_SPECS, BLOCKS, implementation, sealed
 
 from diloco.errors import PayloadError
-from diloco.kernels import native
-from diloco.outer.mixing import Mixing
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.outer.take import take_outer_step
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
+from diloco.outer.step import take_outer_step
 from diloco.schedule import Sync
 from diloco.wire import codec
 from diloco.wire.formats import HEADER_BYTES
+from diloco.wire.kernels import native
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -107,7 +107,7 @@ def test_the_outer_step_has_the_bits_of_plain_torch(dtype, seed, divisor, lr, mo
         take_outer_step(rule, Mixing(mixing), *how)
 
     take(*vectors)
-    with patch("diloco.outer.take.native", return_value=None):
+    with patch("diloco.outer.step.native", return_value=None):
         take(*copies)
     for one, other in zip(vectors, copies, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -170,7 +170,7 @@ def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
         assert code and ("data race" if sanitizer == "thread" else "heap-buffer-overflow") in report
 
 
-@pytest.mark.parametrize("part", ["ctypes.CDLL", "diloco.kernels.native.compiled_library"])
+@pytest.mark.parametrize("part", ["ctypes.CDLL", "diloco.wire.kernels.native.compiled_library"])
 def test_a_library_that_cannot_be_had_is_done_without_and_one_warning(part, monkeypatch):
     def fail(*arguments: object) -> None:
         raise OSError("wrong architecture")

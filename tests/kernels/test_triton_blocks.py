@@ -27,7 +27,7 @@ def test_interpreted_they_give_the_bits_of_the_cpu():
 @pytest.mark.parametrize("name", BLOCKS)
 def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_path, monkeypatch):
     """No product and sum in one rounding, no subnormal number taken for 0, no approximate division."""
-    from diloco.kernels import gpu, triton_blocks
+    from diloco.wire.kernels import gpu, triton_blocks
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = codec(name).constants

@@ -20,7 +20,7 @@ def test_interpreted_they_give_loss_and_gradient():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_they_compile_for_gpus(dtype, capability, tmp_path, monkeypatch):
-    from diloco.kernels import gpu, triton_rows
+    from diloco.wire.kernels import gpu, triton_rows
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"logits_ptr": f"*{dtype}", "gradient_ptr": f"*{dtype}", "target_ptr": "*i64"}

@@ -15,12 +15,12 @@ from diloco.evaluation.likelihoods import likelihoods
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
 from diloco.models.spec import ModelConfig, load_family
-from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run
+from diloco.training.config.recipes import recipe
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
-from diloco.training.runs import read_config
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import evaluate_run
+from diloco.training.records.runs import read_config
 
 
 @dataclass(frozen=True, kw_only=True)

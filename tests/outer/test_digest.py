@@ -5,8 +5,8 @@ import pytest
 import torch
 from tests.outer import reference
 
-from diloco.kernels import native
 from diloco.outer.digest import outer_digest, outer_digest_there
+from diloco.wire.kernels import native
 
 f32 = np.float32
 LENGTHS = (0, 1, 255, 256, 257, 65279, 65280, 65281, 100_003)

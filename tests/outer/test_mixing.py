@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.outer.test_nesterov import SEEDS, f32, same_bits, vectors
 
 from diloco.errors import UserError
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 
 
 @given(SEEDS, st.floats(0.0, 1.0))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.fake_device import FakeDevice
 from tests.processes import run_replicas
 
-from diloco.outer.mixing import Mixing, Translation
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.merge import Mixing, Translation
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import FragmentState
-from diloco.outer.take import merge_in_place, take_outer_step
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
+from diloco.outer.step import merge_in_place, take_outer_step
 from diloco.schedule import Sync
 
 f32 = np.float32
@@ -120,7 +120,7 @@ def test_a_gpu_launches_as_much_for_300_tensors_as_for_4_and_gives_the_bits_of_a
 def test_the_pieces_of_a_merge_change_no_bit(most, seed):
     Theta, before, theta = (torch.tensor(vector) for vector in vectors(seed, 3))
     parts = [theta.clone()[a:b] for a, b in ((0, 1), (1, 3), (3, 3), (3, 33), (33, 40))]
-    with patch("diloco.outer.take.elements_at_once", return_value=most):
+    with patch("diloco.outer.step.elements_at_once", return_value=most):
         merge_in_place(parts, Theta, Translation(), before)
     assert torch.equal(torch.cat(parts), Translation().merge(theta, Theta, before))
 

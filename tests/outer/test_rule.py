@@ -12,7 +12,7 @@ from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import UserError
-from diloco.outer.mixing import Mixing
+from diloco.outer.merge import Mixing
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from diloco.reduction.cohort import Cohort
+from diloco.outer.cohort import Cohort
 
 
 def test_weights_are_relative_to_the_largest():

@@ -4,10 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.reduction import reduction_of
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.feedback import encode_with_feedback
-from diloco.reduction.gather import Gather
+from diloco.outer.averages import Gather, reduction_of
+from diloco.outer.cohort import Cohort
+from diloco.outer.feedback import encode_with_feedback
 from diloco.wire import Key, codec
 
 LOSSY = ["bf16", "e4m3", "e2m1", "e3m0", "int4", "int2", "topk:density=0.1", "feddropout:density=0.3"]

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import DisagreementError, ExchangeError, PayloadError
-from diloco.reduction import Gather, ReduceScatter, reduction_of
-from diloco.reduction.cohort import Cohort
+from diloco.outer.averages import Gather, ReduceScatter, reduction_of
+from diloco.outer.cohort import Cohort
 from diloco.wire import Key, codec
 from diloco.wire.floats import FP32
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import PayloadError
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import add_up
-from diloco.reduction.shares import cut, encode_shares, join_shares, key_of_average, share_size
+from diloco.outer.averages import add_up, cut, encode_shares, join_shares, key_of_average, share_size
+from diloco.outer.cohort import Cohort
 from diloco.wire import Key, codec
 
 

@@ -1,8 +1,8 @@
 """A log that a test writes entry by entry."""
 
 from diloco.files import sha256
-from diloco.rendezvous.entries import Body, Contribution, Create, Entry, Join, Outer, Rules
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import Body, Contribution, Create, Entry, Join, Outer, Rules
+from diloco.rendezvous.log.run import RunState
 
 
 class Log:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
-from diloco.rendezvous import entries, index, payloads, snapshots
-from diloco.rendezvous.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
-from diloco.rendezvous.keys import NoKeys, Signer
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.state import OuterRef
+from diloco.rendezvous import archive as index
+from diloco.rendezvous import objects as payloads
+from diloco.rendezvous import objects as snapshots
+from diloco.rendezvous.log import entries
+from diloco.rendezvous.log.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.wire import codec
 from diloco.wire.payload import Key
 
@@ -113,8 +115,8 @@ class Handwritten:
         previous = self.states[-1].previous if self.states else ""
         keys = self.states[-1].keys if self.states else 0
         entry = entries.new_entry(body, author=author, previous=previous, keys=keys)
-        data = entries.sealed(entry, (signer or self.signer(author)).sign(entry.line()))
-        self.path(entries.name_of(number)).write_bytes(data)
+        data = entries.seal_entry(entry, (signer or self.signer(author)).sign(entry.line()))
+        self.path(entries.entry_name(number)).write_bytes(data)
         digest = sha256(data)
         self.states.append(self.state.after(entry, digest) if number else RunState.begin(entry, digest))
         return number
@@ -150,7 +152,7 @@ class Handwritten:
             norms=(float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),),
             sha256=(hashlib.sha256(body).hexdigest(),),
         )
-        self.path(header.name).write_bytes(payloads.sealed(header, self.signer(replica)) + bytes(body))
+        self.path(header.name).write_bytes(payloads.seal_payload(header, self.signer(replica)) + bytes(body))
         return payloads.contribution(header), decoded_N
 
     def step(self, p: int, sent: Sequence[tuple[Contribution, Tensor]]) -> int:
@@ -176,15 +178,17 @@ class Handwritten:
 
     def snapshot(self, p: int, *, author: int = 0, wrong: bool = False) -> int:
         vectors = {"outer": self.outer[p] + f32(wrong), "velocity": self.velocity[p]}
-        buffers, sha256 = snapshots.sealed({name: torch.from_numpy(v.copy()) for name, v in vectors.items()})
+        buffers, sha256 = snapshots.seal_snapshot(
+            {name: torch.from_numpy(v.copy()) for name, v in vectors.items()}
+        )
         last_round = self.state.fragments[p].round
-        self.path(snapshots.name_of(p, last_round, sha256)).write_bytes(b"".join(buffers))
+        self.path(snapshots.snapshot_name(p, last_round, sha256)).write_bytes(b"".join(buffers))
         return self.append(Snapshot(fragment=p, round=last_round, sha256=(sha256,)), author=author)
 
     def index(self, *, author: int = 0, **changes) -> int:
         one = index.Index(author=author, state=replace(self.state, **changes))
-        data = index.sealed(one, self.signer(author).sign(one.line()))
-        self.path(index.name_of(self.state.number)).write_bytes(data)
+        data = index.seal_index(one, self.signer(author).sign(one.line()))
+        self.path(index.index_name(self.state.number)).write_bytes(data)
         return self.state.number
 
     def train(self, rounds: int, *, snapshots_after: Sequence[int] = (), index_after: int | None = None) -> None:
@@ -213,12 +217,14 @@ class Handwritten:
     def retire(self) -> int:
         """Delete the payloads that nobody needs any more; returns how many."""
         needed = {
-            payloads.name_of(c.replica, c.seq)
+            payloads.payload_name(c.replica, c.seq)
             for log in self.state.fragments
             for ref in log.since
             for c in ref.body.contributions
         }
-        counted = {payloads.name_of(c.replica, c.seq) for ref in self.outer_refs() for c in ref.body.contributions}
+        counted = {
+            payloads.payload_name(c.replica, c.seq) for ref in self.outer_refs() for c in ref.body.contributions
+        }
         for name in counted - needed:
             self.path(name).unlink()
         return len(counted - needed)
@@ -226,7 +232,7 @@ class Handwritten:
     def outer_refs(self) -> list[OuterRef]:
         refs = []
         for number in range(len(self.states)):
-            entry, _ = entries.opened(self.path(entries.name_of(number)).read_bytes(), number=number)
+            entry, _ = entries.open_entry(self.path(entries.entry_name(number)).read_bytes(), number=number)
             if isinstance(entry.body, Outer):
                 refs.append(OuterRef(number=number, body=entry.body))
         return refs

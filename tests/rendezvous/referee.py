@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.files import sha256
-from diloco.rendezvous import entries
-from diloco.rendezvous.entries import Contribution, Entry, Join, Keys, Leave, Outer
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log import entries
+from diloco.rendezvous.log.entries import Contribution, Entry, Join, Keys, Leave, Outer
+from diloco.rendezvous.log.run import RunState
 
 Vector = NDArray[np.float32]
 NUM_ELEMENTS = 3
 
 
-opened = functools.lru_cache(1 << 12)(entries.opened)
+opened = functools.lru_cache(1 << 12)(entries.open_entry)
 
 
 class Fault(enum.Enum):

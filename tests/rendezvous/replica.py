@@ -18,20 +18,11 @@ from tests.rendezvous.referee import (
 )
 
 from diloco.files import sha256
-from diloco.rendezvous import entries, index
-from diloco.rendezvous.decide import may_decide, turns
-from diloco.rendezvous.entries import (
-    Body,
-    Contribution,
-    Join,
-    Leave,
-    Outer,
-    Snapshot,
-    new_entry,
-    sealed,
-)
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.retiring import retirable
+from diloco.rendezvous import archive as index
+from diloco.rendezvous.archive import retirable
+from diloco.rendezvous.log import entries
+from diloco.rendezvous.log.entries import Body, Contribution, Join, Leave, Outer, Snapshot, new_entry, seal_entry
+from diloco.rendezvous.log.run import RunState, may_decide, turns
 
 OVERLAP, PATIENCE = 1, 3
 """τ and patience in inner steps."""
@@ -53,7 +44,7 @@ class Replica:
         self.name, self.store, self.key = name, store, key
         self.number = -1
         self.living, self.asleep = True, False
-        first = store.objects[entries.name_of(0)]
+        first = store.objects[entries.entry_name(0)]
         self.state = RunState.begin(opened(first, number=0)[0], sha256(first))
         self.num_fragments = self.state.rules.num_fragments
         self.outer = OuterParameters.initial(self.num_fragments)
@@ -145,8 +136,8 @@ class Replica:
     def write_index(self, fault: Fault) -> None:
         """Write an index, and retire what it makes superfluous."""
         made = index.Index(author=self.number, state=self.state)
-        name = index.name_of(self.state.number)
-        self.store.create(name, index.sealed(made, signed(self.key, made.line())), fault)
+        name = index.index_name(self.state.number)
+        self.store.create(name, index.seal_index(made, signed(self.key, made.line())), fault)
         if name == self.store.newest_index():
             for old in retirable(self.state, list(self.store.objects)):
                 del self.store.objects[old]
@@ -157,14 +148,14 @@ class Replica:
         if self.proposal is None or self.proposal[0] != number or isinstance(body, Leave):
             author = len(self.state.members) if isinstance(body, Join) else self.number
             entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
-            self.proposal = (number, entry.nonce, sealed(entry, signed(self.key, entry.line())))
-        self.store.create(entries.name_of(number), self.proposal[2], fault)
+            self.proposal = (number, entry.nonce, seal_entry(entry, signed(self.key, entry.line())))
+        self.store.create(entries.entry_name(number), self.proposal[2], fault)
 
     # What a replica does with the log.
 
     def follow(self, fault: Fault = Fault.NONE) -> bool:
         """Take the next entry; whether there was one. Who has not joined asks to at the end of the log."""
-        data = self.store.objects.get(entries.name_of(self.state.number))
+        data = self.store.objects.get(entries.entry_name(self.state.number))
         if data is None:
             if self.number < 0:
                 join = Join(name=self.name, key=self.key)
@@ -226,7 +217,7 @@ class Replica:
         if name is None or int(name[6:]) < self.state.number:
             return False
         number = int(name[6:])
-        made, signature = index.opened(self.store.objects[name], number=number)
+        made, signature = index.open_index(self.store.objects[name], number=number)
         assert signature == signed(made.state.members[made.author].key, made.line())
         assert made.state == self.store.referee.states[number - 1], "an index is the state, exactly"
         old, self.state = self.outer, made.state

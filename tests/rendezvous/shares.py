@@ -11,15 +11,14 @@ import torch
 from tests.rendezvous.cases import Log
 from torch import Tensor
 
-from diloco.reduction.shares import encode_shares
-from diloco.rendezvous import averages, payloads
-from diloco.rendezvous.averages import AverageHeader
+from diloco.outer.averages import encode_shares
+from diloco.rendezvous import objects as averages
+from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Outer
-from diloco.rendezvous.keys import NoKeys, Signer
-from diloco.rendezvous.payloads import Header
-from diloco.rendezvous.state import OuterRef
-from diloco.rendezvous.verify import norm_of
+from diloco.rendezvous.log.entries import Outer
+from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.run import OuterRef
+from diloco.rendezvous.objects import AverageHeader, Header, norm_of
 from diloco.wire import codec
 
 N, R, SEED = 300, 4, 5
@@ -89,8 +88,8 @@ class CutStep:
 
     def sealed(self, header: AverageHeader, payload: Tensor) -> bytes:
         """The object of an average, signed by its author."""
-        return averages.sealed(header, self.signers[header.replica]) + payload.numpy().tobytes()
+        return averages.seal_average(header, self.signers[header.replica]) + payload.numpy().tobytes()
 
     def opened(self, data: bytes, share: int) -> tuple[AverageHeader, Tensor]:
         """An average as a receiver takes it."""
-        return averages.opened(data, state=self.state, form=self.form, ref=self.ref, share=share)
+        return averages.open_average(data, state=self.state, form=self.form, ref=self.ref, share=share)

@@ -13,15 +13,8 @@ from tests.rendezvous.referee import (
 )
 from tests.rendezvous.replica import OVERLAP, PATIENCE, Replica
 
-from diloco.rendezvous import entries
-from diloco.rendezvous.entries import (
-    Create,
-    Keys,
-    Leave,
-    Rules,
-    new_entry,
-    sealed,
-)
+from diloco.rendezvous.log import entries
+from diloco.rendezvous.log.entries import Create, Keys, Leave, Rules, new_entry, seal_entry
 
 FAULTS = (*(Fault.NONE,) * 5, Fault.LOST, Fault.ANSWER_LOST, Fault.LATE)
 
@@ -46,8 +39,8 @@ class Run:
     def _admit(self, body: Create | Keys, *, previous: str = "", keys: int = 0) -> None:
         """Write an entry of the run's creator, who never loses a race here."""
         entry = new_entry(body, author=-1, previous=previous, keys=keys)
-        name = entries.name_of(len(self.referee.states))
-        self.store.create(name, sealed(entry, signed(self.creator, entry.line())), Fault.NONE)
+        name = entries.entry_name(len(self.referee.states))
+        self.store.create(name, seal_entry(entry, signed(self.creator, entry.line())), Fault.NONE)
 
     @property
     def living(self) -> list[Replica]:

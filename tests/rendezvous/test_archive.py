@@ -11,10 +11,10 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous import archive
 from diloco.rendezvous.archive import SnapshotQueue, newest_state, write_index
-from diloco.rendezvous.entries import Keys, LogError, name_of
-from diloco.rendezvous.keys import KeyFile, write_key
-from diloco.rendezvous.log import begun
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import Keys, LogError, entry_name
+from diloco.rendezvous.log.keys import KeyFile, write_key
+from diloco.rendezvous.log.log import begun
+from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
 
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Handwritten:
 
 
 def joined_from(run: Handwritten) -> RunState:
-    first = begun((run.directory / name_of(0)).read_bytes())
+    first = begun((run.directory / entry_name(0)).read_bytes())
     return asyncio.run(newest_state(Store.open(str(run.directory)), first))
 
 
@@ -85,7 +85,7 @@ def test_what_can_not_be_deleted_now_is_left_to_the_next(kind, run: Handwritten,
 
 
 def test_an_index_that_nobody_may_read_is_not_written(run: Handwritten, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("diloco.rendezvous.index.MOST_BYTES", 100)
+    monkeypatch.setattr("diloco.rendezvous.archive.MOST_INDEX_BYTES", 100)
     asyncio.run(write_index(Store.open(str(run.directory)), run.signers[0], run.state, author=0))
     assert "and may have 100: joiners read the whole log" in caplog.text
     assert not (run.directory / "index").exists() and joined_from(run) == run.states[0]

@@ -16,10 +16,10 @@ from tests.rendezvous.replicas import P, Replica, theta0
 from torch import nn
 
 import diloco
-from diloco.reduction.shares import share_size
-from diloco.rendezvous import averages
+from diloco.outer.averages import share_size
+from diloco.rendezvous import objects as averages
 from diloco.rendezvous.averager import Averager
-from diloco.rendezvous.decide import turns
+from diloco.rendezvous.log.run import turns
 from diloco.rendezvous.replay import Replay
 from diloco.rendezvous.replay import replayed as verified
 from diloco.rendezvous.store import Store
@@ -68,9 +68,9 @@ def headers(folder: Path, replica: Replica, since: int = 0) -> Iterator[averages
     for log in state.fragments:
         for ref in (ref for ref in log.since if ref.number >= since):
             for share in range(R):
-                path = folder / averages.name_of(ref.number, share)
+                path = folder / averages.average_name(ref.number, share)
                 if path.exists():
-                    yield averages.opened(path.read_bytes(), state=state, form=form, ref=ref, share=share)[0]
+                    yield averages.open_average(path.read_bytes(), state=state, form=form, ref=ref, share=share)[0]
 
 
 def authors(folder: Path, replica: Replica, since: int) -> set[int]:
@@ -203,7 +203,7 @@ def test_an_entry_that_snapshots_stand_for_is_not_waited_for(tmp_path) -> None:
     first = []
     until(lambda: first or first.extend(replica.exchange.state.fragments[0].since), replica)
     until(lambda: first[0] not in replica.exchange.state.fragments[0].since, replica)
-    until(lambda: not list(tmp_path.glob(averages.name_of(first[0].number, 0))), replica)
+    until(lambda: not list(tmp_path.glob(averages.average_name(first[0].number, 0))), replica)
     averager, state = averager_of(replica), replica.exchange.state
     replica.finish()
     averager._store.requests.clear()

@@ -11,11 +11,11 @@ from tests.rendezvous.shares import SEED, CutStep, N, R
 from tests.wire import reference as wire_reference
 
 from diloco.errors import PayloadError
-from diloco.rendezvous import averages
-from diloco.rendezvous.entries import MOST_NORM, MOST_REPLICAS
-from diloco.rendezvous.keys import KeyFile, write_key
+from diloco.rendezvous import objects as averages
+from diloco.rendezvous.log.entries import MOST_NORM, MOST_REPLICAS
+from diloco.rendezvous.log.keys import KeyFile, write_key
 from diloco.wire import codec
-from diloco.wire.checksum import checksum
+from diloco.wire.payload import checksum
 
 f32 = np.float32
 S = N // R
@@ -66,7 +66,7 @@ def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second)
 def test_averages_join_to_the_average_of_the_fragment(step) -> None:
     several = [step.made(share)[1] for share in range(R)]
     cohort = step.state.cohort(step.body.contributions)
-    total_N, weight = averages.joined(step.form, 1, 1, cohort, several, torch.empty(N))
+    total_N, weight = averages.join_averages(step.form, 1, 1, cohort, several, torch.empty(N))
     expected = [codec("bf16").decode(payload, S) for payload in several]
     assert weight == 1 and torch.equal(total_N, torch.cat(expected))
 
@@ -91,7 +91,7 @@ def test_averages_join_to_the_average_of_the_fragment(step) -> None:
 def test_an_average_of_another_place_is_refused(step, fields, reason) -> None:
     header, payload = step.made(1)
     wrong = replace(header, **fields)
-    data = averages.sealed(wrong, step.signers[0]) + payload.numpy().tobytes()
+    data = averages.seal_average(wrong, step.signers[0]) + payload.numpy().tobytes()
     with pytest.raises(PayloadError, match=f"average averages/0000000003/1 .*{reason}"):
         step.opened(data, 1)
 
@@ -140,6 +140,6 @@ def test_an_average_is_signed_by_the_member_who_made_it(tmp_path) -> None:
         header, payload = step.made(2, by=author)
         assert step.opened(step.sealed(header, payload), 2)[0].replica == author
         for forger in (keys["c"], keys["ba"[author]]):
-            data = averages.sealed(header, forger) + payload.numpy().tobytes()
+            data = averages.seal_average(header, forger) + payload.numpy().tobytes()
             with pytest.raises(PayloadError, match="average averages/0000000003/2 is forged"):
                 step.opened(data, 2)

@@ -18,8 +18,8 @@ from torch import nn
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError
 from diloco.files import sha256
-from diloco.rendezvous import payloads
-from diloco.rendezvous.keys import NoKeys
+from diloco.rendezvous import objects as payloads
+from diloco.rendezvous.log.keys import NoKeys
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ class Rogue:
         self.folder, self.replica, self.member, self.seq = folder, replica, member, 0
 
     def put(self, data: bytes) -> None:
-        path = self.folder / payloads.name_of(self.replica, self.seq)
+        path = self.folder / payloads.payload_name(self.replica, self.seq)
         path.parent.mkdir(exist_ok=True, parents=True)
         path.with_name("new").write_bytes(data)
         path.with_name("new").rename(path)
@@ -188,7 +188,7 @@ class Rogue:
             norms=(float(np.linalg.norm(delta.astype(np.float64))),),
             sha256=(sha256(body),),
         )
-        return payloads.sealed(header, NoKeys()) + body
+        return payloads.seal_payload(header, NoKeys()) + body
 
 
 def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +202,7 @@ def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.
         rogue.put(rogue.sound(0.1, 1)[:-3])
         rogue.put(bytes(1 << 20))
         rogue.put(rogue.sound(0.1, a.rounds[0], nan=True))
-        rogue.put((tmp_path / payloads.name_of(0, 0)).read_bytes())
+        rogue.put((tmp_path / payloads.payload_name(0, 0)).read_bytes())
         rogue.put(rogue.sound(0.1, 1).replace(b'"norms":[0.2', b'"norms":[0.1'))
         until(lambda: sum("left out" in record.getMessage() for record in caplog.records) >= 12, a, b)
         rogue.put(rogue.sound(5e5, a.rounds[0]))
@@ -213,7 +213,7 @@ def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.
             rogue.put(rogue.sound(0.1, run.fragments[0].round))
             until(lambda: a.exchange.state.fragments[0].round > run.fragments[0].round, a, b)
     messages = " ".join(record.getMessage() for record in caplog.records)
-    assert all(payloads.name_of(2, seq) in messages for seq in range(6))
+    assert all(payloads.payload_name(2, seq) in messages for seq in range(6))
     a.finish()
     b.finish()
     seqs = [c["seq"] for c in replayed(tmp_path, theta0()).contributions if c["replica"] == 2]

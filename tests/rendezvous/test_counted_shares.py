@@ -11,9 +11,10 @@ from tests.rendezvous.replicas import P, Replica
 from tests.rendezvous.test_averager import CUT, R, averager_of, check, headers, verify
 
 from diloco.errors import FileError
-from diloco.rendezvous import averages, payloads
+from diloco.rendezvous import objects as averages
+from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.averager import Averager
-from diloco.rendezvous.keys import NoKeys
+from diloco.rendezvous.log.keys import NoKeys
 
 
 def two(folder: Path) -> tuple[Replica, Replica]:
@@ -70,7 +71,7 @@ def test_an_average_or_a_share_that_was_tampered_with_is_named(whole_run, tmp_pa
         verify(folder, a)
     average.write_bytes(true)
     seq = min(c["seq"] for c in check(folder).contributions if c["replica"] == 1)
-    share = folder / payloads.name_of(1, seq, 1)
+    share = folder / payloads.payload_name(1, seq, 1)
     damage(share)
     reason = f"counts a share that is not sound: payload payloads/1/{share.name} can't be used: its body does not"
     with pytest.raises(FileError, match=rf"entry \d+ of the log: averages/\d+/1, by replica \d, {reason}"):
@@ -89,8 +90,8 @@ def lie(averager: Averager) -> None:
         payload, norm = averages.average_of(state, form, ref.body, share, dict(zip(members, several, strict=True)))
         payload = form.second.encode(-form.second.decode(payload, form.share_size(ref.body.fragment)))
         header = averages.header_of(state, form, ref, share, payload, norm=norm, replica=0, left_out=())
-        data = averages.sealed(header, NoKeys()) + payload.numpy().tobytes()
-        other = await averager._store.create(averages.name_of(ref.number, share), data)
+        data = averages.seal_average(header, NoKeys()) + payload.numpy().tobytes()
+        other = await averager._store.create(averages.average_name(ref.number, share), data)
         return await averager._taken(data if other is None else other, ref, share, state)
 
     averager._made = made

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco.rendezvous import snapshots
-from diloco.rendezvous.delivery import Delivery
-from diloco.rendezvous.entries import LogError
+from diloco.rendezvous import objects as snapshots
+from diloco.rendezvous.follower import Delivery
+from diloco.rendezvous.log.entries import LogError
 
 
 class OneObject:
@@ -45,7 +45,7 @@ def delivery_of(store: OneObject, state: SimpleNamespace, newest: SimpleNamespac
 
 @pytest.mark.parametrize(("newest", "expected"), [(12, 12), (8, None)])
 def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected):
-    store = OneObject(snapshots.name_of(0, 12, f"{12:064x}"))
+    store = OneObject(snapshots.snapshot_name(0, 12, f"{12:064x}"))
     delivery = delivery_of(store, state_with(4, 8), state_with(4, newest))
     ref = SimpleNamespace(number=20, body=SimpleNamespace(fragment=0, round=7))
     if expected is None:
@@ -57,7 +57,7 @@ def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected
 
 @pytest.mark.parametrize("known", [(), (4,)])
 def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_outer_steps(known):
-    store = OneObject(snapshots.name_of(0, 12, f"{12:064x}"))
+    store = OneObject(snapshots.snapshot_name(0, 12, f"{12:064x}"))
     delivery = delivery_of(store, state_with(*known), state_with(8, 12))
 
     async def snapshots_after(*rounds: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_ou
 
 def test_a_snapshot_is_asked_for_again_as_long_as_newer_ones_take_its_place():
     """A slow reader: the run has written two more, and deleted the one it asked for, three times."""
-    delivery = delivery_of(OneObject(snapshots.name_of(0, 20, f"{20:064x}")), state_with(4, 8), state_with())
+    delivery = delivery_of(OneObject(snapshots.snapshot_name(0, 20, f"{20:064x}")), state_with(4, 8), state_with())
     later = iter([state_with(8, 12), state_with(12, 16), state_with(16, 20)])
 
     async def newest() -> SimpleNamespace:

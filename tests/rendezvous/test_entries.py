@@ -6,8 +6,8 @@ import pytest
 from tests.rendezvous.cases import Log
 
 from diloco.files import sha256
-from diloco.rendezvous.entries import (
-    MOST_BYTES,
+from diloco.rendezvous.log.entries import (
+    MOST_ENTRY_BYTES,
     Create,
     Join,
     Keys,
@@ -17,8 +17,8 @@ from diloco.rendezvous.entries import (
     Rules,
     Snapshot,
     new_entry,
-    opened,
-    sealed,
+    open_entry,
+    seal_entry,
 )
 
 A = "a" * 64
@@ -37,7 +37,7 @@ BODIES = [
 def test_an_entry_comes_back_as_it_was(body):
     entry = new_entry(body, author=-1, previous=A)
     for signature in ("", "01" * 64):
-        assert opened(sealed(entry, signature), number=3) == (entry, signature)
+        assert open_entry(seal_entry(entry, signature), number=3) == (entry, signature)
     assert entry.nonce != new_entry(body, author=-1, previous=A).nonce
 
 
@@ -68,14 +68,14 @@ REAL = line_of()
         line_of(body={"name": "a", "key": "", "slot": 1}) + b"\n",
         line_of(kind="keys", body={"allowed": [""], "revoked": []}) + b"\n",
         line_of(kind="snapshot", body={"fragment": 0, "round": 1, "sha256": []}) + b"\n",
-        REAL.rstrip(b"\n") + b" " * MOST_BYTES + b"\n\n",
+        REAL.rstrip(b"\n") + b" " * MOST_ENTRY_BYTES + b"\n\n",
     ],
 )
 def test_other_bytes_are_refused(data):
     with pytest.raises(LogError, match="entry 3 of the log"):
-        opened(data, number=3)
+        open_entry(data, number=3)
 
 
 def test_the_digest_is_of_both_lines():
     entry = new_entry(Leave(finished=False), author=0, previous=A)
-    assert sha256(sealed(entry, "")) != sha256(sealed(entry, "01" * 64))
+    assert sha256(seal_entry(entry, "")) != sha256(seal_entry(entry, "01" * 64))

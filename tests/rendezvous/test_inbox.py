@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous import payloads
+from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.inbox import Inbox
+from diloco.rendezvous.payloads import Inbox
 from diloco.wire.payload import codec
 
 P = 3
@@ -55,7 +55,7 @@ class State:
 
 
 def names_of(*numbers: int) -> set[str]:
-    return {payloads.name_of(0, number) for number in numbers}
+    return {payloads.payload_name(0, number) for number in numbers}
 
 
 async def until_taken(inbox: Taken, state: Any, name: str) -> None:
@@ -72,8 +72,8 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
 
     async def watch() -> Taken:
         inbox, state = Taken(names_of(2, 3, 4)), State(2, 3, 4)
-        task = asyncio.create_task(until_taken(inbox, state, payloads.name_of(0, 33)))
-        while payloads.name_of(0, 5) not in inbox.asked:
+        task = asyncio.create_task(until_taken(inbox, state, payloads.payload_name(0, 33)))
+        while payloads.payload_name(0, 5) not in inbox.asked:
             await asyncio.sleep(0.001)
         inbox.names = names_of(31, 32, 33)
         state.fragments, state.active = State(*last_seq).fragments, active
@@ -81,21 +81,21 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
         return inbox
 
     inbox = asyncio.run(watch())
-    assert inbox.taken[-3:] == [payloads.name_of(0, number) for number in (31, 32, 33)]
+    assert inbox.taken[-3:] == [payloads.payload_name(0, number) for number in (31, 32, 33)]
     assert len({*inbox.asked}) < 10, "nothing in between is asked for"
 
 
 def test_a_payload_that_is_still_on_its_way_is_awaited_though_a_later_one_was_counted():
     async def watch() -> Taken:
         inbox, state = Taken(names_of()), State(2, 3, 6)
-        task = asyncio.create_task(until_taken(inbox, state, payloads.name_of(0, 5)))
-        while inbox.asked.count(payloads.name_of(0, 4)) < 3:
+        task = asyncio.create_task(until_taken(inbox, state, payloads.payload_name(0, 5)))
+        while inbox.asked.count(payloads.payload_name(0, 4)) < 3:
             await asyncio.sleep(0.001)
         inbox.names = names_of(4, 5)
         await task
         return inbox
 
-    assert asyncio.run(watch()).taken == [payloads.name_of(0, number) for number in (4, 5)]
+    assert asyncio.run(watch()).taken == [payloads.payload_name(0, number) for number in (4, 5)]
 
 
 def test_the_last_payload_before_a_leave_is_taken():
@@ -109,4 +109,4 @@ def test_the_last_payload_before_a_leave_is_taken():
         await asyncio.wait_for(task, 5)
         return inbox
 
-    assert asyncio.run(watch()).taken == [payloads.name_of(0, 0)]
+    assert asyncio.run(watch()).taken == [payloads.payload_name(0, 0)]

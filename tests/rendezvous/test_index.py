@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.entries import Leave, LogError, Snapshot
-from diloco.rendezvous.index import Index, opened, sealed
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.archive import Index, open_index, seal_index
+from diloco.rendezvous.log.entries import Leave, LogError, Snapshot
+from diloco.rendezvous.log.run import RunState
 
 A = "a" * 64
 
@@ -22,13 +22,13 @@ def state() -> RunState:
 
 
 def reopened(state: RunState, author: int = 1) -> Index:
-    return opened(sealed(Index(author=author, state=state), ""), number=state.number)[0]
+    return open_index(seal_index(Index(author=author, state=state), ""), number=state.number)[0]
 
 
 def test_a_state_comes_back_as_it_was(state):
     assert reopened(state) == Index(author=1, state=state)
-    data = sealed(Index(author=1, state=state), "")
-    assert sealed(Index(author=1, state=reopened(state).state), "") == data, "whoever writes it, from what"
+    data = seal_index(Index(author=1, state=state), "")
+    assert seal_index(Index(author=1, state=reopened(state).state), "") == data, "whoever writes it, from what"
 
 
 def of_fragment(state: RunState, **changes) -> RunState:
@@ -69,9 +69,9 @@ def test_an_index_that_no_log_leads_to_is_refused(state, change):
 
 def test_an_index_is_of_its_number_and_of_a_replica_that_is_there(state):
     with pytest.raises(LogError, match="counts"):
-        opened(sealed(Index(author=1, state=state), ""), number=state.number + 1)
+        open_index(seal_index(Index(author=1, state=state), ""), number=state.number + 1)
     for author in (0, 4):
         with pytest.raises(LogError, match=f"replica {author}"):
             reopened(state, author)
     with pytest.raises(LogError, match="form"):
-        opened(sealed(Index(author=1, state=state), "")[:-1], number=state.number)
+        open_index(seal_index(Index(author=1, state=state), "")[:-1], number=state.number)

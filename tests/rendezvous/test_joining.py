@@ -11,8 +11,8 @@ from tests.rendezvous.replicas import H, P, Replica, new_model, wait_for_entry
 
 import diloco
 from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.entries import LogError
-from diloco.rendezvous.keys import write_key
+from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.log.keys import write_key
 from diloco.rendezvous.store import Store
 
 LATENCY_SECONDS = 0.03

@@ -4,7 +4,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from diloco.errors import UserError
-from diloco.rendezvous.keys import ForgedError, KeyFile, NoKeys, check, signer_of_environment, write_key
+from diloco.rendezvous.log.keys import ForgedError, KeyFile, NoKeys, check, signer_of_environment, write_key
 
 
 @pytest.fixture

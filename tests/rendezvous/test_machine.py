@@ -9,8 +9,8 @@ from tests.rendezvous.cases import Log
 from tests.rendezvous.simulated import simulate
 
 from diloco.files import sha256
-from diloco.rendezvous.entries import Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
+from diloco.rendezvous.log.run import RunState
 
 A, B, CREATOR = "a" * 64, "b" * 64, "c" * 64
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from diloco.rendezvous.contract import Form, Offer
-from diloco.rendezvous.entries import LogError
-from diloco.rendezvous.keys import NoKeys
-from diloco.rendezvous.outbox import Outbox
-from diloco.rendezvous.payloads import name_of
+from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.objects import payload_name
+from diloco.rendezvous.payloads import Outbox
 from diloco.wire import codec
 
 
@@ -49,7 +49,7 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
         others_are_over = asyncio.Event()
 
         async def create(name: str, *_, **__) -> None:
-            if name == name_of(0, 0):
+            if name == payload_name(0, 0):
                 await others_are_over.wait()
 
         inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diloco.rendezvous.payload_cache import DISK_OVER_MEMORY, PayloadCache
+from diloco.rendezvous.payloads import DISK_OVER_MEMORY, PayloadCache
 
 SIZE = 4096
 

@@ -12,19 +12,21 @@ import torch
 
 from diloco.errors import PayloadError
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.keys import KeyFile, NoKeys, write_key
-from diloco.rendezvous.payloads import (
+from diloco.rendezvous.log.keys import KeyFile, NoKeys, write_key
+from diloco.rendezvous.objects import (
+    MOST_HEAD_BYTES,
     Header,
     body_tensor,
+    check_header,
     contribution,
-    name_of,
-    opened,
-    sealed,
+    norm_of,
+    open_payload,
+    payload_name,
+    seal_payload,
+    verified,
 )
-from diloco.rendezvous.signed import MOST_HEAD_BYTES
-from diloco.rendezvous.verify import check_header, norm_of, verified
 from diloco.wire import Key, codec
-from diloco.wire.checksum import checksum
+from diloco.wire.payload import checksum
 
 RUN, N = "ab" * 32, 1000
 KEY = Key(5, fragment=2, round=8, replica=3)
@@ -53,7 +55,7 @@ def payload_of(delta_N, signer=NoKeys(), **fields) -> tuple[bytes, Header]:  # n
         sha256=(hashlib.sha256(body).hexdigest(),),
     )
     header = replace(header, **fields)
-    return sealed(header, signer) + body, header
+    return seal_payload(header, signer) + body, header
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,8 @@ def signers(tmp_path_factory):
     return KeyFile(folder / "a"), KeyFile(folder / "b")
 
 
-def read(data, public="", name=name_of(3, 41), run=RUN):  # noqa: B008
-    return opened(data, name=name, run=run, public=public)
+def read(data, public="", name=payload_name(3, 41), run=RUN):  # noqa: B008
+    return open_payload(data, name=name, run=run, public=public)
 
 
 def taken(header, body, form=FORM):
@@ -125,15 +127,19 @@ def test_a_payload_of_another_key_replica_or_run_is_refused(delta_N, signers):
         (payload_of(delta_N, theirs)[0], {}, "is forged: its signature is not that of the key"),
         (payload_of(delta_N)[0], {}, "is not signed"),
         (data, {"public": ""}, "is signed, in a run without keys"),
-        (data, {"name": name_of(3, 42)}, "it is the payload payloads/3/00000041, put in another's place"),
-        (data, {"name": name_of(4, 41)}, "it is the payload payloads/3/00000041, put in another's place"),
+        (data, {"name": payload_name(3, 42)}, "it is the payload payloads/3/00000041, put in another's place"),
+        (data, {"name": payload_name(4, 41)}, "it is the payload payloads/3/00000041, put in another's place"),
         (data, {"run": "cd" * 32}, "it is of another run, abababab, and this is cdcdcdcd"),
         # A header that is right in all but one field, with the signature of the true one.
-        (data[:72] + sealed(replace(header, tokens=9999), ours)[72:] + data[-header.num_bytes :], {}, "is forged"),
+        (
+            data[:72] + seal_payload(replace(header, tokens=9999), ours)[72:] + data[-header.num_bytes :],
+            {},
+            "is forged",
+        ),
     ]:
         with pytest.raises(PayloadError, match=reason) as refusal:
             read(content, **{"public": ours.public} | options)
-        assert options.get("name", name_of(3, 41)) in str(refusal.value)
+        assert options.get("name", payload_name(3, 41)) in str(refusal.value)
 
 
 def test_a_payload_that_was_cut_extended_or_changed_is_refused(delta_N):
@@ -163,7 +169,7 @@ def test_a_payload_that_was_cut_extended_or_changed_is_refused(delta_N):
         assert content != data
         with pytest.raises(PayloadError, match=reason) as refusal:
             read(content)
-        assert name_of(3, 41) in str(refusal.value)
+        assert payload_name(3, 41) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(d
         )
         sha256 = (hashlib.sha256(payload).hexdigest(),)
         header = payload_of(delta_N, wire="fp32", num_bytes=len(payload), sha256=sha256)[1]
-        again, body = read(sealed(header, NoKeys()) + payload.tobytes())
+        again, body = read(seal_payload(header, NoKeys()) + payload.tobytes())
         with pytest.raises(PayloadError, match="payload payloads/3/00000041"):
             taken(again, body, replace(FORM, codec=wire))
 
@@ -203,7 +209,7 @@ def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(d
 def test_a_body_of_rubbish_is_refused_by_the_codec(delta_N):
     rubbish = bytes(range(256)) * 3
     data = payload_of(delta_N, num_bytes=len(rubbish), sha256=(hashlib.sha256(rubbish).hexdigest(),))[1]
-    again, body = read(sealed(data, NoKeys()) + rubbish)
+    again, body = read(seal_payload(data, NoKeys()) + rubbish)
     with pytest.raises(PayloadError, match="payload payloads/3/00000041: a payload of 1000 elements in e3m0"):
         verified(again, body_tensor(body), form=FORM)
     with pytest.raises(PayloadError, match="has num_bytes 768, where 536 is expected"):

@@ -13,9 +13,9 @@ from tests.rendezvous.handwritten import Handwritten
 
 import diloco
 from diloco.errors import FileError, UserError
-from diloco.rendezvous import payloads
-from diloco.rendezvous.entries import name_of
-from diloco.rendezvous.keys import KeyFile, write_key
+from diloco.rendezvous import objects as payloads
+from diloco.rendezvous.log.entries import entry_name
+from diloco.rendezvous.log.keys import KeyFile, write_key
 from diloco.rendezvous.replay import Replay, replayed
 
 
@@ -74,7 +74,7 @@ def test_from_the_newest_index_and_snapshots_a_replay_reads_little(tmp_path) -> 
     assert whole.checked.retired == num_retired > 0
     assert whole.checked.rounds == whole.checked.steps == 8  # the oldest snapshots are of round 4
     for number in range(1, run.state.number - 5):
-        run.path(name_of(number)).unlink()
+        run.path(entry_name(number)).unlink()
     check(replayed(str(run.directory), from_snapshot=True), run)
 
 
@@ -85,51 +85,51 @@ def rewrite(path: Path, old: bytes, new: bytes) -> None:
 
 
 def change_an_entry(run: Handwritten) -> None:
-    rewrite(run.path(name_of(4)), b'"tokens":150', b'"tokens":151')
+    rewrite(run.path(entry_name(4)), b'"tokens":150', b'"tokens":151')
 
 
 def remove_an_entry(run: Handwritten) -> None:
-    run.path(name_of(5)).unlink()
+    run.path(entry_name(5)).unlink()
 
 
 def remove_many_entries(run: Handwritten) -> None:
     for number in range(5, 5 + 40):
-        run.path(name_of(number)).unlink(missing_ok=True)
-    run.path(name_of(60)).write_bytes(b"")
+        run.path(entry_name(number)).unlink(missing_ok=True)
+    run.path(entry_name(60)).write_bytes(b"")
 
 
 def insert_an_entry(run: Handwritten) -> None:
     for number in range(run.state.number, 5, -1):
-        run.path(name_of(number - 1)).rename(run.path(name_of(number)))
-    shutil.copy(run.path(name_of(4)), run.path(name_of(5)))
+        run.path(entry_name(number - 1)).rename(run.path(entry_name(number)))
+    shutil.copy(run.path(entry_name(4)), run.path(entry_name(5)))
 
 
 def swap_two_entries(run: Handwritten) -> None:
-    third, fourth = run.path(name_of(3)), run.path(name_of(4))
+    third, fourth = run.path(entry_name(3)), run.path(entry_name(4))
     first, second = third.read_bytes(), fourth.read_bytes()
     third.write_bytes(second)
     fourth.write_bytes(first)
 
 
 def forge_a_signature(run: Handwritten) -> None:
-    path = run.path(name_of(4))
+    path = run.path(entry_name(4))
     line, _, signature = path.read_bytes().partition(b"\n")
     path.write_bytes(line + b"\n" + (b"0" if signature[:1] != b"0" else b"1") + signature[1:])
 
 
 def damage_a_payload(run: Handwritten) -> None:
-    path = run.path(payloads.name_of(1, 0))
+    path = run.path(payloads.payload_name(1, 0))
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
 
 
 def swap_two_payloads(run: Handwritten) -> None:
-    shutil.copy(run.path(payloads.name_of(0, 0)), run.path(payloads.name_of(1, 0)))
+    shutil.copy(run.path(payloads.payload_name(0, 0)), run.path(payloads.payload_name(1, 0)))
 
 
 def lose_a_payload(run: Handwritten) -> None:
-    run.path(payloads.name_of(1, 0)).unlink()
+    run.path(payloads.payload_name(1, 0)).unlink()
 
 
 def lose_a_snapshot(run: Handwritten) -> None:

@@ -2,8 +2,8 @@
 
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.entries import Snapshot
-from diloco.rendezvous.retiring import retirable
+from diloco.rendezvous.archive import retirable
+from diloco.rendezvous.log.entries import Snapshot
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 

@@ -7,13 +7,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from diloco.rendezvous.snapshots import SnapshotError, most_bytes, name_of, opened, read_into, sealed
+from diloco.rendezvous.objects import (
+    SnapshotError,
+    most_snapshot_bytes,
+    open_snapshot,
+    read_into,
+    seal_snapshot,
+    snapshot_name,
+)
 
 
 def snapshot(vectors) -> tuple[bytes, str]:
     """The bytes of a snapshot, and its name."""
-    buffers, sha256 = sealed(vectors)
-    return b"".join(buffers), name_of(3, 8, sha256)
+    buffers, sha256 = seal_snapshot(vectors)
+    return b"".join(buffers), snapshot_name(3, 8, sha256)
 
 
 def vectors_of(num_elements, seed=0, slots=("outer", "velocity")):
@@ -22,7 +29,7 @@ def vectors_of(num_elements, seed=0, slots=("outer", "velocity")):
 
 
 def named(content: bytes) -> tuple[bytes, str]:
-    return content, name_of(3, 8, hashlib.sha256(content).hexdigest())
+    return content, snapshot_name(3, 8, hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 7, 1000])
@@ -30,7 +37,7 @@ def test_a_snapshot_is_a_safetensors_file_that_reads_back(num_elements):
     vectors = vectors_of(num_elements)
     content, name = snapshot(vectors)
     assert name == f"snapshots/3/8-{hashlib.sha256(content).hexdigest()}"
-    assert len(content) <= most_bytes(num_elements)
+    assert len(content) <= most_snapshot_bytes(num_elements)
     by_library = safetensors.torch.load(content)
     ours = {key: torch.full((num_elements,), 5.0) for key in vectors}
     read_into(ours, obstore.Bytes(content), name=name)
@@ -49,17 +56,17 @@ def test_equal_content_gives_equal_bytes_in_any_order():
 
 def test_neither_writing_nor_reading_copies():
     vectors = vectors_of(1000)
-    buffers, sha256 = sealed(vectors)
+    buffers, sha256 = seal_snapshot(vectors)
     assert [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers[1:]] == [
         vectors[name].data_ptr() for name in ("outer", "velocity")
     ]
     content = b"".join(buffers)
     start, end = np.frombuffer(content, np.uint8).ctypes.data, len(content)
-    for vector in opened(content, name=name_of(3, 8, sha256), num_elements=1000).values():
+    for vector in open_snapshot(content, name=snapshot_name(3, 8, sha256), num_elements=1000).values():
         assert start < vector.data_ptr() < start + end
     # From an odd address a vector is copied.
     odd = memoryview(b"x" + content)[1:]
-    for name, vector in opened(odd, name=name_of(3, 8, sha256), num_elements=1000).items():
+    for name, vector in open_snapshot(odd, name=snapshot_name(3, 8, sha256), num_elements=1000).items():
         assert torch.equal(vector, vectors[name]) and vector.data_ptr() % 4 == 0
 
 
@@ -113,15 +120,15 @@ def test_another_model_or_damage_is_refused():
     damaged[-1] ^= 1
     for data in (damaged, content[:-1], content + b"\0", b""):
         with pytest.raises(SnapshotError, match="does not match the SHA-256 in its name"):
-            opened(data, name=name, num_elements=10)
+            open_snapshot(data, name=name, num_elements=10)
     with pytest.raises(SnapshotError, match="does not hold FP32 vectors of 11 elements"):
-        opened(content, name=name, num_elements=11)
+        open_snapshot(content, name=name, num_elements=11)
     for data in (b"", b"\0" * 8, (1 << 62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"):
         with pytest.raises(SnapshotError, match=r"does not begin as a snapshot|it has 0 vectors"):
-            opened(*named(data)[:1], name=named(data)[1], num_elements=0)
+            open_snapshot(*named(data)[:1], name=named(data)[1], num_elements=0)
     many = json.dumps({f"slot_{i}": {} for i in range(17)}).encode()
     with pytest.raises(SnapshotError, match="it has 17 vectors"):
-        opened(
+        open_snapshot(
             len(many).to_bytes(8, "little") + many,
             name=named(len(many).to_bytes(8, "little") + many)[1],
             num_elements=0,

@@ -3,7 +3,7 @@
 import pytest
 from tests.rendezvous.cases import Log
 
-from diloco.rendezvous.entries import Join, Leave
+from diloco.rendezvous.log.entries import Join, Leave
 
 
 def slots(log: Log) -> list[int]:

@@ -5,10 +5,9 @@ from tests.rendezvous.cases import Log
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.entries import Leave
-from diloco.rendezvous.look import Look
+from diloco.rendezvous.log.entries import Leave
 from diloco.rendezvous.prices import R2, S3, Traffic
-from diloco.rendezvous.status import status_of
+from diloco.rendezvous.status import Look, status_of
 from diloco.wire import codec
 
 

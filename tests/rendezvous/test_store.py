@@ -12,8 +12,7 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from tests.servers import Server
 
 from diloco.errors import FileWriteError, UserError
-from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
-from diloco.rendezvous.store_errors import lasting
+from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError, lasting
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 

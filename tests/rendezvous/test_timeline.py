@@ -6,9 +6,9 @@ import pytest
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
-from diloco.rendezvous.entries import Keys, Leave
-from diloco.rendezvous.keys import KeyFile, write_key
-from diloco.rendezvous.timeline import read_timeline
+from diloco.rendezvous.log.entries import Keys, Leave
+from diloco.rendezvous.log.keys import KeyFile, write_key
+from diloco.rendezvous.status import read_timeline
 
 
 @pytest.fixture

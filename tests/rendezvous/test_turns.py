@@ -4,17 +4,21 @@ import asyncio
 
 import pytest
 
-from diloco.rendezvous.turns import LARGE_BYTES, MOST_BYTES, Turns
+from diloco.rendezvous.store import LARGE_BYTES, MOST_BYTES_AT_ONCE, Turns
 
 
 def test_turns_are_taken_in_order_and_never_for_more_than_the_most():
     async def use() -> list[int]:
-        turns, begun, sizes = Turns(), [], [MOST_BYTES // 2, MOST_BYTES // 2, 2 * MOST_BYTES, LARGE_BYTES + 1]
+        turns, begun, sizes = (
+            Turns(),
+            [],
+            [MOST_BYTES_AT_ONCE // 2, MOST_BYTES_AT_ONCE // 2, 2 * MOST_BYTES_AT_ONCE, LARGE_BYTES + 1],
+        )
 
         async def travel(number: int, size: int) -> None:
             async with turns.turn(size):
                 begun.append(number)
-                assert turns.num_bytes <= max(MOST_BYTES, size)
+                assert turns.num_bytes <= max(MOST_BYTES_AT_ONCE, size)
                 await asyncio.sleep(0.005)
 
         await asyncio.gather(*(travel(number, size) for number, size in enumerate(sizes)))
@@ -29,7 +33,7 @@ def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
         turns = Turns()
 
         async def travel() -> None:
-            async with turns.turn(MOST_BYTES):
+            async with turns.turn(MOST_BYTES_AT_ONCE):
                 await asyncio.sleep(1e6)
 
         first = asyncio.create_task(travel())
@@ -39,9 +43,9 @@ def test_a_turn_that_was_cancelled_or_has_failed_is_the_next_ones():
         first.cancel()
         await asyncio.gather(first, waiting, return_exceptions=True)
         with pytest.raises(OSError, match="lost"):
-            async with turns.turn(MOST_BYTES):
+            async with turns.turn(MOST_BYTES_AT_ONCE):
                 raise OSError("lost")
-        async with asyncio.timeout(5), turns.turn(MOST_BYTES):
-            assert turns.num_bytes == MOST_BYTES
+        async with asyncio.timeout(5), turns.turn(MOST_BYTES_AT_ONCE):
+            assert turns.num_bytes == MOST_BYTES_AT_ONCE
 
     asyncio.run(use())

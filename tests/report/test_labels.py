@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.report.labels import differing_settings
-from diloco.training.recipes import recipe
+from diloco.training.config.recipes import recipe
 
 
 def test_text_and_precision_are_settings_and_places_are_none():

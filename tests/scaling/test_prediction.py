@@ -170,7 +170,7 @@ def test_steps_are_those_of_a_batch_that_can_be_run(capsys):
 
 
 def test_the_recipes_have_the_published_joint_laws():
-    from diloco.training.recipes import scaling_laws
+    from diloco.training.config.recipes import scaling_laws
 
     for scale, params in (("35M", 35_651_584), ("1.3B", 1_275_068_416)):
         config = scaling_laws(scale, num_replicas=4)

@@ -6,8 +6,8 @@ from tests.simulator.cases import task, with_replicas
 from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
 from diloco.simulator.planner import Plan, Task, all_plans, feasible, remedy
-from diloco.training.recipes import recipe
-from diloco.training.resolve import with_method_values
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import with_method_values
 
 
 def utilization(plan: Plan, **changes: float) -> float:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from diloco.training.adamw import AdamW
+from diloco.training.state import AdamW
 
 STEPS = """
 import sys, torch

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.budget import Budget, epochs, parse_tokens, with_budget
-from diloco.training.recipes import tiny
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import Budget, epochs, parse_tokens, with_budget
 
 SIZED = replace(tiny(), model=replace(tiny().model, vocab_size=257))
 STEP = 8 * 64

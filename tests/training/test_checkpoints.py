@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from diloco.errors import CheckpointError, CheckpointWriteError
-from diloco.training import checkpoints as checkpoints_module
-from diloco.training.checkpoints import Checkpoints
+from diloco.training.records import checkpoints as checkpoints_module
+from diloco.training.records.checkpoints import Checkpoints
 
 FACTS = {"step": 3, "flag": None, "pair": [1, 2.5], "name": {"deeper": "Θ"}}
 TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "empty": {}}

@@ -3,8 +3,14 @@ from dataclasses import replace
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.recipes import tiny
-from diloco.training.sections import AdamWConfig, CheckpointConfig, DilocoConfig, ElasticConfig, EvaluationConfig
+from diloco.training.config.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    DilocoConfig,
+    ElasticConfig,
+    EvaluationConfig,
+)
+from diloco.training.config.recipes import tiny
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.budget import Budget
-from diloco.training.config_file import read_config_file
-from diloco.training.recipes import laptop, recipe
-from diloco.training.resolve import resolve
-from diloco.training.traits import to_json, with_value
+from diloco.training.config.config import to_json, with_value
+from diloco.training.config.recipes import laptop, recipe
+from diloco.training.config.resolve import Budget, read_config_file, resolve
 
 
 def write(path, text):

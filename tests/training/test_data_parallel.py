@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.engine.sharded import gathered
+from diloco.engine.shards import gathered
 from diloco.outer.digest import parameters_hash
-from diloco.training.checkpoints import Checkpoints
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
+from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import inner_step
 from diloco.training.world import World, alone, world_of

@@ -14,12 +14,12 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.models.writer import Writer, generate
-from diloco.training.export import export_run
-from diloco.training.finished import run_parameters
-from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve
-from diloco.training.runs import claim, read_config
-from diloco.training.summary import OUTER_FILE
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolve
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import run_parameters
+from diloco.training.records.runs import claim, read_config
+from diloco.training.records.summary import OUTER_FILE
 
 
 def test_the_export_has_our_names(finished_run, tmp_path):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diloco.errors import ExchangeError, TrainingError
-from diloco.training.failures import lack_of_memory_explained, lost_processes_named
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.loop import lack_of_memory_explained, lost_processes_named
 from diloco.training.world import alone
 
 

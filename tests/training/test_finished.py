@@ -12,11 +12,11 @@ from tests.training.runs import run, summary
 from diloco.data.shards import open_split
 from diloco.errors import CheckpointError, UserError
 from diloco.models.language_model import next_token_loss
-from diloco.training.checkpoints import finished_steps
-from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run, load_writer, run_parameters
-from diloco.training.runs import read_config
-from diloco.training.summary import held_out_windows
+from diloco.training.records.checkpoints import finished_steps
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import evaluate_run, load_writer, run_parameters
+from diloco.training.records.runs import read_config
+from diloco.training.records.summary import held_out_windows
 
 WHICH = ("outer", "replica", "average")
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.training.runs import summary
 
-from diloco.training.forecast import forecast
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.runs import read_config
+from diloco.training.config.forecast import forecast
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.records.runs import read_config
 
 
 def test_the_bytes_are_those_that_the_run_sent(finished_run):

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diloco.models.decoder_config import DecoderConfig
 from diloco.report.terminal.training import TrainingProgress
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.world import model_flops_utilization, peak_memory_bytes
 
 
 def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_forward_pass():

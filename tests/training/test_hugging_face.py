@@ -19,16 +19,15 @@ from diloco.data.config import DataConfig
 from diloco.data.tokenizers import train_bpe
 from diloco.errors import UserError
 from diloco.models.hugging_face_config import HuggingFaceConfig
-from diloco.training.config_file import read_config_file
-from diloco.training.engine_settings import check
-from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run, run_parameters
-from diloco.training.forecast import forecast
-from diloco.training.hugging_face import with_hugging_face
-from diloco.training.recipes import recipe
-from diloco.training.resolve import facts_with_rendezvous, resolve, shared_facts
-from diloco.training.runs import read_config
-from diloco.training.store_runs import config_of
+from diloco.training.config.engine_settings import check
+from diloco.training.config.forecast import forecast
+from diloco.training.config.hugging_face import with_hugging_face
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import facts_with_rendezvous, read_config_file, resolve, shared_facts
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import evaluate_run, run_parameters
+from diloco.training.records.runs import read_config
+from diloco.training.records.store_runs import config_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers and peft
 

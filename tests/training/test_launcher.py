@@ -13,11 +13,10 @@ import pytest
 import torch.distributed as dist
 from tests.sockets import family_of, listening
 
-from diloco.training import ancestor
-from diloco.training.ancestor import SIGNALS, import_modules, on_signal
-from diloco.training.launcher import STORE, _explain
+from diloco.training import processes as ancestor
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.recipes import recipe
+from diloco.training.processes import SIGNALS, STORE, _explain, import_modules, on_signal
 from diloco.training.world import join
 
 

@@ -29,11 +29,11 @@ from tests.training.runs import (
     summary,
 )
 
+from diloco.training.config.recipes import recipe
 from diloco.training.loop import train
-from diloco.training.metrics import StepMetrics
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
-from diloco.training.runs import read_config
+from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.runs import read_config
 
 
 def test_a_run_leaves_its_files(streaming):

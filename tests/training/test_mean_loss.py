@@ -10,12 +10,11 @@ import torch
 from tests.engine.cases import exchange
 from tests.processes import run_replicas
 
-from diloco.training.checkpoints import Checkpoints
-from diloco.training.config import TrainConfig
-from diloco.training.mean_loss import MeanLoss
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.sections import DilocoConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.records.checkpoints import Checkpoints
+from diloco.training.records.metrics import MeanLoss
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import begin_step, end_step
 from diloco.training.world import World, world_of

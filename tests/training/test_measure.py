@@ -11,6 +11,7 @@ import diloco
 from diloco.errors import UserError
 from diloco.exchange.transport import Transport
 from diloco.training import measure
+from diloco.training.config.recipes import recipe
 from diloco.training.measure import (
     demo_gradient,
     flops_per_second,
@@ -21,7 +22,6 @@ from diloco.training.measure import (
     shortest_seconds,
     torch_threads,
 )
-from diloco.training.recipes import recipe
 from diloco.wire import CODECS, codec
 
 

@@ -9,9 +9,9 @@ import torch
 
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
-from diloco.training.memory import activation_bytes, device_bytes, fitted
-from diloco.training.recipes import PAPER_RECIPES, recipe
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import activation_bytes, device_bytes, fitted
+from diloco.training.config.recipes import PAPER_RECIPES, recipe
 
 GB = 1e9
 METHODS = ("data_parallel", "streaming_overlapped_fp4")

@@ -8,7 +8,7 @@ from tests.training.runs import lines
 
 from diloco.errors import FileWriteError
 from diloco.integrations.trackers import tracker
-from diloco.training.metrics import MetricsLog, OuterStepMetrics, StepMetrics
+from diloco.training.records.metrics import MetricsLog, OuterStepMetrics, StepMetrics
 
 OUTER = {
     "fragment": 2,

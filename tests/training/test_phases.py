@@ -10,11 +10,11 @@ import pytest
 from tests.training.runs import lines, run, summary
 
 from diloco.errors import UserError
-from diloco.training.phases import schedule_changes, with_phase
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
+from diloco.training.config.config import with_value
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.records.runs import schedule_changes, with_phase
 from diloco.training.step import learning_rate
-from diloco.training.traits import with_value
 
 
 def resolved(**optimizer):

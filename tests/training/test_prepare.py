@@ -5,12 +5,11 @@ import torch
 
 from diloco.data.config import DataConfig
 from diloco.errors import UserError
-from diloco.training.budget import Budget
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
-from diloco.training.runs import claim, own_run, read_config, resumable
-from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig
+from diloco.training.records.runs import claim, own_run, read_config, resumable
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from tests.training.test_step import batch_of, config_of
 
 from diloco.schedule import Schedule
-from diloco.training.progress import ElasticProgress, FixedProgress, Standing
-from diloco.training.state import initial_state
+from diloco.training.state import ElasticProgress, FixedProgress, Standing, initial_state
 from diloco.training.step import begin_step, learning_rate
 from diloco.training.world import alone
 

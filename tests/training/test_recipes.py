@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.training.recipes import RECIPES, scaling_laws
-from diloco.training.resolve import resolve
+from diloco.training.config.recipes import RECIPES, scaling_laws
+from diloco.training.config.resolve import resolve
 
 
 def test_every_recipe_is_a_run_that_can_be_resolved():

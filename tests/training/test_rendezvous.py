@@ -16,20 +16,25 @@ from diloco.errors import DisagreementError, UserError
 from diloco.files import sha256
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.entries import Join, Leave, opened
-from diloco.rendezvous.log import begun
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import Join, Leave, open_entry
+from diloco.rendezvous.log.log import begun
+from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import replayed
-from diloco.training.config import TrainConfig
-from diloco.training.finished import run_parameters
-from diloco.training.launcher import STORE
+from diloco.training.config.config import (
+    CheckpointConfig,
+    DilocoConfig,
+    ElasticConfig,
+    EvaluationConfig,
+    TrainConfig,
+)
+from diloco.training.config.recipes import recipe
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
-from diloco.training.rendezvous import contributors
-from diloco.training.sections import CheckpointConfig, DilocoConfig, ElasticConfig, EvaluationConfig
+from diloco.training.processes import STORE
+from diloco.training.records.finished import run_parameters
+from diloco.training.records.store_runs import initial_parameters
 from diloco.training.step import learning_rate
-from diloco.training.store_runs import initial_parameters
+from diloco.training.world import contributors
 
 STEPS = 48
 
@@ -63,14 +68,14 @@ def state_of(store: str) -> RunState:
     state = begun(paths[0].read_bytes())
     for number, path in enumerate(paths[1:], 1):
         data = path.read_bytes()
-        entry = opened(data, number=number)[0]
+        entry = open_entry(data, number=number)[0]
         state = state.after(entry, sha256(data))
     return state
 
 
 def bodies(store: str, kind: type) -> list:
     paths = sorted(Path(store, "log").iterdir())
-    entries = (opened(path.read_bytes(), number=number)[0].body for number, path in enumerate(paths))
+    entries = (open_entry(path.read_bytes(), number=number)[0].body for number, path in enumerate(paths))
     return [body for body in entries if isinstance(body, kind)]
 
 

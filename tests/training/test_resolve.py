@@ -5,10 +5,9 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import scaling_laws, tiny
-from diloco.training.resolve import identity, resolve, shared_facts
-from diloco.training.sections import CheckpointConfig, DilocoConfig
+from diloco.training.config.config import CheckpointConfig, DilocoConfig, TrainConfig
+from diloco.training.config.recipes import scaling_laws, tiny
+from diloco.training.config.resolve import identity, resolve, shared_facts
 
 
 def resolved(config: TrainConfig) -> TrainConfig:

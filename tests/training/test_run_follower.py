@@ -8,10 +8,9 @@ import pytest
 from tests.training.test_metrics import metrics
 
 from diloco.schedule import Schedule
-from diloco.training import metrics_follower
-from diloco.training.metrics import MetricsLog, read_metrics
-from diloco.training.metrics_follower import MOST_BINS, ReplicaFollower
-from diloco.training.run_follower import RunFollower
+from diloco.training.records import tail as metrics_follower
+from diloco.training.records.metrics import MetricsLog, read_metrics
+from diloco.training.records.tail import MOST_BINS, ReplicaFollower, RunFollower
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.running import check_not_running, fcntl, running
+from diloco.training.records.runs import check_not_running, fcntl, running
 
 
 def test_a_second_command_hears_who_trains_there(tmp_path):

@@ -11,11 +11,11 @@ import torch
 from tests.processes import run_replicas
 
 from diloco.errors import ExchangeError, UserError
-from diloco.training import runs
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.runs import (
+from diloco.training.config.config import TrainConfig, with_value
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
+from diloco.training.records import runs
+from diloco.training.records.runs import (
     check_same_text,
     claim,
     claim_together,
@@ -24,7 +24,6 @@ from diloco.training.runs import (
     resumable,
     resume_config,
 )
-from diloco.training.traits import with_value
 from diloco.training.world import alone, world_of
 
 INDEX = {"digest": "abc", "splits": {"train": [{"num_tokens": 40}, {"num_tokens": 2}]}}

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import UserError
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.sections import EvaluationConfig
+from diloco.training.config.config import EvaluationConfig, TrainConfig
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
 
 HUGE = 1 << 40
 

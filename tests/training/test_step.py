@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diloco.errors import TrainingError
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.sections import AdamWConfig
+from diloco.training.config.config import AdamWConfig
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step, learning_rate
 from diloco.training.world import alone

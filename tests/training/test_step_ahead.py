@@ -14,10 +14,9 @@ from tests.processes import run_replicas
 
 from diloco.errors import TrainingError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import tiny
-from diloco.training.resolve import resolve
-from diloco.training.sections import DilocoConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import begin_step, end_step
 from diloco.training.world import alone, world_of

@@ -9,13 +9,13 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.data.index import read_index
 from diloco.errors import UserError
-from diloco.training.export import export_run
-from diloco.training.finished import evaluate_run, run_parameters
-from diloco.training.recipes import tiny
-from diloco.training.resolve import facts_with_rendezvous, resolve
-from diloco.training.runs import read_config
-from diloco.training.store_runs import DATA_DIGEST, config_of
-from diloco.training.traits import to_json
+from diloco.training.config.config import to_json
+from diloco.training.config.recipes import tiny
+from diloco.training.config.resolve import facts_with_rendezvous, resolve
+from diloco.training.records.export import export_run
+from diloco.training.records.finished import evaluate_run, run_parameters
+from diloco.training.records.runs import read_config
+from diloco.training.records.store_runs import DATA_DIGEST, config_of
 
 
 def dotted(values, where=""):

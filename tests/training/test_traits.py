@@ -6,10 +6,17 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import tiny
-from diloco.training.sections import DilocoConfig
-from diloco.training.traits import differences, differences_from_defaults, fields_with, from_json, to_json, trait
+from diloco.training.config.config import (
+    DilocoConfig,
+    TrainConfig,
+    differences,
+    differences_from_defaults,
+    fields_with,
+    from_json,
+    to_json,
+    trait,
+)
+from diloco.training.config.recipes import tiny
 
 CONFIG = replace(tiny(), diloco=DilocoConfig(sync_every=10, overlap_steps=(0, 3), offsets=(0, 1, 2)))
 

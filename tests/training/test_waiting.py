@@ -15,9 +15,9 @@ from tests.ports import free_port
 from tests.processes import run_replicas, wait_for_files
 
 from diloco.errors import UserError
-from diloco.training import waiting
-from diloco.training.launcher import STORE
-from diloco.training.waiting import store_with_all
+from diloco.training import world as waiting
+from diloco.training.processes import STORE
+from diloco.training.world import store_with_all
 
 
 def arrive(port: int, late_rank: int, silence: float, folder: str, awaited: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.processes import run_replicas
 
 from diloco.errors import DisagreementError, UserError
-from diloco.training.recipes import recipe
+from diloco.training.config.recipes import recipe
 from diloco.training.world import _agree_on_groups, join
 
 

@@ -20,10 +20,10 @@ from tests.wire.cases import (
     vectors,
 )
 
-from diloco.kernels.native import Native
 from diloco.wire import Key, blocks, codec
 from diloco.wire.floats import E3M0
 from diloco.wire.formats import FORMATS, HEADER_BYTES
+from diloco.wire.kernels.native import Native
 
 
 @pytest.mark.parametrize("name", BLOCKS)

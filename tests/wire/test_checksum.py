@@ -1,6 +1,6 @@
 import torch
 
-from diloco.wire.checksum import checksum
+from diloco.wire.payload import checksum
 
 
 def test_the_checksum_is_xxh3_of_the_bytes_in_memory():

@@ -10,7 +10,7 @@ import tyro
 from diloco.errors import DilocoError
 
 if TYPE_CHECKING:
-    from diloco.training.config import TrainConfig
+    from diloco.training.config.config import TrainConfig
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def flags(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def changes(config: "TrainConfig") -> dict[str, list[str]]:
     """The words after `diloco train RECIPE` that make a config of its recipe, by dotted name."""
-    from diloco.training.recipes import recipe
-    from diloco.training.traits import differences
+    from diloco.training.config.config import differences
+    from diloco.training.config.recipes import recipe
 
     return flags({name: value for name, (_, value) in differences(recipe(config.recipe), config).items()})

@@ -10,8 +10,8 @@ from diloco.cli._flags import fields_of, our_name
 from diloco.errors import UserError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.models.hugging_face_config import HuggingFaceConfig
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import PAPER_RECIPES, RECIPES, recipe
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe
 
 _Command = TypeVar("_Command")
 

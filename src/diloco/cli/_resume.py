@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Mapping
 
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:

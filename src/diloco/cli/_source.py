@@ -11,6 +11,6 @@ Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 
 def source(text: str) -> Path | str:
     """The path that a command line names; a string if it is a store with a run, as the library takes its URL."""
-    from diloco.rendezvous.history import is_store  # it takes torch
+    from diloco.rendezvous.log.log import is_store
 
     return text if is_store(text) else Path(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.cli._source import source
 from diloco.errors import UserError
-from diloco.training.sections import Parameters
+from diloco.training.config.config import Parameters
 
 if TYPE_CHECKING:
     from diloco.data.tokenizers import Tokenizer
@@ -39,7 +39,7 @@ class Writing:
 
     def load(self, run: str) -> "tuple[Writer, Tokenizer]":
         """The model and the tokenizer of a run."""
-        from diloco.training.finished import load_writer
+        from diloco.training.records.finished import load_writer
 
         return load_writer(
             source(run),

@@ -9,7 +9,7 @@ from typing import Any
 from diloco.cli._command import call
 from diloco.cli._source import Run, source
 from diloco.errors import UserError
-from diloco.training.sections import Parameters
+from diloco.training.config.config import Parameters
 
 HELP = "held-out loss and zero-shot accuracy of a run: diloco eval RUN [--tasks …] [--data FILES]"
 ORDER = 4
@@ -54,7 +54,7 @@ def _evaluate(
             f"limit={limit} means nothing without tasks or data: set one of them, or leave it out",
             *("limit", "tasks", "data"),
         )
-    from diloco.training.finished import evaluate_run
+    from diloco.training.records.finished import evaluate_run
 
     options = {"tasks": files, "limit": limit, "prepared": prepared}
     result = evaluate_run(source(run), parameters=parameters, at_step=at_step, **options)

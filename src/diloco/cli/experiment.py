@@ -22,8 +22,8 @@ from diloco.experiments.runner.grid import LabelledRun, adopt, make_job, read_re
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.files import require
-from diloco.training.config import TrainConfig
-from diloco.training.memory import fitted
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import fitted
 
 HELP = "the papers' experiments: diloco experiment NAME|all [--tier small|paper] [--corpus FILES]"
 ORDER = 6

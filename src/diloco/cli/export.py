@@ -5,7 +5,7 @@ from pathlib import Path
 from diloco.cli._command import call
 from diloco.cli._source import Run, source
 from diloco.hub import check_online, push
-from diloco.training.export import Format, export_run
+from diloco.training.records.export import Format, export_run
 
 HELP = "outer parameters for other programs: diloco export RUN --to safetensors|hf --output DIRECTORY"
 ORDER = 5

@@ -11,10 +11,10 @@ import tyro
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, UserError
 from diloco.files import expanded
-from diloco.rendezvous.entries import MOST_BYTES, Keys, name_of
-from diloco.rendezvous.keys import VARIABLE, KeyFile, Signer, signer_of_environment, write_key
-from diloco.rendezvous.log import Log, begun
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Keys, entry_name
+from diloco.rendezvous.log.keys import VARIABLE, KeyFile, Signer, signer_of_environment, write_key
+from diloco.rendezvous.log.log import Log, begun
+from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
 
 HELP = "keys of a run in a store: diloco keys new [FILE] | show FILE | allow URL KEY … | revoke URL KEY …"
@@ -104,7 +104,7 @@ def _change(url: str, change: Keys) -> None:
 
 async def _changed(store: Store, signer: Signer, change: Keys) -> tuple[int | None, RunState]:
     """Write a change of the allow-list; the number of its entry, or None if nothing changes, and the new state."""
-    first = await store.get(name_of(0), most_bytes=MOST_BYTES)
+    first = await store.get(entry_name(0), most_bytes=MOST_ENTRY_BYTES)
     if first is None:
         raise UserError(f"there is no run in {store.url}: check the URL")
     log = Log(store, signer, begun(bytes(first)))
@@ -140,8 +140,8 @@ async def _read_whole(log: Log, store: Store) -> None:
     """Read all entries; refuse to write into a gap, which an entry that was deleted has left."""
     await log.read(patience_seconds=_PATIENCE_SECONDS)
     names = await store.list("log")
-    if names and names[-1][0] >= name_of(log.state.number):
+    if names and names[-1][0] >= entry_name(log.state.number):
         before = log.state.number
         await log.read(patience_seconds=_PATIENCE_SECONDS)
         if log.state.number == before:
-            raise UserError(f"{name_of(before)} is missing in {store.url}, and later entries are there")
+            raise UserError(f"{entry_name(before)} is missing in {store.url}, and later entries are there")

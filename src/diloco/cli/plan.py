@@ -17,7 +17,7 @@ from diloco.simulator.description import ModelSize, Replica, replicas_of
 from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible, remedy
 
 if TYPE_CHECKING:
-    from diloco.training.config import TrainConfig
+    from diloco.training.config.config import TrainConfig
     from diloco.training.measure import Machines
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
@@ -88,8 +88,8 @@ def _check_length(num_steps: int, **settings: float) -> None:
 def _plan_measured(arguments: list[str]) -> None:
     """Measure a recipe's replicas, all on this machine or each under torchrun, and plan for them."""
     from diloco.cli._recipe import parsed_recipe
-    from diloco.training.config import TrainConfig
-    from diloco.training.launcher import prepared
+    from diloco.training.config.config import TrainConfig
+    from diloco.training.processes import prepared
 
     @dataclass(frozen=True, kw_only=True)
     class Command:
@@ -106,10 +106,10 @@ def _plan_measured(arguments: list[str]) -> None:
 
 
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
-    from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.config.config import fields_with, get
     from diloco.training.measure import measurable
+    from diloco.training.processes import launch, under_a_launcher
     from diloco.training.state import slow_imports
-    from diloco.training.traits import fields_with, get
 
     changed = changes(asked)
     for name in fields_with(type(asked), "planned").keys() & changed.keys():

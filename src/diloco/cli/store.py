@@ -17,12 +17,12 @@ from diloco.cli._command import choose
 from diloco.errors import DilocoError, FileError, UserError
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.check import StoreCheck, check_store
-from diloco.rendezvous.history import open_run
-from diloco.rendezvous.look import Look
+from diloco.rendezvous.log.log import open_run
 from diloco.rendezvous.replay import Initial, Replay
+from diloco.rendezvous.status import Look
 from diloco.rendezvous.store import StoreError
 from diloco.report.terminal.store_status import rendered
-from diloco.training.store_runs import initial_parameters
+from diloco.training.records.store_runs import initial_parameters
 
 HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
 ORDER = 12

@@ -21,11 +21,11 @@ from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
 from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
-from diloco.training.config import TrainConfig
-from diloco.training.launcher import num_cores
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.measure import flops_per_second
-from diloco.training.recipes import recipe
-from diloco.training.running import running
+from diloco.training.processes import num_cores
+from diloco.training.records.runs import running
 
 HELP = "runs over learning rate, batch, replicas: diloco sweep RECIPE --axis NAME=VALUES … [--plan]"
 ORDER = 7

@@ -17,11 +17,10 @@ from diloco.cli._flags import spelled
 from diloco.cli._recipe import parsed_recipe
 from diloco.cli._resume import resume_command
 from diloco.errors import UserError
-from diloco.training.budget import Budget, epochs, parse_tokens
-from diloco.training.config import TrainConfig
-from diloco.training.config_file import read_config_file
-from diloco.training.hugging_face import at_another_place, with_hugging_face
-from diloco.training.recipes import RECIPES, recipe
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.hugging_face import at_another_place, with_hugging_face
+from diloco.training.config.recipes import RECIPES, recipe
+from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--config FILE] [--resume RUN] [--dry-run]"
 ORDER = 1
@@ -78,7 +77,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
     if changes_model and words.resume is None and others and (name := others[0]) in RECIPES:
         configs[name] = with_hugging_face(configs.get(name) or recipe(name), words.hf, lora=words.lora)
     if words.resume is not None:
-        from diloco.training.runs import resumable
+        from diloco.training.records.runs import resumable
 
         saved = resumable(words.resume)
         saved = at_another_place(saved, words.hf, lora=words.lora) if changes_model else saved
@@ -126,10 +125,9 @@ def _start(command: Command, budget: Budget | None) -> None:
     from rich.console import Console
 
     from diloco.report.terminal.training import preparation_progress
-    from diloco.training.launcher import prepared, under_a_launcher
     from diloco.training.prepare import prepare_run
-    from diloco.training.running import check_not_running, running
-    from diloco.training.runs import CONFIG_FILE, own_run
+    from diloco.training.processes import prepared, under_a_launcher
+    from diloco.training.records.runs import CONFIG_FILE, check_not_running, own_run, running
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours
@@ -152,7 +150,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
     from diloco.report.terminal.start import forecast_lines, start_lines
-    from diloco.training.forecast import forecast
+    from diloco.training.config.forecast import forecast
 
     print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
 
@@ -160,8 +158,8 @@ def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
 def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | None) -> None:
     """Print what the first process of a run knows before it starts."""
     from diloco.report.terminal.start import change_lines, start_lines
-    from diloco.training.runs import read_config
-    from diloco.training.traits import differences
+    from diloco.training.config.config import differences
+    from diloco.training.records.runs import read_config
 
     if os.environ.get("RANK", "0") != "0":
         return
@@ -176,7 +174,7 @@ def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | N
 
 def _train(config: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
-    from diloco.training.launcher import launch, under_a_launcher
+    from diloco.training.processes import launch, under_a_launcher
     from diloco.training.state import slow_imports
 
     if under_a_launcher():

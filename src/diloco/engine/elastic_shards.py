@@ -1,16 +1,18 @@
 """A sharded replica among others that come and go: its first process is the replica, and the others follow it."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diloco.engine import observe
 from diloco.engine.elastic import (
     ElasticMembership,
     accepted_of,
@@ -18,14 +20,354 @@ from diloco.engine.elastic import (
     refuse_if_sent,
     vectors_of,
 )
-from diloco.engine.gathered import GatheredParameters
-from diloco.engine.replica_rounds import ReplicaRounds
+from diloco.engine.outer_state import ERROR, OUTER, OuterState
+from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.replica import ReplicaRounds, described
 from diloco.engine.settings import Settings
-from diloco.engine.state import ERROR, OUTER, OuterState
-from diloco.exchange.inside import Call, Message
+from diloco.engine.shards import is_sharded, joined, local, sharded_like
+from diloco.errors import ExchangeError
+from diloco.exchange.notices import first_sentence
+from diloco.exchange.process_group import Group, Work, group_like, wait_for
+from diloco.fragments import Fragment
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Sync
+from diloco.wire.kernels.memory import empty
+
+
+class Call(IntEnum):
+    """The messages of the first process, and the answers of the others."""
+
+    FAILED = 0
+    """The sender can't go on, and the text says why."""
+    IDLE = 1
+    """An inner step after which nothing happens."""
+    STEP = 2
+    """An inner step after which calls follow until DONE."""
+    FINISH = 3
+    """The end of the run: calls follow until DONE."""
+    DONE = 4
+    """All that happens in this step has happened; the text says what."""
+    THETA = 5
+    """Send your shards of θ_p."""
+    MERGE = 6
+    """Receive your shards of θ_p after a merge."""
+    GATHER = 7
+    """Send your shards of what all processes pass."""
+    SCATTER = 8
+    """Receive your shards of what the first process passes."""
+    SHARE = 9
+    """The text is a JSON value for all."""
+    ANSWER = 10
+    """A vector follows."""
+
+
+class Message(NamedTuple):
+    """A call, and what it is about."""
+
+    call: Call
+    fragment: int = 0
+    text: str = ""
+
+
+class Inside:
+    """The messages between the processes of one replica; nothing else may use their group.
+
+    Every wait is bounded. A process that has sent a vector goes on to what the first one says next, so that it
+    hears of a failure.
+
+    Args:
+        group: the processes, on gloo; the first one calls.
+        timeout_seconds: how long a wait may take: longer than what the first process does between two calls.
+    """
+
+    def __init__(self, group: Group, timeout_seconds: float) -> None:
+        self.group, self.index, self.size = group, group.rank(), group.size()
+        self.failure: str | None = None
+        """The process of this replica that has failed, and its reason."""
+        self._timeout_seconds = timeout_seconds
+        self._sent: list[_Posted] = []
+        self._has_told = False
+        self._told_by: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that calls."""
+        return self.index == 0
+
+    def lead(self, call: Call, fragment: int = 0, text: str = "") -> None:
+        """Call the other processes; only the first may."""
+        assert self.is_first, "the others follow"
+        posted = [(k, self._post(Message(call, fragment, text), k)) for k in range(1, self.size)]
+        for follower, works in posted:
+            self._wait(works, follower, self._timeout_seconds)
+
+    def follow(self, *expected: Call) -> Message:
+        """The next call of the first process.
+
+        Raises:
+            ExchangeError: if that one failed, does not answer, or does something else than is expected here.
+        """
+        message = self._heard(0)
+        if message.call not in expected:
+            raise ExchangeError(
+                f"the first process of this replica is at {message.call.name}, and process {self.index} at "
+                f"{' or '.join(call.name for call in expected)}: let all of them call the engine's methods in the "
+                "same order, and take the same number of steps"
+            )
+        return message
+
+    def together(self, call: Call, fragment: int = 0) -> None:
+        """Begin what all processes do now."""
+        if self.is_first:
+            self.lead(call, fragment)
+        else:
+            message = self.follow(call)
+            assert message.fragment == fragment, "all go through the fragments in order"
+
+    def share(self, value: object = None) -> Any:
+        """The first process's JSON value, in all processes."""
+        if self.is_first:
+            self.lead(Call.SHARE, text=json.dumps(value))
+            return value
+        return json.loads(self.follow(Call.SHARE).text)
+
+    def send(self, vector_n: Tensor, to: int) -> None:
+        """Send a vector on the CPU, which must not change any more, to the first process or from it to another."""
+        works = [] if self.is_first else self._post(Message(Call.ANSWER), to)
+        if vector_n.numel():
+            works.append(self._posted(vector_n, to, _VECTOR))
+        if self.is_first:
+            self._wait(works, to, self._timeout_seconds)
+        else:
+            self._sent += works
+
+    def receive(self, source: int, num_elements: int) -> Tensor:
+        """The FP32 vector (n) that a process sends.
+
+        Raises:
+            ExchangeError: if it failed, or does not answer.
+        """
+        if self.is_first:
+            self._heard(source)
+        vector_n = torch.empty(num_elements)
+        if num_elements:
+            self._receive_into(vector_n, source, _VECTOR)
+        return vector_n
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """A context whose errors reach the other processes."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(str(error) or type(error).__name__)
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this process can't go on; waits until they know, 3 s at the most."""
+        if self._has_told or self._told_by == 0:
+            return
+        self._has_told = True
+        self.failure = self.failure or f"process {self.index} of this replica failed: {reason}"
+        posted: list[tuple[int, list[_Posted]]] = []
+        for other in range(1, self.size) if self.is_first else range(1):
+            if other != self._told_by:
+                with suppress(ExchangeError):  # it may be gone, too
+                    posted.append((other, self._post(Message(Call.FAILED, text=self.failure), other)))
+        deadline = time.monotonic() + _SECONDS_TO_BE_READ
+        for other, works in posted:
+            with suppress(ExchangeError):
+                self._wait(works, other, max(deadline - time.monotonic(), 0.01))
+
+    def _post(self, message: Message, to: int) -> "list[_Posted]":
+        """Start to send a message."""
+        text = torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8) if message.text else None
+        head = torch.tensor([message.call, message.fragment, 0 if text is None else text.numel()])
+        works = [self._posted(head, to, _HEAD)]
+        return works if text is None else [*works, self._posted(text, to, _TEXT)]
+
+    def _posted(self, tensor: Tensor, to: int, tag: int) -> "_Posted":
+        with self._naming(to):
+            return self.group.send([tensor], to, tag), tensor
+
+    def _heard(self, source: int) -> Message:
+        """The next message of a process."""
+        head = torch.empty(3, dtype=torch.int64)
+        self._receive_into(head, source, _HEAD)
+        call, fragment, num_bytes = head.tolist()
+        text = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            self._receive_into(text, source, _TEXT)
+        message = Message(Call(call), fragment, text.numpy().tobytes().decode())
+        if message.call is Call.FAILED:
+            self.failure, self._told_by = message.text, source
+            raise ExchangeError(message.text)
+        sent, self._sent = self._sent, []
+        self._wait(sent, source, self._timeout_seconds)
+        return message
+
+    def _receive_into(self, tensor: Tensor, source: int, tag: int) -> None:
+        with self._naming(source):
+            wait_for(self.group.recv([tensor], source, tag), self._timeout_seconds)
+
+    def _wait(self, works: "list[_Posted]", other: int, seconds: float) -> None:
+        with self._naming(other):
+            for work, _ in works:
+                wait_for(work, seconds)
+
+    @contextmanager
+    def _naming(self, other: int) -> Iterator[None]:
+        """Name the process that does not answer."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            raise ExchangeError(
+                f"process {other} of this replica does not answer: {first_sentence(error)}"
+            ) from error
+
+
+_Posted: TypeAlias = tuple[Work, Tensor]
+"""A message on its way, and its memory, which must live as long."""
+
+
+_HEAD, _TEXT, _VECTOR = range(3)
+"""The tags of a message's parts: none is received in the place of another."""
+
+
+_SECONDS_TO_BE_READ = 3.0
+
+
+class GatheredParameters(FragmentParameters):
+    """A sharded model's parameters by fragment; every process calls the same methods in the same order.
+
+    Where the first process alone knows what comes next, it calls `flat`, `outer_gradient` and `merging`, and the
+    others answer with `give` and `take`.
+
+    Args:
+        model: sharded over the replica's processes.
+        fragments: a partition of its trainable parameters.
+        masters: as of `FragmentParameters`.
+        timeout_seconds: how long a wait for another process of the replica may take.
+
+    Raises:
+        UserError: as `FragmentParameters`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        masters: Masters | Mapping[str, Tensor] | None = None,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(model, fragments, masters)
+        assert self.shard_group is not None, "the model is sharded"
+        self.shard_group = group_like(self.shard_group, timeout_seconds)
+        self.inside = Inside(self.shard_group, timeout_seconds)
+        """The replica's processes."""
+        self.part, self.device = (0, 1), torch.device("cpu")
+
+    @staticmethod
+    def shape_in_flat(parameter: Tensor) -> torch.Size:
+        """The shape of what a flat vector holds of a parameter: the whole."""
+        return parameter.shape
+
+    def flat(self, fragment: int) -> Tensor:
+        """A copy of θ_p, FP32 (N)."""
+        self.inside.together(Call.THETA, fragment)
+        return self.give(fragment)
+
+    def outer_gradient(self, fragment: int, outer_N: Tensor, to_N: Tensor) -> Tensor:
+        """Write Δ_{m,p} = Θ_p − θ_{m,p} to `to_N`, and return it."""
+        return torch.sub(outer_N, self.flat(fragment), out=to_N)
+
+    @contextmanager
+    def merging(self, fragment: int, step: int) -> Iterator[list[Tensor]]:
+        """θ_p, whole, to be changed in place by a merge; all shards have the new values at the end."""
+        theta_N = self.flat(fragment)
+        yield self._parts(fragment, theta_N) if self.inside.is_first else []
+        self.inside.together(Call.MERGE, fragment)
+        self.take(fragment, step, theta_N)
+
+    def give(self, fragment: int) -> Tensor:
+        """Gather θ_p, FP32 (N): every process's part of `flat`."""
+        return self._gathered(fragment, self.theta(fragment))
+
+    def take(self, fragment: int, step: int, theta_N: Tensor | None = None) -> None:
+        """Take this process's shards of θ_p after a merge, which the first process has whole."""
+        with super().merging(fragment, step) as theta:
+            parts = self._scattered(fragment, theta_N).split([own.numel() for own in theta])
+            for own, part_n in zip(theta, parts, strict=True):
+                own.copy_(part_n.view(own.shape))
+
+    def named(self, fragment: int, flat_N: Tensor) -> dict[str, Tensor]:
+        """A fragment's flat vector (N) by parameter name: copies in host memory, sharded as the parameters are."""
+        self.inside.together(Call.SCATTER, fragment)
+        shards = self.shards(fragment)
+        parts = self._scattered(fragment, flat_N).split([shard.numel() for shard in shards])
+        likes = self._by_fragment[fragment].items()
+        return {
+            name: sharded_like(part_n.view(shard.shape), like)
+            for (name, like), shard, part_n in zip(likes, shards, parts, strict=True)
+        }
+
+    def flat_of(self, fragment: int, by_name: Mapping[str, Tensor]) -> Tensor:
+        """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
+        self.inside.together(Call.GATHER, fragment)
+        return self._gathered(fragment, [by_name[name] for name in self._by_fragment[fragment]])
+
+    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+        """A context that fails in all processes of this replica if it fails in one, as soon as they next meet."""
+        return self.inside.failing_together()
+
+    def _gathered(self, fragment: int, tensors: Iterable[Tensor]) -> Tensor:
+        """The whole of what every process has its shards of, FP32 (N)."""
+        own_n = joined(local(tensor).cpu() for tensor in tensors)
+        if not self.inside.is_first:
+            self.inside.send(own_n, 0)
+            return own_n.new_empty(0)
+        shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
+        whole_N = empty(sum(shape.numel() for shape in shapes), torch.float32, self.device)
+        for index, parts in enumerate(self._cut(fragment, whole_N)):
+            sizes = [part.numel() for part in parts]
+            shard_n = self.inside.receive(index, sum(sizes)) if index else own_n
+            for part, part_n in zip(parts, shard_n.split(sizes), strict=True):
+                part.copy_(part_n.view(part.shape))
+        return whole_N
+
+    def _scattered(self, fragment: int, whole_N: Tensor | None) -> Tensor:
+        """This process's shards (n) of what the first process has whole."""
+        if not self.inside.is_first:
+            return self.inside.receive(0, sum(shard.numel() for shard in self.shards(fragment)))
+        assert whole_N is not None, "the first process has the whole"
+        shards = self._cut(fragment, whole_N)
+        for index in range(1, len(shards)):
+            self.inside.send(joined(shards[index]), index)
+        return joined(shards[0])
+
+    def _cut(self, fragment: int, whole_N: Tensor) -> list[list[Tensor]]:
+        """Views of every process's shards of a whole flat vector, parameter by parameter."""
+        parameters = self._by_fragment[fragment].values()
+        parts = zip(parameters, self._parts(fragment, whole_N), strict=True)
+        return [list(shards) for shards in zip(*(cut(part, parameter) for parameter, part in parts), strict=True)]
+
+
+def cut(whole: Tensor, like: Tensor) -> list[Tensor]:
+    """Views of the shards of a tensor, some of them empty, as a DTensor of its shape is cut.
+
+    Args:
+        whole: of any memory and dtype.
+        like: a DTensor on a mesh of one dimension, cut into shards.
+    """
+    assert is_sharded(like), "the model is sharded"
+    dim = like.placements[0].dim  # pyright: ignore[reportAttributeAccessIssue]
+    chunks = whole.chunk(like.device_mesh.size(), dim)
+    shards = [*chunks, *[whole.narrow(dim, 0, 0)] * (like.device_mesh.size() - len(chunks))]
+    own = shards[like.device_mesh.get_local_rank()]
+    assert own.shape == local(like).shape, "a shard is a chunk of torch.chunk"
+    return shards
 
 
 class LeadingMembership(ElasticMembership):
@@ -186,7 +528,7 @@ class FollowingMembership:
 
         sync = Sync(taken.fragment, taken.round, taken.step)
         spans, group = self._parameters.spans[taken.fragment], self._parameters.shard_group
-        return observe.described(sync, 0.0, nothing, deltas, spans, group)
+        return described(sync, 0.0, nothing, deltas, spans, group)
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.reduction import Reduction
-from diloco.reduction.cohort import Cohort
+from diloco.outer.averages import Reduction
+from diloco.outer.cohort import Cohort
 from diloco.wire.formats import HEADER_BYTES
 from diloco.wire.payload import Key
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.kernels.memory import mark, pinned_copy
+from diloco.wire.kernels.memory import mark, pinned_copy
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

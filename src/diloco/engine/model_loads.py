@@ -8,12 +8,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.loading import refuse_together
-from diloco.engine.replica_rounds import ReplicaRounds
-from diloco.engine.rounds import Rounds
-from diloco.engine.state import OUTER
+from diloco.engine.outer_state import OUTER
+from diloco.engine.replica import ReplicaRounds
 from diloco.errors import UserError
-from diloco.outer.digest import parameters_hash
 
 
 class ModelLoads:
@@ -79,39 +76,6 @@ class ModelLoads:
         # All of them, even after one that is not: the shards of a replica go through the fragments together.
         equal = [torch.equal(parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in enumerate(home)]
         return all(equal)
-
-
-def adopt(rounds: Rounds) -> None:
-    """Θ ← θ, and zeros for all other vectors; it is refused on all replicas, or on none.
-
-    Raises:
-        DisagreementError: if θ or the number of inner steps differ between replicas.
-        UserError: if something is in flight, or a parameter was replaced.
-    """
-    parameters, refusal = rounds.parameters, None
-    fragments = range(rounds.state.num_fragments)
-    in_flight = [list(flight.sync) for flight in rounds.in_flight]
-    try:
-        parameters.check_still_the_models(fragments)
-        if in_flight:
-            raise UserError(f"fragment {in_flight[0][0]} is in flight: call finish() before adopt()")
-    except UserError as error:
-        refusal = str(error)
-    facts = {
-        "why adopt() is refused": refusal,
-        "number of inner steps at adopt()": rounds.num_steps,
-        "the model's parameters at adopt(), which all replicas must have loaded alike (SHA-256)": [
-            parameters_hash({"θ": parameters.flat(p)}) for p in fragments
-        ],
-    }
-    with rounds.all_shards_or_none():
-        refuse_together(rounds, facts, refusal)
-    for kind in rounds.state.kinds:
-        for p, vector_N in enumerate(rounds.state.at_home(kind)):
-            if kind == OUTER:
-                vector_N.copy_(parameters.flat(p))
-            else:
-                vector_N.zero_()
 
 
 class _Hook:

@@ -3,6 +3,8 @@
 Shapes: N elements of one fragment.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,23 +14,218 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from diloco.engine.arguments import check_exchange, check_model, checked_tokens, settings_of
 from diloco.engine.attach import Attachment, attached, refuse_second_count
-from diloco.engine.finish import warn_of_uncounted, warn_of_unsent
-from diloco.engine.masters import Masters
-from diloco.engine.member import member
+from diloco.engine.elastic import ElasticMembership
+from diloco.engine.elastic_shards import FollowingMembership, GatheredParameters, LeadingMembership
+from diloco.engine.fixed import FixedMembership, warn_of_uncounted, warn_of_unsent
 from diloco.engine.model_loads import ModelLoads
-from diloco.engine.view import EngineView
+from diloco.engine.outer_state import OUTER
+from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.replica import Membership, ReplicaRounds
+from diloco.engine.settings import Settings, check_exchange, check_model, checked_tokens, settings_of
+from diloco.engine.shards import gathered, is_sharded, sum_over_shards
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.control import failing_together
-from diloco.exchange.transport import Transport
+from diloco.exchange.transport import Transport, failing_together
 from diloco.fragments import Fragment
-from diloco.outer.mixing import MergeRule
+from diloco.outer.digest import parameters_hash
+from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
-from diloco.rendezvous.contract import Rendezvous
+from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
+from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
+
+
+def counters(rounds: ReplicaRounds) -> dict[str, float]:
+    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
+    record = rounds.record
+    values: dict[str, float] = {
+        "num_steps": rounds.num_steps,
+        "bytes_sent": rounds.bytes_sent,
+        "bytes_received": rounds.bytes_received,
+        "blocked_seconds": rounds.blocked_seconds,
+        "encode_seconds": record.encode_seconds,
+        "merge_seconds": record.merge_seconds,
+    }
+    if record.exchange_mbit_s is not None:
+        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
+        values[name] = record.exchange_mbit_s
+    if (answers := rounds.answers) is not None:
+        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
+        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
+        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
+    return {name: float(value) for name, value in values.items()}
+
+
+def begin_logs(rounds: ReplicaRounds) -> Callable[[], dict[str, float]]:
+    """Begin to compute what `logs` returns, and read it when the function that is returned is called."""
+    errors = rounds.record.codec_errors(rounds.settings.wire)
+    device, group = rounds.parameters.device, rounds.parameters.shard_group
+    none = torch.zeros(2, device=device)
+    squares = torch.stack([_squared_distance(rounds), *(none if errors is None else errors)])
+    squares, counted = begin_to_host(sum_over_shards(squares, group)), counters(rounds)
+
+    def read() -> dict[str, float]:
+        distance, error, delta = squares().tolist()
+        computed = {"distance_to_outer": math.sqrt(distance)}
+        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
+            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+        return counted | computed
+
+    return read
+
+
+def logs(rounds: ReplicaRounds) -> dict[str, float]:
+    """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
+    return begin_logs(rounds)()
+
+
+def _squared_distance(rounds: ReplicaRounds) -> Tensor:
+    """‖θ − Θ‖² over the elements that this process holds."""
+    total = torch.zeros((), device=rounds.parameters.device)
+    for p, home_N in enumerate(rounds.state.at_home(OUTER)):
+        outer_N = home_N.to(rounds.parameters.device)
+        delta_N = rounds.parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
+        total += torch.linalg.vector_norm(delta_N).square()
+    rounds.expect_next()
+    return total
+
+
+def member(
+    settings: Settings,
+    exchange: Transport | Rendezvous,
+    model: nn.Module,
+    masters: Masters | Mapping[str, Tensor] | None,
+    *,
+    offload: bool,
+) -> Membership:
+    """This replica among those that the exchange joins, with which it compares the settings.
+
+    Raises:
+        UserError: if the settings contradict each other, the model or the exchange.
+        DisagreementError: if the replicas were given different settings or initial parameters.
+    """
+    if is_rendezvous(exchange):
+        settings.check(model, num_replicas=None)
+        settings.check_rendezvous()
+        return _elastic(settings, exchange, model, masters, offload=offload)
+    settings.check(model, exchange.num_replicas)
+    settings.check_transport(exchange)
+    parameters = FragmentParameters(model, settings.fragments, masters)
+    return FixedMembership(settings, exchange, parameters, offload=offload)
+
+
+def _elastic(
+    settings: Settings,
+    rendezvous: Rendezvous,
+    model: nn.Module,
+    masters: Masters | Mapping[str, Tensor] | None,
+    *,
+    offload: bool,
+) -> Membership:
+    """This replica among others that come and go, or this process's part in it where the model is sharded."""
+    if not any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        parameters = FragmentParameters(model, settings.fragments, masters)
+        return ElasticMembership(settings, rendezvous, parameters, offload=offload)
+    # The first process may wait for other replicas before it is done with a step.
+    seconds = 3 * rendezvous.timeout_seconds
+    gathered = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
+    if gathered.inside.is_first:
+        return LeadingMembership(settings, rendezvous, gathered)
+    return FollowingMembership(settings, gathered)
+
+
+class EngineView:
+    """The counters and the outer parameters of the rounds of an engine."""
+
+    _rounds: ReplicaRounds
+    _loads: ModelLoads
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps taken."""
+        return self._rounds.num_steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
+        return self._rounds.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self._rounds.tokens = tokens
+
+    @property
+    def uncounted_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
+        return self._rounds.uncounted_tokens
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of all shards, each destination counted."""
+        return self._rounds.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes of all shards from the other replicas that were merged."""
+        return self._rounds.bytes_received
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Time in which training has waited for payloads."""
+        return self._rounds.blocked_seconds
+
+    def logs(self) -> dict[str, float]:
+        """The numbers for a tracker, by names that stay as they are.
+
+        - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
+        - `encode_seconds`, `merge_seconds`: time spent on making and encoding outer gradients, and on decoding,
+          averaging, outer steps and merges, since the engine was built; on a GPU, the time of the CPU.
+        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now.
+        - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
+          its elements a shard, without error feedback; after the first sync.
+        - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
+          others' had come; `exchange_mbit_s_at_least` in its place if they had come before training needed them.
+        - `lateness_seconds/replica_1`, …: how long the last wait waited for the payload of each other replica,
+          after those of the replicas before it; with `reduce_scatter` a thread waits, and training maybe not.
+        - `last_heard_seconds/replica_1`, …: seconds since a message of each other replica was last taken. Both
+          are known to the processes that exchange with other replicas.
+
+        Every process of a sharded replica must call it, between steps.
+        """
+        return logs(self._rounds)
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """Begin to compute the logs as of now; the function that is returned waits for them."""
+        return begin_logs(self._rounds)
+
+    def counters(self) -> dict[str, float]:
+        """The part of `logs()` that is not computed: any process and thread may ask for it at any time."""
+        return counters(self._rounds)
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
+
+        They are views, which the next outer step changes; with `offload` of host memory. Of a sharded replica of a
+        rendezvous they are copies, and every process must call it. Evaluate a sharded model in `outer_in_place`:
+        `functional_call` would silently take the parameters that FSDP has gathered itself.
+        """
+        return self._rounds.parameters.all_named(self._rounds.state.at_home(OUTER))
+
+    @contextmanager
+    def outer_in_place(self) -> Iterator[None]:
+        """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
+        with self._loads.undone(), self._rounds.parameters.replaced_by(self.outer_parameters()):
+            yield
+
+    def leave_outer_in_place(self) -> None:
+        """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
+        self._rounds.parameters.set(self.outer_parameters())
+
+    def outer_hash(self) -> str:
+        """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
+        return parameters_hash(self.outer_parameters(), gathered)
 
 
 class StreamingDiLoCo(EngineView):

@@ -11,18 +11,14 @@ from typing import cast
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.board import Store
-from diloco.exchange.bounded import first_sentence, within
-from diloco.exchange.encrypted import EncryptedGroup, Session
-from diloco.exchange.gloo import Group
+from diloco.exchange.encrypted.exchange import EncryptedGroup, Session
+from diloco.exchange.encrypted.tls import security_of
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.meeting import Meeting
-from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, check_num_connections, check_timeout
-from diloco.exchange.site import this_site
-from diloco.exchange.tls import security_of
-from diloco.exchange.transport import Transport
+from diloco.exchange.meeting import Meeting, this_site
+from diloco.exchange.notices import Notices, first_sentence, within
+from diloco.exchange.process_group import Group, GroupExchange, check_num_connections, check_timeout
+from diloco.exchange.transport import Store, Transport
 
 _LOG = logging.getLogger("diloco")
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from diloco.errors import DisagreementError
-from diloco.exchange.gloo import Group, tag_bits, wait_for
-from diloco.exchange.messages import Answers, Messages
 from diloco.exchange.notices import Notices, WithNotices
-from diloco.exchange.process_group import GroupExchange
+from diloco.exchange.process_group import Answers, Group, GroupExchange, Messages, tag_bits, wait_for
 from diloco.exchange.transport import Channel, Pending, Tag, Transport
 
 

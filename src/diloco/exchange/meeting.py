@@ -2,21 +2,60 @@
 
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.board import Store
-from diloco.exchange.bounded import BoundedStore, within
-from diloco.exchange.door import Door
-from diloco.exchange.encrypted import BOARD, Session
-from diloco.exchange.site import Site
-from diloco.exchange.tls import Security, dial
+from diloco.exchange.encrypted.exchange import BOARD, Session
+from diloco.exchange.encrypted.link import Door
+from diloco.exchange.encrypted.tls import Security, dial
+from diloco.exchange.notices import BoundedStore, within
+from diloco.exchange.transport import Store
+
+
+@dataclass(frozen=True)
+class Site:
+    """This process among those of its replica."""
+
+    rank: int
+    """The number of this process, from 0."""
+    size: int
+    """The number of processes."""
+    job: str | None
+    """A name of the job that started them, which no other job has at the same time; None without a launcher."""
+
+
+def this_site() -> Site:
+    """The site that torch.distributed, or else the environment, describes (RANK and WORLD_SIZE, as torchrun sets).
+
+    Raises:
+        UserError: if the environment describes no whole numbers.
+    """
+    if dist.is_initialized():
+        return Site(dist.get_rank(), dist.get_world_size(), _job())
+    try:
+        return Site(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), _job())
+    except ValueError as error:
+        raise UserError(f"RANK and WORLD_SIZE in the environment must be whole numbers: {error}") from None
+
+
+def _job() -> str | None:
+    """The address at which the processes of the job meet: two jobs of a machine can't share a port."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    # Lightning's launcher sets no RANK.
+    has_launcher = "RANK" in os.environ or (dist.is_initialized() and dist.get_world_size() > 1)
+    if not address or not port or not has_launcher:
+        return None
+    is_local = address == "localhost" or address.startswith("127.") or address == "::1"
+    return f"{socket.gethostname() + '/' if is_local else ''}{address}:{port}"
+
 
 S = TypeVar("S", bound=socket.socket)
 
@@ -192,8 +231,14 @@ class Meeting:
 
 
 _SECONDS_BETWEEN_REPORTS = 10.0
+
+
 _SECONDS_TO_ANSWER = 10.0
+
+
 _SECONDS_FOR_THE_LAST_ANSWER = 1.0
+
+
 _MOST_PROCESSES = 1 << 16
 
 

@@ -1,19 +1,246 @@
 """The exchange over a torch.distributed process group, on gloo or nccl."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.errors import UserError
-from diloco.exchange import gloo, nccl
-from diloco.exchange.control import agree
-from diloco.exchange.gloo import Group
-from diloco.exchange.messages import Answers, Messages
-from diloco.exchange.notices import Notices, WithNotices
-from diloco.exchange.transport import Tag, Transport
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange.notices import Notices, WithNotices, first_sentence, within
+from diloco.exchange.transport import Channel, Tag, Transport, agree
+
+
+class Answers:
+    """The other replicas' answers, as the waits of one exchange have met them."""
+
+    def __init__(self) -> None:
+        self.heard_at: dict[int, float] = {}
+        """Time at which a message from each replica was last taken, by `time.monotonic()`."""
+        self.lateness_seconds: dict[int, float] = {}
+        """Duration of the last wait for a payload of each replica, after those of the replicas before it."""
+
+
+class Messages:
+    """The messages of one exchange.
+
+    Args:
+        payloads: what is sent, by replica; a message of the same length is received from each.
+        device: where the messages lie.
+        tag: the exchange that errors name.
+        timeout_seconds: how long `wait` waits at the most.
+        notices: they end a wait that is in vain.
+        answers: the record of when each replica answered.
+        in_replica: the messages go between the processes of this replica, which then take the place of replicas.
+    """
+
+    def __init__(
+        self,
+        payloads: Mapping[int, Tensor],
+        device: torch.device,
+        tag: Tag,
+        timeout_seconds: float,
+        notices: Notices,
+        answers: Answers,
+        *,
+        in_replica: bool = False,
+    ) -> None:
+        self.tag = tag
+        """The exchange."""
+        self.interruption: str | None = None
+        """The reason why the wait is in vain."""
+        self._timeout_seconds = timeout_seconds
+        self._notices = notices
+        self._answers = answers
+        self._in_replica = in_replica
+        self._waits: list[tuple[int, Callable[[float], None]]] = []
+        self._missing: dict[int, str] = {}
+        # Kept alive: the transport reads from them until all is sent.
+        self.outgoing = {replica: payload.to(device) for replica, payload in sorted(payloads.items())}
+        """The messages sent, by replica."""
+        self.incoming = {
+            replica: torch.empty_like(payload, pin_memory=payload.is_pinned())
+            for replica, payload in self.outgoing.items()
+        }
+        """Memory for the messages received, by replica; pinned if that of the sent ones is, which a GPU made."""
+
+    def add(self, replica: int, wait: Callable[[float], None]) -> None:
+        """Add a message from or to a replica; `wait(seconds)` returns when it is over, or raises."""
+        self._waits.append((replica, wait))
+
+    @contextmanager
+    def blaming(self, replica: int) -> Iterator[None]:
+        """Note an error as this replica's, and go on with the others."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self._missing.setdefault(replica, first_sentence(error))
+
+    def wait(self) -> dict[int, Tensor]:
+        """The messages received, once every message has come in and gone out.
+
+        Raises:
+            ExchangeError: naming the exchange and the replicas that are missing.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        lateness_seconds: dict[int, float] = {}
+        with self._notices.watching(self):
+            while self._waits:
+                replica, wait = self._waits[0]
+                start = time.monotonic()
+                with self.blaming(replica):
+                    # After one timeout the others have a moment left, to learn who else is missing.
+                    wait(0.01 if self.interruption else max(deadline - start, 0.01))
+                    now = time.monotonic()
+                    lateness_seconds[replica] = lateness_seconds.get(replica, 0.0) + now - start
+                    self._answers.heard_at = {**self._answers.heard_at, replica: now}
+                del self._waits[0]
+        if self._missing:
+            raise self._error()
+        if self.tag.channel is Channel.PAYLOAD:
+            self._answers.lateness_seconds = lateness_seconds
+        return self.incoming
+
+    def interrupt(self, reason: str) -> None:
+        """End the wait: a connection closes, on gloo all do, when a wait on it runs out of time."""
+        self.interruption = self.interruption or reason
+        for _, wait in self._waits[:1]:
+            with suppress(RuntimeError, TimeoutError):
+                wait(0.001)
+
+    def _error(self) -> ExchangeError:
+        """The error of messages that did not come, with its cause where a replica has posted it."""
+        missing = () if self._in_replica else tuple(sorted(self._missing))
+        deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+        while self.interruption is None and self._notices.failure is None and time.monotonic() < deadline:
+            with suppress(TimeoutError):  # the store's process stands still
+                within(deadline - time.monotonic(), self._notices.look)
+            time.sleep(0.05)  # whoever fails closes its connections a moment before it says why
+        if (cause := self.interruption or self._notices.failure) is not None:
+            return ExchangeError(f"{self.tag}: {cause}", missing)
+        member = "process {} of this replica" if self._in_replica else "replica {}"
+        names = ", ".join(f"{member.format(i)} ({self._missing[i]})" for i in sorted(self._missing))
+        return ExchangeError(f"{self.tag}: no payload from or to {names}", missing)
+
+
+_SECONDS_FOR_THE_CAUSE = 1.0
+
+# A tag has 31 bits: channel, fragment, round, phase. No two rounds in flight share their last 17 bits.
+_FRAGMENT_BITS, _ROUND_BITS = 11, 17
+
+# From this size on, a chunk of a payload is worth a connection of its own.
+_CHUNK_BYTES = 1 << 16
+
+
+class Work(Protocol):
+    """A message on its way."""
+
+    def wait(self, timeout: timedelta, /) -> bool:
+        """Wait until it is over; closes its connection if the time is over first."""
+        ...
+
+
+class Group(Protocol):
+    """A group of torch.distributed, a gloo backend of which it knows nothing, or an encrypted group."""
+
+    def rank(self) -> int:
+        """This process, from 0."""
+        ...
+
+    def size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> Work:
+        """Start to send one tensor."""
+        ...
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int, /) -> Work:
+        """Start to receive one tensor."""
+        ...
+
+
+def post_gloo(messages: Messages, groups: list[Group]) -> None:
+    """Post every receive, then every send; a large payload is cut into a chunk for each group."""
+    tag = tag_bits(messages.tag)
+    for replica, buffer in messages.incoming.items():
+        with messages.blaming(replica):
+            for group, chunk in _chunks(buffer, groups):
+                messages.add(replica, partial(wait_for, group.recv([chunk], replica, tag)))
+    for replica, payload in messages.outgoing.items():
+        with messages.blaming(replica):
+            for group, chunk in _chunks(payload, groups):
+                messages.add(replica, partial(wait_for, group.send([chunk], replica, tag)))
+
+
+def group_like(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    """A group of the same replicas with connections of its own; every replica must call it."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=timeout_seconds),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this process is a member"
+    return made
+
+
+def tag_bits(tag: Tag) -> int:
+    """A tag as the whole number by which gloo matches messages; shards have groups of their own.
+
+    Raises:
+        UserError: if there are more fragments than a tag can tell apart.
+    """
+    if tag.fragment >= 1 << _FRAGMENT_BITS:
+        raise UserError(f"fragment {tag.fragment} is one too many: cut at most {1 << _FRAGMENT_BITS} fragments")
+    assert tag.phase in (0, 1), "a tag has one bit for the phase"
+    place = tag.channel << _FRAGMENT_BITS | tag.fragment
+    return (place << _ROUND_BITS | tag.round % (1 << _ROUND_BITS)) << 1 | tag.phase
+
+
+def _chunks(payload: Tensor, groups: list[Group]) -> Iterator[tuple[Group, Tensor]]:
+    """The part of a payload that travels in each group; a small payload travels in the first alone."""
+    num_chunks = min(len(groups), max(1, payload.numel() // _CHUNK_BYTES))
+    return zip(groups, payload.tensor_split(num_chunks), strict=False)
+
+
+def wait_for(work: Work, seconds: float) -> None:
+    """Wait until a message is over; closes its connection, on gloo all of its group, if the time is over first."""
+    work.wait(timedelta(seconds=seconds))
+
+
+def post_nccl(messages: Messages, group: dist.ProcessGroup) -> None:
+    """Post all receives and sends in one call."""
+    assert messages.tag.phase == 0, "a second phase starts by itself, in no order that nccl could match"
+    if not messages.outgoing:
+        return
+    operations = [
+        dist.P2POp(dist.irecv, buffer, group=group, group_peer=replica)
+        for replica, buffer in messages.incoming.items()
+    ] + [
+        dist.P2POp(dist.isend, payload, group=group, group_peer=replica)
+        for replica, payload in messages.outgoing.items()
+    ]
+    # nccl answers for all messages at once: whoever is late may be any of them.
+    for work in dist.batch_isend_irecv(operations):
+        for replica in messages.outgoing:
+            messages.add(replica, partial(_wait, messages, work))
+
+
+def _wait(messages: Messages, work: dist.Work, seconds: float) -> None:
+    """Poll: nccl's own wait only orders streams, and its watchdog ends the process instead of raising."""
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline or messages.interruption is not None:
+            raise TimeoutError("timed out")
+        time.sleep(1e-4)
+    work.wait()
 
 
 class GroupExchange(WithNotices, Transport):
@@ -63,9 +290,9 @@ class GroupExchange(WithNotices, Transport):
         self._notices.expect()
         if self._ordered:
             assert isinstance(self._groups[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"
-            nccl.post(messages, self._groups[0])
+            post_nccl(messages, self._groups[0])
         else:
-            gloo.post(messages, self._groups)
+            post_gloo(messages, self._groups)
         return messages
 
     def close(self) -> None:
@@ -125,7 +352,7 @@ class ProcessGroupExchange(GroupExchange):
         super().__init__([group], notices, timeout_seconds=timeout_seconds, is_gloo=is_gloo)
         if num_connections > 1:
             agree(self, {"num_connections": num_connections})
-            self._groups += [gloo.group_like(group, timeout_seconds) for _ in range(1, num_connections)]
+            self._groups += [group_like(group, timeout_seconds) for _ in range(1, num_connections)]
 
     @property
     def ranks(self) -> tuple[int, ...]:

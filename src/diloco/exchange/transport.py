@@ -1,15 +1,18 @@
-"""The contract of every transport: flat uint8 tensors to and from each other replica.
+"""The contracts of the exchange: transports, stores, and the replicas' messages about the run."""
 
-Numbers live above this contract, sockets below it. A transport knows nothing of the meaning of its bytes.
-"""
-
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import Tensor
+
+from diloco.errors import DisagreementError, ExchangeError
 
 
 class Channel(IntEnum):
@@ -107,3 +110,126 @@ class Transport(Protocol):
         Whoever waits meanwhile for something that is sent after a later step can stop: it never comes.
         """
         ...
+
+
+class Store(Protocol):
+    """A store of torch.distributed, or a board."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """A value that is there."""
+        ...
+
+    def add(self, key: str, number: int, /) -> int:
+        """Add to a number, which begins at 0; the sum."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if the present one is the expected one, "" for none; the value that then is there."""
+        ...
+
+
+def agree(transport: Transport, facts: Mapping[str, object], *, member: str = "replica") -> None:
+    """Compare the facts of all replicas; each replica must call it.
+
+    Args:
+        transport: the way to the others.
+        facts: a JSON value by name.
+        member: the word for a replica in messages, where the transport joins other processes.
+
+    Raises:
+        ExchangeError: if a replica sends no facts.
+        DisagreementError: on every replica, naming the first fact that differs, in their order, and both values.
+    """
+    mine = json.dumps(facts).encode()
+    if len(set(_swap(transport, hashlib.sha256(mine).digest()))) == 1:
+        return
+    # The values are long: they travel only when they are needed.
+    everyones = share(transport, facts, dict[str, Any])
+    for name in dict.fromkeys(name for facts in everyones for name in facts):
+        values = [_short(facts[name]) if name in facts else "nothing of the kind" for facts in everyones]
+        for replica, theirs in enumerate(everyones):
+            if (name in theirs, theirs.get(name)) != (name in everyones[0], everyones[0].get(name)):
+                raise DisagreementError(
+                    f"the replicas disagree on {name}: {member} 0 has {values[0]}, {member} {replica} has "
+                    f"{values[replica]}; start them with the same settings"
+                )
+
+
+def share(transport: Transport, value: object, kind: Any = object) -> list[Any]:
+    """The JSON values of all replicas, in replica order; each replica must call it.
+
+    Args:
+        transport: the way to the others.
+        value: this replica's, of at most 64 MiB.
+        kind: the type of every value, such as `list[int]`.
+
+    Raises:
+        ExchangeError: if a replica sends a longer value, or one of another type.
+    """
+    mine = json.dumps(value).encode()
+    assert len(mine) <= _MOST_BYTES, f"a value of {len(mine)} bytes is no message about the run"
+    lengths = [int.from_bytes(length, "little") for length in _swap(transport, len(mine).to_bytes(8, "little"))]
+    for replica, length in enumerate(lengths):
+        if length > _MOST_BYTES:
+            raise ExchangeError(f"replica {replica} announces a message of {length} bytes", (replica,))
+    texts = _swap(transport, mine.ljust(max(lengths)))
+    return [_value(replica, text, kind) for replica, text in enumerate(texts)]
+
+
+def _value(replica: int, text: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except (ValueError, RecursionError) as error:  # msgspec's and json's errors are ValueErrors
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise ExchangeError(
+            f"replica {replica} sent a message that this version can't read ({reason}): install the same version "
+            "of diloco everywhere",
+            (replica,),
+        ) from None
+
+
+class Abortable(Protocol):
+    """A way to the other replicas on which a failure can be posted."""
+
+    def abort(self, reason: str) -> None:
+        """Tell the other replicas the reason of a failure."""
+        ...
+
+
+@contextmanager
+def failing_together(transport: Abortable) -> Iterator[None]:
+    """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        transport.abort(str(error) or type(error).__name__)
+        raise
+
+
+_MOST_BYTES = 1 << 26
+
+# The number of control messages on each transport: every replica sends them in the same order.
+_NUM_MESSAGES: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
+
+
+def _swap(transport: Transport, message: bytes) -> list[bytes]:
+    """The messages of all replicas, in replica order; all have the same length."""
+    _NUM_MESSAGES[transport] = _NUM_MESSAGES.get(transport, 0) + 1
+    payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    others = {replica: payload for replica in range(transport.num_replicas) if replica != transport.replica}
+    received = dict(transport.start(others, Tag(Channel.CONTROL, round=_NUM_MESSAGES[transport])).wait())
+    received[transport.replica] = payload
+    return [received[replica].cpu().numpy().tobytes() for replica in range(transport.num_replicas)]
+
+
+def _short(value: object, most: int = 200) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from diloco.engine.arguments import check_job
+from diloco.engine.settings import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.files import requiring

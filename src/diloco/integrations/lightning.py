@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from diloco.engine.arguments import check_job
+from diloco.engine.settings import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
-from diloco.exchange.control import agree
+from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.rendezvous.contract import is_rendezvous
 

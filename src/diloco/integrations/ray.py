@@ -1,8 +1,7 @@
 """Ray Train: each replica is a `TorchTrainer` of its own, and all resume from the same step."""
 
 from diloco.errors import UserError
-from diloco.exchange.control import share
-from diloco.exchange.transport import Transport
+from diloco.exchange.transport import Transport, share
 from diloco.files import requiring
 
 with requiring("ray", extra="ray"):

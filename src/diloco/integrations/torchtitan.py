@@ -14,7 +14,7 @@ from torch import nn
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.exchange.connect import connect
-from diloco.exchange.control import agree
+from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.nesterov import Nesterov

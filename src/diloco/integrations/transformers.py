@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.arguments import check_job
+from diloco.engine.settings import check_job
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
-from diloco.exchange.control import agree
+from diloco.exchange.transport import agree
 from diloco.files import requiring, writing
 from diloco.outer.digest import parameters_hash
 from diloco.rendezvous.contract import is_rendezvous

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from diloco.errors import UserError
-from diloco.kernels.gpu import GpuRows, gpu_rows
-from diloco.kernels.memory import elements_at_once
+from diloco.wire.kernels.gpu import GpuRows, gpu_rows
+from diloco.wire.kernels.memory import elements_at_once
 
 
 def cross_entropy(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

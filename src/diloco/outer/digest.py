@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from diloco.kernels.native import native
+from diloco.wire.kernels.native import native
 
 _ROWS, _COLUMNS = 255, 256
 _BLOCK = _ROWS * _COLUMNS

@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.kernels.memory import elements_at_once
-from diloco.outer.mixing import FlatFP32
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.merge import FlatFP32
 from diloco.outer.rule import JSON, FragmentState
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
 from diloco.schedule import Sync
+from diloco.wire.kernels.memory import elements_at_once
 
 
 @dataclass(frozen=True, kw_only=True)

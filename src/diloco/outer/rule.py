@@ -9,8 +9,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.reduction import Average
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
 from diloco.schedule import Sync
 
 RULE = "outer rule's "

@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.rendezvous import averages, payloads
 from diloco.rendezvous.contract import Content, Form
-from diloco.rendezvous.decide import turns
-from diloco.rendezvous.entries import Contribution, LogError
-from diloco.rendezvous.inbox import Inbox
-from diloco.rendezvous.keys import Signer
-from diloco.rendezvous.log import FOR_EVER
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.state import OuterRef
+from diloco.rendezvous.log.entries import Contribution, LogError
+from diloco.rendezvous.log.keys import Signer
+from diloco.rendezvous.log.log import FOR_EVER
+from diloco.rendezvous.log.run import OuterRef, RunState, turns
+from diloco.rendezvous.objects import (
+    Header,
+    average_name,
+    average_of,
+    body_tensor,
+    check_share,
+    header_of,
+    most_average_bytes,
+    open_average,
+    payload_name,
+    seal_average,
+    verified,
+)
+from diloco.rendezvous.payloads import Inbox
 from diloco.rendezvous.store import Buffer, Store, TooLargeError
-from diloco.rendezvous.verify import verified
 
 _LOG = logging.getLogger("diloco")
 _POLLS_A_TURN = 10
@@ -105,7 +114,7 @@ class Averager:
         """The averages of an entry that snapshots stand for, while they are there; nobody makes them again."""
         taken = []
         for share in range(self._form.num_shares):
-            name, most = averages.name_of(ref.number, share), averages.most_bytes(self._form, ref.body.fragment)
+            name, most = average_name(ref.number, share), most_average_bytes(self._form, ref.body.fragment)
             if (data := await self._store.get(name, most_bytes=most, patience_seconds=FOR_EVER)) is None:
                 return None
             taken.append(await self._taken(data, ref, share, state))
@@ -128,7 +137,7 @@ class Averager:
         self, ref: OuterRef, share: int, turn: int, looking: asyncio.Semaphore
     ) -> "Buffer | None":
         """The object of an average; None if this replica's turn comes before it."""
-        name, most_bytes = averages.name_of(ref.number, share), averages.most_bytes(self._form, ref.body.fragment)
+        name, most_bytes = average_name(ref.number, share), most_average_bytes(self._form, ref.body.fragment)
         # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
         num_intervals, started = turn.bit_length(), time.monotonic()
         async with looking:
@@ -154,17 +163,13 @@ class Averager:
         payload_of = {c.replica: payload for c, payload in zip(parts, several, strict=True) if payload is not None}
         received = sum(x.numel() for member, x in payload_of.items() if member != self._own)
         async with self._computing:
-            payload, norm = await asyncio.to_thread(
-                averages.average_of, state, self._form, ref.body, share, payload_of
-            )
+            payload, norm = await asyncio.to_thread(average_of, state, self._form, ref.body, share, payload_of)
         self._seconds = time.monotonic() - started
         left_out = [counted.replica for counted in parts if counted.replica not in payload_of]
         if self._own not in (counted.replica for counted in parts):
             return _Average(payload, received, 0)
-        header = averages.header_of(
-            state, self._form, ref, share, payload, norm=norm, replica=self._own, left_out=left_out
-        )
-        name, head = averages.name_of(ref.number, share), averages.sealed(header, self._signer)
+        header = header_of(state, self._form, ref, share, payload, norm=norm, replica=self._own, left_out=left_out)
+        name, head = average_name(ref.number, share), seal_average(header, self._signer)
         other = await self._store.create(name, [head, payload.numpy().data], patience_seconds=FOR_EVER)
         if other is not None:
             taken = await self._taken(other, ref, share, state)
@@ -175,7 +180,7 @@ class Averager:
         """An average from the store, after all checks."""
         try:
             _, payload = await asyncio.to_thread(
-                averages.opened, data, state=state, form=self._form, ref=ref, share=share
+                open_average, data, state=state, form=self._form, ref=ref, share=share
             )
         except PayloadError as error:
             raise LogError(f"entry {ref.number} of the log: {error}") from None
@@ -193,7 +198,7 @@ class Averager:
         if header is None:
             await self._check_needed(ref)
             raise LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
-        name = payloads.name_of(counted.replica, counted.seq, share)
+        name = payload_name(counted.replica, counted.seq, share)
         try:
             data = await self._store.get(name, most_bytes=header.num_bytes, patience_seconds=FOR_EVER)
             if data is None:
@@ -205,9 +210,9 @@ class Averager:
             _LOG.warning("%s: it is left out", error)
             return None
 
-    def _checked(self, header: payloads.Header, share: int, data: Buffer) -> Tensor:
-        payloads.check_share(header, share, data)
-        payload = payloads.body_tensor(memoryview(data))
+    def _checked(self, header: Header, share: int, data: Buffer) -> Tensor:
+        check_share(header, share, data)
+        payload = body_tensor(memoryview(data))
         verified(header, payload, form=self._form, share=share, scratch_N=self._scratch_S)
         return payload
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from diloco.reduction.cohort import Cohort
-from diloco.reduction.shares import share_size
-from diloco.rendezvous.entries import LogError
+from diloco.outer.averages import share_size
+from diloco.outer.cohort import Cohort
+from diloco.rendezvous.log.entries import LogError
 from diloco.wire.payload import Codec, Key
 
 if TYPE_CHECKING:

@@ -4,27 +4,206 @@ All of it runs in one asyncio loop. The training thread sets plain values here, 
 """
 
 import asyncio
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import SnapshotQueue, write_index
+from diloco.rendezvous.archive import SnapshotQueue, newest_snapshot, write_index
 from diloco.rendezvous.averager import Averager
-from diloco.rendezvous.contract import Form, Offer
-from diloco.rendezvous.decide import may_decide, turns
-from diloco.rendezvous.delivery import Delivery
-from diloco.rendezvous.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
-from diloco.rendezvous.inbox import Inbox
-from diloco.rendezvous.keys import Signer
-from diloco.rendezvous.log import Log
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.outbox import Outbox
-from diloco.rendezvous.state import OuterRef
+from diloco.rendezvous.contract import Content, Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.log.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
+from diloco.rendezvous.log.keys import Signer
+from diloco.rendezvous.log.log import Log
+from diloco.rendezvous.log.run import OuterRef, RunState, may_decide, turns
+from diloco.rendezvous.payloads import Inbox, Outbox
 from diloco.rendezvous.store import Store
+
+MOST_DECISIONS_A_FRAGMENT = 2
+"""Decisions with content that wait for the training thread, which may be evaluating, or stopped."""
+
+
+_AHEAD = 4
+"""Outer entries whose content is downloaded at once."""
+
+ContentOf = Callable[[OuterRef, RunState], Awaitable[Content | None]]
+"""Makes or downloads the content of an outer entry; None if it was deleted."""
+
+
+class Delivery:
+    """Hands outer steps over for one replica.
+
+    Args:
+        store: the run's.
+        form: of payloads.
+        inbox: where payloads lie until they are counted.
+        own: this replica.
+        content_of: the way to an outer step's content.
+        state: gives the state after all entries that were read.
+        newest: reads the log to its end, and gives the state.
+        poll_seconds: time between two looks at what the training thread has taken.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        form: Form,
+        inbox: Inbox,
+        *,
+        own: int,
+        content_of: ContentOf,
+        state: Callable[[], RunState],
+        newest: Callable[[], Awaitable[RunState]],
+        poll_seconds: float,
+    ) -> None:
+        self.decisions: deque[Decision] = deque()
+        """The decisions for the training thread, in the log's order."""
+        self.news = threading.Condition()
+        """The condition that is notified when a decision is ready."""
+        self._store, self._form, self._inbox, self._own = store, form, inbox, own
+        self._content_of, self._state, self._newest = content_of, state, newest
+        self._poll_seconds = poll_seconds
+        self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
+        self._snapshots: dict[int, StoredSnapshot] = {}
+        """By fragment, the one that stands for several outer steps."""
+
+    def put(self, author: int, ref: OuterRef) -> None:
+        """Take an outer entry and its author, −1 if it was read before this replica joined; called in the loop."""
+        self._queue.put_nowait((author, ref))
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Deliver for ever.
+
+        Raises:
+            LogError: if the content of an outer step is not what its entry counts.
+        """
+        ahead: deque[tuple[int, OuterRef, asyncio.Task[Content | None]]] = deque()
+        while True:
+            while not ahead or (len(ahead) < _AHEAD and not self._queue.empty()):
+                author, ref = await self._queue.get()
+                ahead.append((author, ref, tasks.create_task(self._content(ref))))
+            author, ref, task = ahead.popleft()
+            while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
+                await asyncio.sleep(self._poll_seconds)  # until the training thread has taken some
+            decision = await self._decision(author, ref, await task)
+            self._inbox.forget(ref.body.fragment, ref.body.contributions)
+            with self.news:
+                self.decisions.append(decision)
+                self.news.notify_all()
+
+    async def _content(self, ref: OuterRef) -> Content | None:
+        return await self._content_of(ref, self._state())
+
+    async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
+        state, body, parts = self._state(), ref.body, ref.body.contributions
+        if content is not None:
+            self._snapshots.pop(body.fragment, None)
+        return Decision(
+            number=ref.number,
+            fragment=body.fragment,
+            round=body.round,
+            before=int(body.before, 16),
+            cohort=state.cohort(parts),
+            content=await self._snapshot_after(ref) if content is None else content,
+            base_rounds={c.replica: c.base_round for c in parts},
+            is_own=any(c.replica == self._own for c in parts),
+            with_snapshot=author == self._own and state.rules.is_kept(body.round - 1),
+        )
+
+    async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:
+        """The snapshot that stands for an outer step whose content was deleted, since it is long ago."""
+        p, least = ref.body.fragment, ref.body.round
+        if (stored := self._snapshots.get(p)) is not None and stored.round >= least:
+            return stored
+        stored = await self._newest_snapshot(ref)
+        self._snapshots[p] = stored
+        return stored
+
+    async def _newest_snapshot(self, ref: OuterRef) -> StoredSnapshot:
+        """A fragment's newest snapshot; while it is read, newer ones may take its place, and it is deleted."""
+        p, state = ref.body.fragment, self._state()
+        while True:
+            error = LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
+            try:
+                stored = await newest_snapshot(self._store, state, p, self._form.sizes[p])
+                if stored is not None and stored.round >= ref.body.round:
+                    return stored
+            except LogError as missing:
+                error = missing
+            newest = await self._newest()
+            if newest.fragments[p].snapshots == state.fragments[p].snapshots:
+                raise error
+            state = newest
+
+
+_T = TypeVar("_T")
+
+
+class Background:
+    """A loop that runs from `start` to `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._work: list[Future[Any]] = []
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+
+    def run(self, work: "Coroutine[Any, Any, Any]") -> None:
+        """Start work that goes on until it ends or the loop does."""
+        self._work.append(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def call(self, function: "Callable[..., object]", *arguments: object) -> None:
+        """Call a function in the loop, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def wait(self, work: "Coroutine[Any, Any, _T]", seconds: float, name: str) -> _T:
+        """The result of work in the loop.
+
+        Args:
+            work: a coroutine.
+            seconds: bound of the wait.
+            name: of the other side, for the error.
+
+        Raises:
+            ExchangeError: if there is no result within that time.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except FutureTimeoutError:
+            raise ExchangeError(f"{name} gave no answer within {seconds:g} s") from None
+        finally:
+            future.cancel()  # also where Ctrl-C ends the wait
+
+    def stop(self) -> None:
+        """Cancel all work and end the thread, bounded in time."""
+        if not self._thread.is_alive():
+            return
+        for work in self._work:
+            work.cancel()
+        # What was cancelled gets a moment to end.
+        self._loop.call_soon_threadsafe(self._loop.call_later, 0.05, self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _serve(self) -> None:
+        """Run the loop until `stop`, and close it."""
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,23 +13,22 @@ from diloco.errors import DisagreementError, ExchangeError
 from diloco.rendezvous.archive import newest_snapshot, newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
-from diloco.rendezvous.entries import (
+from diloco.rendezvous.log.entries import (
     FORMAT,
-    MOST_BYTES,
+    MOST_ENTRY_BYTES,
     Create,
     Join,
     Leave,
     LogError,
     Rules,
-    name_of,
+    entry_name,
     new_entry,
-    opened,
-    sealed,
+    open_entry,
+    seal_entry,
 )
-from diloco.rendezvous.keys import VARIABLE, Signer
-from diloco.rendezvous.log import Log, begun
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.state import OuterRef
+from diloco.rendezvous.log.keys import VARIABLE, Signer
+from diloco.rendezvous.log.log import Log, begun
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.store import Store
 
 _LOG = logging.getLogger("diloco")
@@ -72,7 +71,7 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
         StoreError: if the store can't be used.
     """
     patience = wish.timeout_seconds
-    data = await store.get(name_of(0), most_bytes=MOST_BYTES, patience_seconds=patience)
+    data = await store.get(entry_name(0), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience)
     if data is None:
         data = await _created(store, signer, wish)
     log = Log(store, signer, await newest_state(store, begun(bytes(data))))
@@ -122,9 +121,9 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     allowed = (signer.public,) if signer.public else ()
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
     entry = new_entry(body, author=-1, previous="")
-    data = sealed(entry, signer.sign(entry.line()))
-    opened(data, number=0)  # refuse here what everybody would have to refuse
-    other = await store.create(name_of(0), data, patience_seconds=wish.timeout_seconds)
+    data = seal_entry(entry, signer.sign(entry.line()))
+    open_entry(data, number=0)  # refuse here what everybody would have to refuse
+    other = await store.create(entry_name(0), data, patience_seconds=wish.timeout_seconds)
     if other is None and not signer.public:
         _LOG.warning(
             "this run trusts everybody who can write to %s: to choose who may join, create it with a key (see "
@@ -140,7 +139,7 @@ def _compare(data: bytes, wish: Wish) -> None:
     Raises:
         DisagreementError: naming the first that differs, and both values.
     """
-    body = opened(data, number=0)[0].body
+    body = open_entry(data, number=0)[0].body
     assert isinstance(body, Create), "begun has looked"
     mine = json.loads(json.dumps(dict(wish.facts)))
     for name in dict.fromkeys((*mine, *body.facts)):

@@ -1,173 +1,415 @@
-"""The payload objects of the store: a signed header, and a codec's payload.
+"""The other replicas' payloads: found by their names, downloaded, verified, and kept until they are counted."""
 
-The payload is the object's body. Where a fragment is cut into several shares, each share's payload is an object of
-its own, uploaded before: the header lists them, and its object has no body. Whoever decides reads headers alone.
-"""
-
-import math
+import asyncio
+import logging
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous.entries import (
-    MOST_NORM,
-    MOST_SHARES,
-    Checksum,
-    Contribution,
-    Digest,
-    Norm,
-    Positive,
+from diloco.rendezvous.contract import Content, Form, Offer
+from diloco.rendezvous.log.entries import Contribution, LogError, Outer
+from diloco.rendezvous.log.keys import Signer
+from diloco.rendezvous.log.log import FOR_EVER, Log
+from diloco.rendezvous.log.run import OuterRef, RunState, of_the_run
+from diloco.rendezvous.objects import (
+    MOST_HEAD_BYTES,
+    Header,
+    body_tensor,
+    check_header,
+    contribution,
+    open_payload,
+    payload_name,
+    seal_payload,
+    verified,
 )
-from diloco.rendezvous.keys import Signer
-from diloco.rendezvous.signed import Kind, line_of
-from diloco.schema import Count
+from diloco.rendezvous.store import Store, TooLargeError
+
+_LOG = logging.getLogger("diloco")
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_KIND = Kind("payload", b"DLP1")
-_OfShares = msgspec.Meta(min_length=1, max_length=MOST_SHARES)
+
+DISK_OVER_MEMORY = 16
+"""Largest size of the payloads in files, as a multiple of the memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """The facts about one payload, by the replica that sent it."""
-
-    run: Digest
-    """SHA-256 of the run's entry 0."""
-    replica: Count
-    seq: Count
-    """The number of the payload among its replica's, from 0."""
-    fragment: Count
-    base_round: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
-    """The round after which Θ_p was what the outer gradient was taken against."""
-    base: Checksum
-    """Digest of that Θ_p."""
-    tokens: Positive
-    """Tokens read since the replica's last send of the fragment that was counted."""
-    steps: Positive
-    """Inner steps since then."""
-    position: Count
-    """The replica's place in its slot of the text, in tokens."""
-    wire: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_:=,.+-]{0,199}\Z")]
-    """The codec with its options, as its `format` has them."""
-    num_elements: Count
-    """N, the length of the outer gradient."""
-    num_bytes: Positive
-    """Size of each share's payload; with one share, of the body."""
-    norms: Annotated[tuple[Norm, ...], _OfShares]
-    """For each share ‖Δ‖₂ as decoded."""
-    sha256: Annotated[tuple[Digest, ...], _OfShares]
-    """For each share the SHA-256 of its payload."""
-
-    def __post_init__(self) -> None:
-        """Refuse lists of two lengths, and a norm that no entry may hold."""
-        if len(self.norms) != len(self.sha256):
-            raise ValueError(f"{len(self.norms)} norms and {len(self.sha256)} digests")
-        if self.norm > MOST_NORM:
-            raise ValueError(f"the norm of all shares is {self.norm:.4g}, more than {MOST_NORM:.4g}")
-
-    @property
-    def name(self) -> str:
-        """The payload's name in the store."""
-        return name_of(self.replica, self.seq)
-
-    @property
-    def num_shares(self) -> int:
-        """R."""
-        return len(self.sha256)
-
-    @property
-    def norm(self) -> float:
-        """‖Δ‖₂ of all shares together."""
-        return math.hypot(*self.norms)
-
-    def line(self) -> bytes:
-        """The padded JSON, which is what is hashed and signed."""
-        return line_of(self)
-
-
-def name_of(replica: int, seq: int, share: int | None = None) -> str:
-    """The name of a replica's payload in the store, or of one share of several."""
-    return f"payloads/{replica}/{seq:08d}" + ("" if share is None else f"-{share}")
-
-
-def sealed(header: Header, signer: Signer) -> bytes:
-    """The head of a payload object; its body, if there is one share, is uploaded behind it."""
-    return _KIND.sealed(header.line(), signer)
-
-
-def opened(data: "Buffer", *, name: str, run: str, public: str) -> tuple[Header, memoryview]:
-    """The header and the body of a payload object, from bytes that nobody has checked; the body is not copied.
+class PayloadCache:
+    """Payloads by name. Those that it gives up can be downloaded again.
 
     Args:
-        data: the whole object.
-        name: its name in the store.
-        run: SHA-256 of the run's entry 0.
-        public: the key of its replica; empty in a run without keys.
-
-    Raises:
-        PayloadError: naming the object, if it is not what `sealed` writes, with this name, run and key, or the
-            body is not the header's.
+        memory_bytes: size of the payloads in memory. As much as 16 times more lies in files without a name in the
+            temporary directory, mapped into memory, which the system reads when they are used.
     """
-    line, signature, body = _KIND.split(data, name)
-    _KIND.check_signature(public, signature, line, name)
-    header = _KIND.header(line, Header, name)
-    if header.name != name:
-        _KIND.refuse(name, f"it is the payload {header.name}, put in another's place")
-    if header.run != run:
-        _KIND.refuse(name, f"it is of another run, {header.run:.8}, and this is {run:.8}")
-    if header.num_shares == 1:
-        check_share(header, 0, body)
-    elif body:
-        _KIND.refuse(name, f"its shares are objects of their own, and it has a body of {len(body):,} bytes")
-    return header, body
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes, self._disk_bytes = memory_bytes, DISK_OVER_MEMORY * memory_bytes
+        self._memory: OrderedDict[str, Tensor] = OrderedDict()
+        self._disk: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, name: str, payload: Tensor) -> None:
+        """Keep a payload, a flat uint8 tensor; called by one thread at a time, since it may write files."""
+        with self._lock:
+            self._memory[name] = payload
+        while _bytes(self._memory) > self._memory_bytes:
+            with self._lock:
+                oldest = next(iter(self._memory), None)
+                moved = None if oldest is None else self._memory[oldest]
+            if oldest is None or moved is None:
+                return
+            mapped = self._written(moved) if moved.numel() <= self._disk_bytes else None
+            with self._lock:
+                if self._memory.pop(oldest, None) is not None and mapped is not None:
+                    self._disk[oldest] = mapped
+                while _bytes(self._disk) > self._disk_bytes:
+                    self._disk.popitem(last=False)
+
+    def get(self, name: str) -> Tensor | None:
+        """A payload; None if it is not here any more."""
+        with self._lock:
+            for place in (self._memory, self._disk):
+                if name in place:
+                    place.move_to_end(name)
+                    return place[name]
+        return None
+
+    def drop(self, name: str) -> None:
+        """Forget a payload; absent ones are fine."""
+        with self._lock:
+            self._memory.pop(name, None)
+            self._disk.pop(name, None)
+
+    @staticmethod
+    def _written(payload: Tensor) -> Tensor | None:
+        """The payload in a file that disappears with the tensor; None if there is no space for it."""
+        try:
+            with tempfile.TemporaryFile(prefix="diloco-payload-") as file:
+                file.write(payload.numpy().data)
+                file.flush()
+                return torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(payload.numel(),)))
+        except OSError as error:
+            _LOG.warning(
+                "a payload can't be kept in %s, and will be downloaded again: %s", tempfile.gettempdir(), error
+            )
+            return None
 
 
-def check_share(header: Header, share: int, payload: "Buffer") -> None:
-    """Check the length and the digest of the payload of a share.
+def _bytes(payloads: OrderedDict[str, Tensor]) -> int:
+    return sum(payload.numel() for payload in list(payloads.values()))
 
-    Raises:
-        PayloadError: naming the object, if they are not the header's.
+
+_SLOWER = 16
+"""Factor by which a replica that is not active is asked less often."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A payload that can be counted: sound, or cut into shares with a sound header."""
+
+    header: Header
+    contribution: Contribution
+    """The payload's place in an outer entry."""
+    payloads: tuple[Tensor, ...] = ()
+    """One a share, flat uint8: own ones, which are kept until they are counted."""
+
+
+class Inbox:
+    """The newest payload of each replica for each fragment.
+
+    Args:
+        store: where they lie.
+        form: of payloads.
+        run: SHA-256 of entry 0.
+        own: this replica.
+        memory_bytes: size of the payloads that are kept in memory.
+        poll_seconds: time between two looks for a payload.
+        on_arrival: called after one has arrived.
     """
-    name = name_of(header.replica, header.seq, share if header.num_shares > 1 else None)
-    whole = memoryview(payload).cast("B")
-    if len(whole) != header.num_bytes:
-        _KIND.refuse(name, f"its body should have {header.num_bytes:,} bytes, and has {len(whole):,}")
-    if sha256(whole) != header.sha256[share]:
-        _KIND.refuse(name, "its body does not match the SHA-256 in its header: it was damaged or changed")
+
+    def __init__(
+        self,
+        store: Store,
+        form: Form,
+        run: str,
+        *,
+        own: int,
+        memory_bytes: int,
+        poll_seconds: float,
+        on_arrival: Callable[[], None],
+    ) -> None:
+        self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
+        """The payloads that are here, by fragment and replica."""
+        self._store, self._form, self._run, self._own = store, form, run, own
+        self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
+        self._cache = PayloadCache(memory_bytes)
+        # Shares are objects of their own, which nobody needs before an entry counts them.
+        self._is_whole = form.num_shares == 1
+        largest = max(map(form.share_bytes, range(len(form.sizes)))) if self._is_whole else 0
+        self._most_bytes = largest + MOST_HEAD_BYTES
+        self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
+        self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
+        self._left_out: set[str] = set()
+
+    def put(self, header: Header, own: tuple[Tensor, ...] = ()) -> None:
+        """Tell of a payload that can be counted; an own one comes with its bytes."""
+        here = self.here[header.fragment]
+        if (older := here.get(header.replica)) is not None:
+            self._cache.drop(older.header.name)
+        here[header.replica] = Arrived(header, contribution(header), own)
+        self._on_arrival()
+
+    def forget(self, fragment: int, contributions: Iterable[Contribution]) -> None:
+        """Give up the payloads that an outer entry has counted."""
+        for counted in contributions:
+            arrived = self.here[fragment].get(counted.replica)
+            if arrived is not None and arrived.contribution.seq <= counted.seq:
+                del self.here[fragment][counted.replica]
+                self._cache.drop(arrived.header.name)
+
+    def of_the_run(self, state: RunState, fragment: int, base: str) -> dict[int, Contribution]:
+        """The payloads that were taken against the run's Θ_p, which `base` is here; others are told once.
+
+        Raises:
+            DisagreementError: as `decide.of_the_run`.
+        """
+        arrived = self.here[fragment]
+        here = {replica: one.contribution for replica, one in arrived.items()}
+        bases = {replica: one.header.base for replica, one in arrived.items()}
+        sound = of_the_run(state, fragment, here, bases, self._own, base)
+        for replica in here.keys() - sound.keys():
+            name = payload_name(replica, here[replica].seq)
+            if name not in self._left_out:
+                self._left_out.add(name)
+                _LOG.warning(
+                    "payload %s was taken against other outer parameters than the run's after round %d: it is "
+                    "left out",
+                    *(name, here[replica].base_round),
+                )
+        return sound
+
+    def wanted(self, state: RunState) -> tuple[int, ...]:
+        """The fragments for whose next outer step another replica's payload of the open round is here."""
+        return tuple(
+            p
+            for p, here in enumerate(self.here)
+            if any(
+                replica != self._own and arrived.contribution.base_round == state.fragments[p].round
+                for replica, arrived in here.items()
+            )
+        )
+
+    async def watch(self, replica: int, state: Callable[[], RunState]) -> None:
+        """Take a replica's payloads one after another, until it has left and there are no more."""
+        seq = self._first_open(replica, state())
+        while True:
+            before = state().members[replica]  # who has left before an answer uploads nothing after it
+            name = payload_name(replica, seq)
+            try:
+                data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
+            except TooLargeError as error:
+                _LOG.warning("%s: it is left out", error)
+                seq += 1
+                continue
+            if data is not None:
+                seq += 1
+                try:
+                    header, _ = await self._opened(data, name, before.key, keep=True)
+                except PayloadError as error:
+                    _LOG.warning("%s: it is left out", error)
+                else:
+                    self.put(header)
+            elif (gone := _newest_gone(replica, seq, state())) >= seq:
+                seq = max(gone + 1, self._first_open(replica, state()))
+            elif before.left or before.fenced:
+                return
+            else:
+                await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
+
+    def _first_open(self, replica: int, state: RunState) -> int:
+        """The first of a replica's payloads that the log may still count: one a fragment is on its way."""
+        return max(0, _newest_counted(replica, state) + 1 - len(self.here))
+
+    async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
+        """The payloads that an outer entry counts; None if one was deleted.
+
+        Raises:
+            LogError: if what lies in the store is not what was counted.
+        """
+        parts = ref.body.contributions
+        keys = (state.members[counted.replica].key for counted in parts)
+        tensors = await asyncio.gather(*map(partial(self._payload, ref.body.fragment), parts, keys))
+        payload_of = {c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None}
+        if len(payload_of) < len(parts):
+            return None
+        return Content(
+            payloads=payload_of, bytes_received=sum(x.numel() for m, x in payload_of.items() if m != self._own)
+        )
+
+    async def _payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
+        """The payload of a contribution, from here or from the store; None if it was deleted."""
+        arrived = self.arrived(fragment, counted)
+        if arrived is not None and arrived.payloads:
+            return arrived.payloads[0]
+        if arrived is not None and (payload := self._cache.get(arrived.header.name)) is not None:
+            return payload
+        taken = await self._taken(fragment, counted, public)
+        return None if taken is None else taken[1]
+
+    async def header(self, fragment: int, counted: Contribution, public: str) -> Header | None:
+        """The header of a contribution, from here or from the store; None if it was deleted.
+
+        Raises:
+            LogError: if what lies in the store is not what was counted.
+        """
+        if (arrived := self.arrived(fragment, counted)) is not None:
+            return arrived.header
+        taken = await self._taken(fragment, counted, public)
+        return None if taken is None else taken[0]
+
+    def arrived(self, fragment: int, counted: Contribution) -> Arrived | None:
+        """A contribution, if it is here."""
+        arrived = self.here[fragment].get(counted.replica)
+        return arrived if arrived is not None and arrived.contribution == counted else None
+
+    async def _taken(self, fragment: int, counted: Contribution, public: str) -> tuple[Header, Tensor] | None:
+        """A contribution from the store; None if it was deleted."""
+        name = payload_name(counted.replica, counted.seq)
+        data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
+        if data is None:
+            return None
+        try:
+            header, payload = await self._opened(data, name, public)
+        except PayloadError as error:
+            raise LogError(f"the log counts a payload that is not sound: {error}") from None
+        if header.fragment != fragment or contribution(header) != counted:
+            raise LogError(f"the log counts {name} otherwise than it lies in the store")
+        return header, payload
+
+    async def _opened(
+        self, data: "Buffer", name: str, public: str, *, keep: bool = False
+    ) -> tuple[Header, Tensor]:
+        """A payload after all checks, which run beside the loop; in the cache, if it is to be kept."""
+
+        def work() -> tuple[Header, Tensor]:
+            header, payload = self._checked(data, name, public)
+            if keep and self._is_whole:
+                self._cache.keep(name, payload)
+            return header, payload
+
+        async with self._verifying:
+            return await asyncio.to_thread(work)
+
+    def _checked(self, data: "Buffer", name: str, public: str) -> tuple[Header, Tensor]:
+        header, body = open_payload(data, name=name, run=self._run, public=public)
+        form, payload = self._form, body_tensor(body)
+        if header.fragment >= len(form.sizes):
+            raise PayloadError(f"payload {name} is of fragment {header.fragment}, and there are {len(form.sizes)}")
+        check_header(header, form=form, fragment=header.fragment, replica=header.replica)
+        if self._is_whole:
+            verified(header, payload, form=form, scratch_N=self._scratch_N)
+        return header, payload
 
 
-def contribution(header: Header) -> Contribution:
-    """The place of a payload in an outer entry; `sha256` is that of the header, which holds its shares' own."""
-    return Contribution(
-        replica=header.replica,
-        seq=header.seq,
-        sha256=sha256(header.line()),
-        base_round=header.base_round,
-        tokens=header.tokens,
-        steps=header.steps,
-        position=header.position,
-        norm=header.norm,
-    )
+def _newest_counted(replica: int, state: RunState) -> int:
+    return max((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
 
 
-def body_tensor(body: memoryview) -> Tensor:
-    """A body as a flat uint8 tensor on the same memory, which must not be written to."""
-    if not body.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.asarray(_Writable(np.frombuffer(body, np.uint8))))
+def _newest_gone(replica: int, seq: int, state: RunState) -> int:
+    """The newest of a replica's payloads that is absent for ever, if payload `seq` is absent; −1 if none is known.
+
+    All up to the oldest that a fragment counted last may be deleted. Uploads end in any order, so that a later one
+    may still be on its way, unless its replica is gone.
+    """
+    oldest = min((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
+    if state.is_active(replica):
+        return oldest
+    return max(oldest, min(seq, _newest_counted(replica, state)))
 
 
-class _Writable:
-    """Memory that NumPy takes for writable: of memory that is not, torch makes a tensor only with a warning."""
+class Outbox:
+    """The payloads of one replica.
 
-    def __init__(self, array: np.ndarray) -> None:
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = array.__array_interface__ | {"data": (address, False)}
-        self.owner = array
+    Args:
+        store: where they go.
+        signer: of their headers.
+        form: of payloads.
+        log: the run's, up to the join.
+        own: the replica.
+        inbox: where own payloads lie beside the others'.
+    """
+
+    def __init__(self, store: Store, signer: Signer, form: Form, log: Log, *, own: int, inbox: Inbox) -> None:
+        self.offers: dict[int, Offer] = {}
+        """The offers that are in the store and were not counted yet, by fragment."""
+        self.num_pending = 0
+        """Uploads that are not over."""
+        self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
+        self._log, self._own = log, own
+        self._run, self._start = log.state.run, log.state.members[own].start
+        self._queue: asyncio.Queue[Offer] = asyncio.Queue()
+        self._newest: dict[int, int] = {}
+        """Number of the newest payload of each fragment that is in the store."""
+
+    def put(self, offer: Offer) -> None:
+        """Take an outer gradient to upload; called in the loop."""
+        self.num_pending += 1
+        self._queue.put_nowait(offer)
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Upload what comes, several at a time."""
+        while True:
+            tasks.create_task(self._upload(await self._queue.get()))
+
+    def counted(self, body: Outer) -> None:
+        """Forget what an outer entry has counted."""
+        if any(contribution.replica == self._own for contribution in body.contributions):
+            self.offers.pop(body.fragment, None)
+
+    async def _upload(self, offer: Offer) -> None:
+        """Upload the shares, and then the header, so that whoever sees it can read them; one share is its body."""
+        bodies = [payload.numpy().data for payload in offer.payloads]
+        header = Header(
+            run=self._run,
+            replica=self._own,
+            seq=offer.seq,
+            fragment=offer.fragment,
+            base_round=offer.base_round,
+            base=f"{offer.base:016x}",
+            tokens=offer.tokens,
+            steps=offer.steps,
+            position=self._start + offer.position,
+            wire=self._form.codec.format,
+            num_elements=self._form.sizes[offer.fragment],
+            num_bytes=bodies[0].nbytes,
+            norms=offer.norms,
+            sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
+        )
+        head = seal_payload(header, self._signer)
+        if header.num_shares == 1:
+            await self._create(header.name, [head, *bodies])
+        else:
+            names = (payload_name(self._own, offer.seq, share) for share in range(header.num_shares))
+            await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
+            await self._create(header.name, [head])
+        await self._log.check_there()  # what was written below a mount point is gone when the mount is back
+        self.num_pending -= 1
+        if offer.seq < self._newest.get(offer.fragment, 0):
+            return  # after an outage, uploads end in any order
+        self._newest[offer.fragment] = offer.seq
+        self.offers[offer.fragment] = offer
+        self._inbox.put(header, offer.payloads)
+
+    async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> None:
+        if await self._store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
+            raise LogError(f"{name} was written by another process: two runs share one place of the store")

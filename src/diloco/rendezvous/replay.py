@@ -7,30 +7,373 @@ Shapes: N elements of one fragment.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco.errors import UserError
-from diloco.outer.digest import outer_digest
-from diloco.outer.rule import FragmentState, OuterRule
-from diloco.reduction.reduction import Average
-from diloco.rendezvous import index, snapshots
-from diloco.rendezvous.archive import newest_state
-from diloco.rendezvous.counted import CountedPayloads
-from diloco.rendezvous.counted_shares import CountedShares
-from diloco.rendezvous.entries import MOST_BYTES, LogError, Outer, name_of
-from diloco.rendezvous.facts import RunFacts
-from diloco.rendezvous.history import entries_after, first_entry, open_run
-from diloco.rendezvous.keys import check
-from diloco.rendezvous.machine import RunState
-from diloco.rendezvous.state import OuterRef, SnapshotRef
-from diloco.rendezvous.store import Store
+import diloco
+from diloco.errors import PayloadError, UserError
+from diloco.files import memory_bytes
+from diloco.outer.averages import Average, add_up, reduction_of
+from diloco.outer.digest import outer_digest, parameters_hash
+from diloco.outer.rule import RULE, FragmentState, OuterRule
+from diloco.rendezvous.archive import MOST_INDEX_BYTES, index_name, newest_state, open_index
+from diloco.rendezvous.contract import Form
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Contribution, Create, LogError, Outer, entry_name
+from diloco.rendezvous.log.keys import check
+from diloco.rendezvous.log.log import entries_after, first_entry, open_run
+from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
+from diloco.rendezvous.objects import (
+    MOST_HEAD_BYTES,
+    AverageHeader,
+    Header,
+    SnapshotError,
+    average_name,
+    average_of,
+    body_tensor,
+    check_header,
+    check_share,
+    contribution,
+    join_averages,
+    most_average_bytes,
+    most_snapshot_bytes,
+    open_average,
+    open_payload,
+    open_snapshot,
+    payload_name,
+    snapshot_name,
+    verified,
+)
+from diloco.rendezvous.store import Store, TooLargeError
 from diloco.schedule import Sync
+from diloco.wire.payload import codec
+
+_PLACE = "shape, fragment and place of parameter "
+
+
+INITIAL = "initial parameters (SHA-256)"
+"""The fact that proves the initial parameters equal."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in the flat vector of its fragment."""
+
+    shape: tuple[int, ...]
+    fragment: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The end of its elements."""
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The model and the outer step as entry 0 describes them."""
+
+    form: Form
+    outer: OuterRule | None
+    """The outer rule; None for one that is not diloco's own."""
+    outer_name: str
+    """The name of the rule's class."""
+    places: Mapping[str, Place]
+    """The places by parameter name."""
+    initial_sha256: str
+    """SHA-256 of the initial parameters."""
+
+    @classmethod
+    def of(cls, create: Create) -> "RunFacts":
+        """The facts of an entry 0.
+
+        Raises:
+            LogError: if an engine of diloco would not have written them.
+        """
+        facts = create.facts
+        try:
+            places = {
+                name.removeprefix(_PLACE): Place(tuple(map(int, shape)), int(fragment), int(start))
+                for name, (shape, fragment, start) in (
+                    item for item in facts.items() if item[0].startswith(_PLACE)
+                )
+            }
+            sizes = _sizes(places.values(), create.rules.num_fragments)
+            wire = codec(facts["wire"])
+            second = reduction_of(facts["combine"], wire).second
+            form = Form(codec=wire, sizes=sizes, seed=int(facts["seed"]), second=second)
+            form = form.cut(create.rules.num_shares)
+            name = str(facts["outer rule"])
+            rule = _own_rule(name, facts)
+            return cls(form=form, outer=rule, outer_name=name, places=places, initial_sha256=str(facts[INITIAL]))
+        except LogError:
+            raise
+        except KeyError as error:
+            raise LogError(f"entry 0 of the log does not describe a run: it lacks {error}") from None
+        except (AttributeError, TypeError, ValueError) as error:
+            raise LogError(f"entry 0 of the log does not describe a run: {error}") from None
+
+    def check_memory(self) -> None:
+        """Refuse parameters that this machine's memory can't hold, before anything of them is allocated.
+
+        Raises:
+            UserError: with the bytes that they take.
+        """
+        num_bytes, memory = 4 * sum(self.form.sizes), memory_bytes()
+        if num_bytes > memory:
+            raise UserError(
+                f"the run's parameters, as entry 0 of the log describes them, take {num_bytes:,} bytes, and this "
+                f"machine has {memory:,} bytes of memory",
+                "run",
+            )
+
+    def flat(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Each fragment's flat FP32 vector (N), from the run's initial parameters by name; others are ignored.
+
+        Raises:
+            LogError: if entry 0 gives one another shape.
+            UserError: if they are not those with which the run began.
+        """
+        missing = [name for name in self.places if name not in parameters]
+        if missing:
+            raise UserError(f"initial: the run's parameter {missing[0]} is not among these parameters", "initial")
+        own = {name: parameters[name].detach().float().cpu() for name in self.places}
+        if parameters_hash(own) != self.initial_sha256:
+            raise UserError(
+                "initial: these are not the parameters with which the run began: their SHA-256 is another",
+                "initial",
+            )
+        vectors = [torch.empty(size) for size in self.form.sizes]
+        for name, place in self.places.items():
+            if own[name].shape != place.shape:
+                raise LogError(f"entry 0 of the log describes {name:.80} in another shape than it has")
+            vectors[place.fragment][place.start : place.stop] = own[name].reshape(-1)
+        return vectors
+
+    def named(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Views of the fragments' flat vectors by parameter name."""
+        return {
+            name: vectors[place.fragment][place.start : place.stop].view(place.shape)
+            for name, place in self.places.items()
+        }
+
+
+def _own_rule(name: str, facts: Mapping[str, Any]) -> OuterRule | None:
+    """The outer rule of a class that `diloco` exports, from its facts; None for another."""
+    of_facts = getattr(getattr(diloco, name, None), "of_facts", None)
+    if of_facts is None:
+        return None
+    return of_facts({fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)})
+
+
+def _sizes(places: Iterable[Place], num_fragments: int) -> tuple[int, ...]:
+    """N of each fragment, if the places lie one after another."""
+    sizes = [0] * num_fragments
+    for place in sorted(places, key=lambda place: (place.fragment, place.start, place.stop)):
+        is_in_order = 0 <= place.fragment < num_fragments and place.start == sizes[place.fragment]
+        if not is_in_order or min(place.shape, default=0) < 0:
+            raise ValueError("the places of its parameters leave holes, or overlap")
+        sizes[place.fragment] = place.stop
+    return tuple(sizes)
+
+
+_AHEAD = 3
+"""Outer entries whose payloads are downloaded while those of another are used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPayloads:
+    """The payloads of a run's outer entries."""
+
+    store: Store
+    form: Form
+    state: RunState
+    """The state after the last entry."""
+    bases: Sequence[Mapping[int, str]]
+    """For each fragment the digest of Θ_p by round, as far as the log tells it."""
+    present: frozenset[str]
+    """The names of the payloads in the store."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each payload that was checked."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences on what looks strange, and is possible."""
+
+    @cached_property
+    def _needed(self) -> frozenset[int]:
+        """Entries whose payloads can't be retired yet."""
+        return frozenset(ref.number for log in self.state.fragments for ref in log.since)
+
+    def is_retired(self, ref: OuterRef) -> bool:
+        """Whether a payload of an entry was deleted, since a snapshot had made it needless."""
+        names = (name for counted in ref.body.contributions for name in self.names_of(counted))
+        return ref.number not in self._needed and not self.present.issuperset(names)
+
+    def names_of(self, counted: Contribution) -> Sequence[str]:
+        """The objects of one contribution."""
+        return (payload_name(counted.replica, counted.seq),)
+
+    async def of(self, refs: Sequence[OuterRef]) -> AsyncIterator[tuple[OuterRef, dict[int, Tensor] | None]]:
+        """Entries with what is averaged; None for an entry whose payloads are retired.
+
+        The payloads by replica, or those of the averages by share, flat uint8.
+
+        Raises:
+            LogError: naming an entry, if a payload is missing that can't be retired yet, or is not what the entry
+                says of it.
+        """
+        tasks: deque[tuple[OuterRef, asyncio.Task[dict[int, Tensor] | None]]] = deque()
+        try:
+            for ref in refs:
+                tasks.append((ref, asyncio.create_task(self._of_entry(ref))))
+                if len(tasks) > _AHEAD:
+                    ready, task = tasks.popleft()
+                    yield ready, await task
+            while tasks:
+                ready, task = tasks.popleft()
+                yield ready, await task
+        finally:
+            for _, task in tasks:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+
+    def average(self, ref: OuterRef, several: Mapping[int, Tensor], to_N: Tensor) -> Average:
+        """Δ_p of an entry, from what `of` gave; the total is written to `to_N`."""
+        body, form = ref.body, self.form
+        keys = [form.key(body.fragment, c.base_round, c.replica) for c in body.contributions]
+        return add_up(form.codec, several, to_N, keys, self.state.cohort(body.contributions))
+
+    async def _of_entry(self, ref: OuterRef) -> dict[int, Tensor] | None:
+        if self.is_retired(ref):
+            return None
+        parts = ref.body.contributions
+        headers = await asyncio.gather(*(self._header(ref, part) for part in parts))
+        return await self._averaged(ref, headers)
+
+    async def _averaged(self, ref: OuterRef, headers: Sequence[tuple[Header, memoryview]]) -> dict[int, Tensor]:
+        """The payloads or averages of an entry, from the objects that it names."""
+        payload_of = {}
+        for header, body in headers:
+            payload_of[header.replica] = body_tensor(body)
+            try:
+                verified(header, payload_of[header.replica], form=self.form)
+            except PayloadError as error:
+                raise LogError(f"{_entry(ref)} counts a payload that is not sound: {error}") from None
+        return payload_of
+
+    async def _header(self, ref: OuterRef, counted: Contribution) -> tuple[Header, memoryview]:
+        """The header and the body of an object that an entry names."""
+        p, name = ref.body.fragment, payload_name(counted.replica, counted.seq)
+        most = MOST_HEAD_BYTES + (self.form.share_bytes(p) if self.form.num_shares == 1 else 0)
+        data = await self.store.get(name, most_bytes=most)
+        if data is None:
+            raise LogError(f"{_entry(ref)} counts {name}, which is not in the store")
+        public = self.state.members[counted.replica].key
+        try:
+            header, body = open_payload(data, name=name, run=self.state.run, public=public)
+            check_header(header, form=self.form, fragment=p, replica=counted.replica)
+        except PayloadError as error:
+            raise LogError(f"{_entry(ref)} counts a payload that is not sound: {error}") from None
+        if contribution(header) != counted:
+            raise LogError(f"{_entry(ref)} does not count {name} as it lies in the store")
+        base = self.bases[p].get(counted.base_round)
+        if base is not None and header.base != base:
+            raise LogError(
+                f"{_entry(ref)} counts {name}, which was taken against other outer parameters than those after "
+                f"round {counted.base_round}"
+            )
+        self.sizes.append(len(data))
+        return header, body
+
+
+def _entry(ref: OuterRef) -> str:
+    return f"entry {ref.number} of the log"
+
+
+class CountedShares(CountedPayloads):
+    """The payloads of a run's outer entries where fragments are cut into shares."""
+
+    def names_of(self, counted: Contribution) -> Sequence[str]:
+        """The objects of one contribution: its header, and its shares."""
+        shares = range(self.form.num_shares)
+        of_shares = (payload_name(counted.replica, counted.seq, share) for share in shares)
+        return (*super().names_of(counted), *of_shares)
+
+    def average(self, ref: OuterRef, several: Mapping[int, Tensor], to_N: Tensor) -> Average:
+        """Δ_p of an entry, from the averages of its shares."""
+        body, cohort = ref.body, self.state.cohort(ref.body.contributions)
+        in_order = [several[share] for share in range(self.form.num_shares)]
+        return join_averages(self.form, body.fragment, body.round, cohort, in_order, to_N)
+
+    async def _averaged(self, ref: OuterRef, headers: Sequence[tuple[Header, memoryview]]) -> dict[int, Tensor]:
+        return {
+            share: await self._share(ref, [h for h, _ in headers], share) for share in range(self.form.num_shares)
+        }
+
+    async def _share(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Tensor:
+        """The average of one share, made again, and compared with the one in the store, if it is there."""
+        several = await asyncio.gather(*(self._contributed(header, share) for header in headers))
+        sound = {h.replica: x for h, x in zip(headers, several, strict=True) if isinstance(x, Tensor)}
+        unsound = {h.replica: x for h, x in zip(headers, several, strict=True) if not isinstance(x, Tensor)}
+        stored = await self._stored(ref, share)
+        # A replica that alone has made it, since all members died, has told nobody.
+        left_out = tuple(unsound) if stored is None else stored[0].left_out
+        name, entry = average_name(ref.number, share), f"entry {ref.number} of the log"
+        for replica, reason in unsound.items():
+            if replica not in left_out:
+                raise LogError(
+                    f"{entry}: {name}, by replica {_author(stored)}, counts a share that is not sound: {reason}"
+                )
+            self.notes.append(f"{entry}: {name} leaves out replica {replica}: {reason}")
+        for replica in sorted(set(left_out) & set(sound)):
+            self.notes.append(
+                f"{entry}: {name} leaves out replica {replica}, whose share is sound: either replica "
+                f"{_author(stored)} could not read it, or it lies"
+            )
+        counted = {replica: payload for replica, payload in sound.items() if replica not in left_out}
+        payload, _ = average_of(self.state, self.form, ref.body, share, counted)
+        if stored is not None and not stored[1].equal(payload):
+            raise LogError(
+                f"{entry}: {name} is not the average of what the entry counts: replica {_author(stored)} made it"
+            )
+        return payload
+
+    async def _contributed(self, header: Header, share: int) -> Tensor | str:
+        """A member's payload of a share, or why it is not sound."""
+        name = payload_name(header.replica, header.seq, share)
+        try:
+            data = await self.store.get(name, most_bytes=header.num_bytes)
+            if data is None:
+                return f"payload {name} is not in the store"
+            check_share(header, share, data)
+            payload = body_tensor(memoryview(data))
+            verified(header, payload, form=self.form, share=share)
+        except (PayloadError, TooLargeError) as error:
+            return str(error)
+        self.sizes.append(len(data))
+        return payload
+
+    async def _stored(self, ref: OuterRef, share: int) -> tuple[AverageHeader, Tensor] | None:
+        """The average that the replicas have taken; None if it is not in the store."""
+        name = average_name(ref.number, share)
+        data = await self.store.get(name, most_bytes=most_average_bytes(self.form, ref.body.fragment))
+        if data is None:
+            return None
+        try:
+            return open_average(data, state=self.state, form=self.form, ref=ref, share=share)
+        except PayloadError as error:
+            raise LogError(f"entry {ref.number} of the log: {error}") from None
+
+
+def _author(stored: tuple[AverageHeader, Tensor] | None) -> int:
+    assert stored is not None, "without an average whoever is unsound is left out, and nobody else"
+    return stored[0].replica
+
 
 Initial = Callable[[Mapping[str, Any]], Mapping[str, Tensor] | None]
 """Makes the initial parameters by name from entry 0's facts; None if it can't."""
@@ -163,19 +506,19 @@ class Replay:
             self.checked.entries += 1
             if isinstance(entry.body, Outer):
                 self._outers.append(OuterRef(number=number, body=entry.body))
-            if not self._from_snapshot and index.name_of(state.number) in stored:
+            if not self._from_snapshot and index_name(state.number) in stored:
                 await self._check_index(state)
         for ref in self._outers:
             self._bases[ref.body.fragment][ref.body.round - 1] = ref.body.before
-        later = [name for name, _ in await self._store.list("log") if name > name_of(self.state.number)]
-        if later and await self._store.get(name_of(self.state.number), most_bytes=MOST_BYTES) is None:
+        later = [name for name, _ in await self._store.list("log") if name > entry_name(self.state.number)]
+        if later and await self._store.get(entry_name(self.state.number), most_bytes=MOST_ENTRY_BYTES) is None:
             raise LogError(f"entry {self.state.number} of the log is missing, and {later[0]} is there")
 
     async def _check_index(self, state: RunState) -> None:
-        data = await self._store.get(index.name_of(state.number), most_bytes=index.MOST_BYTES)
+        data = await self._store.get(index_name(state.number), most_bytes=MOST_INDEX_BYTES)
         if data is None:
             return  # it was retired a moment ago
-        stored, signature = index.opened(bytes(data), number=state.number)
+        stored, signature = open_index(bytes(data), number=state.number)
         source = f"index {state.number} of the log"
         check(state.members[stored.author].key, signature, stored.line(), source=source)
         if stored.state != state:
@@ -259,13 +602,13 @@ class Replay:
                     )
 
     async def _snapshot(self, p: int, ref: SnapshotRef) -> dict[str, Tensor]:
-        size, name = self._run_facts.form.sizes[p], snapshots.name_of(p, ref.round, ref.sha256[0])
-        data = await self._store.get(name, most_bytes=snapshots.most_bytes(size))
+        size, name = self._run_facts.form.sizes[p], snapshot_name(p, ref.round, ref.sha256[0])
+        data = await self._store.get(name, most_bytes=most_snapshot_bytes(size))
         if data is None:
             raise LogError(f"entry {ref.number} of the log names {name}, which is not in the store")
         try:
-            vectors = snapshots.opened(data, name=name, num_elements=size)
-        except snapshots.SnapshotError as error:
+            vectors = open_snapshot(data, name=name, num_elements=size)
+        except SnapshotError as error:
             raise LogError(f"entry {ref.number} of the log: {error}") from None
         kinds = {"outer", *(self._outer.slots if self._outer is not None else ())}
         if vectors.keys() != kinds:

@@ -1,13 +1,118 @@
 """A run at one moment, from the state that its log makes: its replicas, its progress, its traffic."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
+from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.machine import RunState
+from diloco.rendezvous.log.entries import Entry, Outer
+from diloco.rendezvous.log.log import entries_after, first_entry, open_run
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.prices import Traffic, exchange
-from diloco.rendezvous.state import OuterRef
+from diloco.rendezvous.replay import RunFacts
+
+End = Literal["active", "left", "died", "replaced", "revoked"]
+
+
+@dataclass
+class Life:
+    """One replica in a run."""
+
+    name: str
+    joined: int
+    """Outer steps before its join."""
+    ended: int
+    """Outer steps before its end, or up to the log's."""
+    end: End = "active"
+    """died: it became inactive without leaving; replaced: a process of its name joined while it was active."""
+    counted: list[int] = field(default_factory=list)
+    """The outer steps that it was in, from 1."""
+
+
+@dataclass(kw_only=True)
+class Timeline:
+    """A run."""
+
+    lives: list[Life] = field(default_factory=list)
+    """The replicas' lives, by their numbers."""
+    contributors: list[int] = field(default_factory=list)
+    """Replicas in each outer step."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens counted after each outer step, on average over the fragments."""
+    state: RunState
+    """The state after the last entry."""
+
+    def add(self, entry: Entry, state: RunState) -> None:
+        """Go on by one entry, to the state after it."""
+        before, self.state = self.state, state
+        for number, member in enumerate(state.members):
+            if number == len(self.lives):
+                self.lives.append(Life(name=member.name, joined=state.num_outer, ended=state.num_outer))
+            was = before.members[number] if number < len(before.members) else member
+            if member.left and not was.left:
+                self._end(number, "left")
+            elif member.fenced and not was.fenced and not was.left:
+                revoked = member.key and member.key not in state.allowed
+                how: End = "replaced" if before.is_active(number) else "died"
+                self._end(number, "revoked" if revoked else how)
+        if isinstance(entry.body, Outer):
+            self.contributors.append(len(entry.body.contributions))
+            self.tokens.append(state.tokens // len(state.fragments))
+            for counted in entry.body.contributions:
+                self.lives[counted.replica].counted.append(state.num_outer)
+                self.lives[counted.replica].ended = state.num_outer
+
+    def close(self) -> None:
+        """Settle who is active after the last entry so far, and who has died."""
+        for number, life in enumerate(self.lives):
+            if life.end in ("active", "died"):
+                self._end(number, "active" if self.state.is_active(number) else "died")
+
+    def _end(self, number: int, end: End) -> None:
+        life = self.lives[number]
+        life.end = end
+        if end != "died":
+            life.ended = self.state.num_outer
+
+    def count(self, *ends: End) -> int:
+        """Replicas that ended in one of these ways."""
+        return sum(life.end in ends for life in self.lives)
+
+
+def read_timeline(url: str) -> Timeline:
+    """The timeline of the run of a URL.
+
+    Raises:
+        UserError: if there is no run.
+        FileError: naming an entry that is damaged, forged or not valid.
+        StoreError: if the store can't be read.
+    """
+    return asyncio.run(_read(url))
+
+
+async def _read(url: str) -> Timeline:
+    store = open_run(url)
+    _, first = await first_entry(store)
+    timeline = Timeline(state=first)
+    async for _, entry, state in entries_after(store, first):
+        timeline.add(entry, state)
+    timeline.close()
+    return timeline
+
+
+def binned(values: Sequence[int], most: int) -> list[tuple[int, float]]:
+    """Means of equal parts of a sequence, each with the number of its last element, from 1.
+
+    >>> binned([1, 2, 3, 4], 2)
+    [(2, 1.5), (4, 3.5)]
+    """
+    count = min(most, len(values))
+    edges = [len(values) * part // count for part in range(count + 1)] if count else []
+    return [(stop, sum(values[start:stop]) / (stop - start)) for start, stop in pairwise(edges)]
+
 
 Standing = Literal["active", "inactive", "left", "replaced"]
 
@@ -139,3 +244,60 @@ def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
         bytes_up=steps.bytes_up + snapshot_bytes,
         bytes_down=steps.bytes_down,
     )
+
+
+class Look:
+    """Reads a run's log; the first look begins at the newest index, or for a timeline at the first entry.
+
+    Args:
+        url: of the run's store.
+        with_timeline: keep the run's timeline.
+        most_entries: entries that one look reads, about; None is all.
+
+    Raises:
+        UserError: for a wrong URL, or a directory without a run.
+    """
+
+    def __init__(self, url: str, *, with_timeline: bool = False, most_entries: int | None = None) -> None:
+        self._store = open_run(url)
+        self._state: RunState | None = None
+        self._facts: RunFacts
+        self._with_timeline, self._most_entries = with_timeline, most_entries
+        self.timeline: Timeline | None = None
+        """The timeline up to the last look, if it was asked for."""
+        self.is_behind = False
+        """Whether there is more to read than a look takes."""
+
+    def again(self) -> RunStatus:
+        """The status now.
+
+        Raises:
+            UserError: if the store holds no run.
+            FileError: naming an entry that is damaged, forged or not valid.
+            StoreError: if the store can't be read.
+        """
+        return asyncio.run(self._again())
+
+    async def _again(self) -> RunStatus:
+        if self._state is None:
+            create, first = await first_entry(self._store)
+            self._facts = RunFacts.of(create)
+            if self._with_timeline:
+                self._state, self.timeline = first, Timeline(state=first)
+            else:
+                self._state = await newest_state(self._store, first)
+            after = entries_after(self._store, self._state)
+        else:
+            after = entries_after(self._store, self._state, **({} if self.is_behind else {"at_once": 2}))
+        begin, self.is_behind = self._state.number, False
+        async for number, entry, state in after:
+            self._state = state
+            if self.timeline is not None:
+                self.timeline.add(entry, state)
+            if self._most_entries is not None and number - begin + 1 >= self._most_entries:
+                self.is_behind = True
+                break
+        if self.timeline is not None:
+            self.timeline.close()
+        slots = () if self._facts.outer is None else self._facts.outer.slots
+        return status_of(self._state, self._facts.form, num_slots=len(slots))

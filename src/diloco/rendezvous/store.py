@@ -6,6 +6,25 @@ read.
 """
 
 import asyncio
+import errno
+import os
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import obstore.exceptions as obstore_errors
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, from_url
+
+from diloco.errors import DilocoError, UserError
+from diloco.files import expanded, make_directory
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 import random
 import time
 from collections import Counter
@@ -13,29 +32,330 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from diloco.rendezvous.entries import MOST_BYTES
-from diloco.rendezvous.store_errors import (
-    StoreError,
-    StoreUnreachableError,
-    TooLargeError,
-    first_line,
-    lasting,
-)
-from diloco.rendezvous.store_url import opened_url
-from diloco.rendezvous.turns import Turns
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"}
+
+
+_WRONG_CREDENTIALS = {
+    "AuthenticationFailed",
+    "AuthorizationHeaderMalformed",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidAuthenticationInfo",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+}
+
+
+_DENIED = {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"}
+
+
+_TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
+
+
+_TRANSIENT_STATUS = {408, 409, 412, 425, 429, 500, 502, 503, 504, 507, 508, 509, 520, 521, 522, 523, 524, 529}
+
+
+_TRANSIENT_NUMBERS = {
+    *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+}
+"""Numbers of the operating system's errors that a network's file system gives while it recovers."""
+
+
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL and AWS_REGION if the store is not AWS",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""The environment variables of each kind of store."""
+
+
+class StoreError(DilocoError):
+    """A store refuses what a run needs of it: no permission, no bucket, no credentials, or an object too large."""
+
+
+class NoCredentialsError(StoreError):
+    """A store needs credentials, and there are none."""
+
+    exit_code = UserError.exit_code
+
+
+class TooLargeError(StoreError):
+    """An object is larger than what can lie under its name."""
+
+
+class StoreUnreachableError(StoreError):
+    """A store has not answered for as long as the caller would wait."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, with the store's own code instead of the body that stands in it."""
+    text = str(error)
+    line = text.partition("\n")[0].partition(": <")[0].strip().rstrip(":")
+    if (code := _code(text)) and code not in line:
+        line += f" ({code})"
+    return line or type(error).__name__
+
+
+def lasting(error: Exception, *, url: str, action: str, answered: bool) -> StoreError | None:
+    """The error to raise for a failure that another try would not mend; None for one that it may.
+
+    Args:
+        error: the client library's.
+        url: the store's.
+        action: the failed request, such as "read log/0000000000".
+        answered: whether the store has answered a request before: credentials were there then.
+    """
+    if isinstance(error, TimeoutError):
+        return None
+    text, scheme = str(error), url.partition("://")[0]
+    code, status, number = (
+        _code(text),
+        _number(r"status code: (\d{3})", text),
+        _number(r"\(os error (\d+)\)", text),
+    )
+    where = f"can't {action} in {url}"
+    if scheme not in CREDENTIALS:
+        if isinstance(error, obstore_errors.PermissionDeniedError):
+            number = number or errno.EACCES
+        if number is None or number in _TRANSIENT_NUMBERS:
+            return None
+        reason = os.strerror(number)
+        return StoreError(f"can't {action} in {url}: {reason[:1].lower()}{reason[1:]}")
+    if "169.254.169.254" in text or "metadata.google" in text or "MissingAccount" in text:
+        # The last place where a client looks for credentials; on a machine that has it, it may fail for a moment.
+        return (
+            None if answered else NoCredentialsError(f"{url}: there are no credentials: set {CREDENTIALS[scheme]}")
+        )
+    if "invalid peer certificate" in text or "UnknownIssuer" in text:
+        return StoreError(
+            f"{url}: the endpoint's certificate is not trusted: set SSL_CERT_FILE to the PEM file of its authority"
+        )
+    if code in _NO_BUCKET:
+        return StoreError(f"{url}: there is no such bucket: create it, or correct its name ({code})")
+    if code in ("RequestTimeTooSkewed", "RequestExpired"):
+        return StoreError(f"{url}: the store refuses this computer's signatures: set its clock ({code})")
+    if code in _WRONG_CREDENTIALS or status == 401 or isinstance(error, obstore_errors.UnauthenticatedError):
+        return StoreError(
+            f"{url}: the store refuses the credentials ({code or status}): check {CREDENTIALS[scheme]}"
+        )
+    if status == 403 or code in _DENIED or isinstance(error, obstore_errors.PermissionDeniedError):
+        return StoreError(f"{where}: permission denied: give these credentials the right to it ({code or status})")
+    if isinstance(error, obstore_errors.NotSupportedError) or status == 501:
+        return StoreError(f"{where}: the store can't create an object only if it is absent: take another store")
+    if (
+        isinstance(error, FileNotFoundError)
+        or code in _TRANSIENT_CODES
+        or status in _TRANSIENT_STATUS
+        or status is None
+        or status >= 500
+    ):
+        return None
+    return StoreError(f"{where}: {first_line(error)}")
+
+
+def _code(text: str) -> str:
+    match = re.search(r"<Code>(\w{1,60})</Code>|\(code: (\w{1,60})\)", text)
+    return match[1] or match[2] if match else ""
+
+
+def _number(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None
+
+
+LARGE_BYTES = 1 << 16
+"""Size above which an object waits for its turn."""
+
+
+MOST_BYTES_AT_ONCE = 1 << 25
+"""Size of all objects that travel at once; a larger one travels alone."""
+
+
+class Turns:
+    """The large objects on their way to a store, or from it.
+
+    All together they would share a slow link's rate until the time of each was over, and begin again for ever.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Size of the objects on their way."""
+        self._first = asyncio.Lock()
+        self._has_room = asyncio.Event()
+
+    def is_free(self, num_bytes: int) -> bool:
+        """True if an object of this size would have its turn at once."""
+        has_room = not self.num_bytes or self.num_bytes + num_bytes <= MOST_BYTES_AT_ONCE
+        return num_bytes <= LARGE_BYTES or (has_room and not self._first.locked())
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[int]:
+        """A context in which an object travels; in the order of the calls, and at once for a small one.
+
+        Its value is the number of bytes for which it needs time: all that travel, or a small object's own.
+        """
+        if num_bytes <= LARGE_BYTES:
+            yield num_bytes
+            return
+        async with self._first:
+            while self.num_bytes and self.num_bytes + num_bytes > MOST_BYTES_AT_ONCE:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self.num_bytes += num_bytes
+        try:
+            yield self.num_bytes
+        finally:
+            self.num_bytes -= num_bytes
+            self._has_room.set()
+
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
+}
+
+
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+
+
+_BUCKET_IN_ENDPOINT = "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
+"""The variable with which the endpoint of S3 has to name the bucket."""
+
+
+_CERTIFICATES = ("SSL_CERT_FILE", "AWS_CA_BUNDLE")
+
+
+_FOR_EVER = "1day"
+"""Time limit of the client's own; `Store` has others, which depend on the size."""
+
+
+def opened_url(url: str) -> "tuple[str, ObjectStore]":
+    """The URL, for a directory its path, and a client.
+
+    A directory is made if its parent is there.
+
+    Raises:
+        UserError: for a URL, or an environment variable, that can't be right.
+        FileWriteError: if the directory can't be made.
+    """
+    parts = urlsplit(url)
+    if "://" not in url or parts.scheme == "file":
+        if parts.netloc:
+            raise UserError(f"{url}: a directory's URL has three slashes, file:///directory", "url")
+        return _directory(unquote(parts.path) if parts.scheme == "file" and "://" in url else url)
+    if parts.scheme not in CREDENTIALS:
+        raise UserError(f"{url}: give a directory, or s3://bucket/prefix, gs://… or az://…", "url")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise UserError(
+            f"{parts.scheme}://…: give no credentials or options in the URL: set {CREDENTIALS[parts.scheme]}",
+            "url",
+        )
+    if not parts.netloc:
+        raise UserError(f"{url}: the bucket's name is missing: {parts.scheme}://bucket/prefix", "url")
+    url = url.rstrip("/")
+    options = _client_options(parts.scheme, parts.netloc, os.environ)
+    retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    try:
+        return url, from_url(url, client_options=options, retry_config=retries)
+    except (BaseError, ValueError, OSError) as error:
+        if any(name in str(error) for name in ("MissingAccount", "MissingAccessKeyId", "MissingSecretAccessKey")):
+            needed = CREDENTIALS[parts.scheme]
+            raise UserError(f"{url}: there are no credentials, or half of them: set {needed}", "url") from None
+        raise UserError(f"{url}: {first_line(error)}", "url") from None
+
+
+def _directory(path: str) -> "tuple[str, ObjectStore]":
+    if not path or "\0" in path:
+        raise UserError("give the directory, or the URL, of the store", "url")
+    if scheme := re.match(f"({'|'.join(CREDENTIALS)}):/?(?!/)", path):
+        raise UserError(f"{path}: a bucket's URL has two slashes: {scheme[1]}://bucket/prefix", "url")
+    directory = expanded(path).absolute()
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file: give a directory", "url")
+    if not directory.parent.is_dir():
+        raise UserError(f"{directory.parent} does not exist: make it, or mount it, first", "url")
+    make_directory(directory)
+    try:
+        return str(directory), LocalStore(directory, automatic_cleanup=True)  # of empty directories
+    except BaseError as error:
+        raise UserError(f"{directory}: {first_line(error)}", "url") from None
+
+
+def _client_options(scheme: str, bucket: str, environment: Mapping[str, str]) -> "ClientConfig":
+    options: ClientConfig = {"timeout": _FOR_EVER, "connect_timeout": "10s", "user_agent": "diloco"}
+    variable = next((name for name in _ENDPOINTS[scheme] if environment.get(name)), "")
+    endpoint = environment.get(variable, "")
+    if endpoint:
+        parts = _endpoint_parts(variable, endpoint)
+        may_name_it = scheme == "az" or _is_true(environment, _BUCKET_IN_ENDPOINT)  # Azure's path is the account
+        if parts.path.strip("/") == bucket and not may_name_it:
+            bare = parts._replace(path="", query="", fragment="").geturl()
+            raise UserError(
+                f"the endpoint {variable}={endpoint} already names the bucket {bucket}: leave it out of the "
+                f"endpoint: {variable}={bare}"
+            )
+    if endpoint.lower().startswith("http://"):
+        host = urlsplit(endpoint).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        if not is_here and not _is_true(environment, _ALLOW_HTTP[scheme]):
+            raise UserError(
+                f"{endpoint} is not encrypted: take an https endpoint, or set {_ALLOW_HTTP[scheme]}=true on a "
+                "network in which you trust everybody",
+                "url",
+            )
+        options["allow_http"] = True
+    authority = next((environment[name] for name in _CERTIFICATES if environment.get(name)), None)
+    if authority is not None:
+        try:
+            options["root_certificate"] = Path(authority).read_bytes()
+        except OSError as error:
+            raise UserError(f"SSL_CERT_FILE={authority} can't be read: {error.strerror}") from None
+    return options
+
+
+def _is_true(environment: Mapping[str, str], variable: str) -> bool:
+    return environment.get(variable, "").lower() in ("1", "true")
+
+
+def _endpoint_parts(variable: str, endpoint: str) -> SplitResult:
+    """The parts of an endpoint's URL; the client would panic at one that is none."""
+    if "://" not in endpoint:
+        host = re.sub("^https?:/?", "", endpoint)
+        raise UserError(f"{variable}={endpoint} does not begin with https://: write https://{host}")
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # the port is no number, or a bracket is not closed
+        pass
+    raise UserError(f"{variable}={endpoint} is no URL of an endpoint: write https://HOST, or https://HOST:PORT")
+
+
 __all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError", "TooLargeError"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
+
+
 T = TypeVar("T")
+
+
 SLOWEST_BYTES_S = 1 << 17
 """Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
+
+
 _FIRST_PAUSE_SECONDS = 0.1
+
+
 _LONGEST_PAUSE_SECONDS = 3.0
 
 
@@ -138,7 +458,7 @@ class Store:
             except _Again:
                 pass
             try:
-                there = await self._get(name, max(MOST_BYTES, num_bytes), retry)
+                there = await self._get(name, max(MOST_ENTRY_BYTES, num_bytes), retry)
                 if there is not None:
                     self._succeeded("create")  # by an attempt whose answer was lost, or by somebody else
                     return None if _same(there, parts, num_bytes) else bytes(there)

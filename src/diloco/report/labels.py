@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from diloco.training.config import TrainConfig
-from diloco.training.traits import fields_with, flat_json
+from diloco.training.config.config import TrainConfig, fields_with, flat_json
 
 Setting = str | int | float | bool
 _MOST = 4

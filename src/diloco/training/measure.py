@@ -21,19 +21,18 @@ from torch import Tensor
 
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
-from diloco.exchange.control import share
-from diloco.exchange.transport import Channel, Tag, Transport
-from diloco.kernels.memory import empty
-from diloco.training.config import TrainConfig
-from diloco.training.engine_settings import check
+from diloco.exchange.transport import Channel, Tag, Transport, share
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.engine_settings import check
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolve
 from diloco.training.loop import open_batches, open_split
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step, learning_rate
 from diloco.training.world import World, alone, join, use_autocast
 from diloco.wire import CODECS, Codec, codec
+from diloco.wire.kernels.memory import empty
 
 
 @dataclass(frozen=True)

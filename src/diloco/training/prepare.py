@@ -15,15 +15,13 @@ from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
 from diloco.rendezvous.store import Store
-from diloco.training.budget import Budget, with_budget
-from diloco.training.config import TrainConfig
-from diloco.training.engine_settings import check, checked_settings
-from diloco.training.launcher import under_a_launcher
-from diloco.training.recipes import recipe
-from diloco.training.resolve import resolve, with_method_values
-from diloco.training.runs import check_data, check_unclaimed, own_run, resume_config
-from diloco.training.summary import held_out_windows
-from diloco.training.traits import differences
+from diloco.training.config.config import TrainConfig, differences
+from diloco.training.config.engine_settings import check, checked_settings
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget, resolve, with_budget, with_method_values
+from diloco.training.processes import under_a_launcher
+from diloco.training.records.runs import check_data, check_unclaimed, own_run, resume_config
+from diloco.training.records.summary import held_out_windows
 
 
 def prepare_run(

@@ -1,19 +1,21 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.models.language_model import LanguageModel
+from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
-from diloco.training.adamw import AdamW
-from diloco.training.checkpoints import Checkpoints
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import AdamWConfig, TrainConfig
+from diloco.training.config.engine_settings import engine_settings, frozen_parameters
+from diloco.training.config.resolve import check_sizes
 from diloco.training.data_parallel import (
     DataParallel,
     ReplicatedDataParallel,
@@ -21,13 +23,165 @@ from diloco.training.data_parallel import (
     data_parallel,
     settle_buckets,
 )
-from diloco.training.engine_settings import engine_settings, frozen_parameters
-from diloco.training.mean_loss import MeanLoss, MeanLossState
-from diloco.training.progress import ElasticProgress, FixedProgress, Progress, Standing
-from diloco.training.sections import AdamWConfig
-from diloco.training.sizes import check_sizes
-from diloco.training.synchronizer import Synchronizer
+from diloco.training.records.checkpoints import Checkpoints
+from diloco.training.records.metrics import MeanLoss, MeanLossState
 from diloco.training.world import World
+
+for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    _method = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
+    # torch._compile._disable_dynamo keeps here what it calls; a version that does not is only slower to start.
+    setattr(_method, "__dynamo_disable", _method)
+
+
+class AdamW(torch.optim.AdamW):
+    """The same steps, bit for bit, as long as none of its methods is called in code that torch compiles."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The whole run, as one replica knows it after its step t."""
+
+    tokens: int
+    """Tokens that all replicas together have read."""
+    next_tokens: int
+    """Tokens that all replicas will have read after step t + 1, which set its learning rate."""
+    is_over: bool
+    """Whether t was the last step of this replica."""
+
+
+class Progress(Protocol):
+    """The progress of the whole run."""
+
+    def after(self, step: int) -> Standing:
+        """The standing after step t, which this replica has taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedProgress:
+    """The progress of replicas that take the same steps, of B · sequence length tokens each."""
+
+    config: TrainConfig
+
+    def after(self, step: int) -> Standing:
+        """The standing after step t; T is the last."""
+        per_step = self.config.tokens_per_step
+        return Standing(step * per_step, (step + 1) * per_step, step >= self.config.num_steps)
+
+
+class ElasticProgress:
+    """The progress of replicas that come and go; it never goes back.
+
+        tokens = Σ counted / P + M · uncounted
+
+    An outer entry counts the tokens of its contributions to one fragment, hence / P. `uncounted` is what this
+    replica has read since, on average over the fragments, and M the number of active replicas. For fixed
+    members of equal speed this is t · B · sequence length. As a replica that was cut off for long says nothing
+    about the others, no more than 2 H + τ of its steps are taken for theirs.
+
+    The first process of a sharded replica knows it. All of its processes ask together, once a step, since each
+    answer makes the host wait for the device.
+
+    Args:
+        config: the run's.
+        engine: of this replica.
+        world: of this process, with the rendezvous that the engine has joined.
+    """
+
+    def __init__(self, config: TrainConfig, engine: StreamingDiLoCo, world: World) -> None:
+        assert world.rendezvous is not None, "replicas come and go"
+        self._engine, self._rendezvous, self._of_first = engine, world.rendezvous, world.of_first
+        self._budget = config.num_tokens
+        self._own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        schedule = engine.settings.schedule
+        self._most_steps = 2 * schedule.sync_every + schedule.overlap(0)
+        self._tokens = self._next_tokens = 0
+
+    def after(self, step: int) -> Standing:
+        """The standing as far as this replica has taken the outer steps of the log.
+
+        The run is over once the budget is spent, here or by the word of another replica.
+        """
+        tokens, next_tokens, is_over = self._of_first(3, lambda: self._read(step))
+        return Standing(tokens, next_tokens, bool(is_over))
+
+    def _read(self, step: int) -> tuple[int, int, bool]:
+        self._tokens = max(self._tokens, self._estimate(step))
+        self._next_tokens = max(self._next_tokens, self._tokens, self._estimate(step + 1))
+        is_over = self._tokens >= self._budget or self._rendezvous.state.finished
+        return self._tokens, self._next_tokens, is_over
+
+    def _estimate(self, step: int) -> int:
+        """The tokens of the class's equation."""
+        engine, state = self._engine, self._rendezvous.state
+        num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
+        ahead = (step - engine.num_steps) * self._own_tokens
+        own = (
+            round(num_fragments * engine.uncounted_tokens) + num_fragments * ahead
+        )  # a whole number, P times `uncounted`
+        others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
+        return (self._rendezvous.counted_tokens + own + others) // num_fragments
+
+
+class Synchronizer(Protocol):
+    """Exchanges with the other replicas after each inner step."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes sent by all shards of the replica, each destination counted."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes from the other replicas that were merged."""
+        ...
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds in which training waited for the network."""
+        ...
+
+    def step(self, *, tokens: int | None = None) -> Sequence[OuterStep]:
+        """Count an inner step on so many tokens, send and merge what is due; returns the outer steps taken."""
+        ...
+
+    def finish(self) -> Sequence[OuterStep]:
+        """Receive and merge everything in flight; every replica calls it after the same step."""
+        ...
+
+    def logs(self) -> dict[str, float]:
+        """Numbers for trackers, by name; every process of a replica must call it."""
+        ...
+
+    def begin_logs(self) -> Callable[[], dict[str, float]]:
+        """Begin to compute `logs` as of now; the function that is returned reads them."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """The part of `logs` that any process and thread may ask for at any time."""
+        ...
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """Θ by parameter name, FP32, sharded as the model is."""
+        ...
+
+    def outer_in_place(self) -> AbstractContextManager[None]:
+        """A context in which the model has Θ in the place of its own parameters."""
+        ...
+
+    def outer_hash(self) -> str:
+        """SHA-256 over Θ, equal on all replicas after `finish()`; every process of the replica must call it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that resumes: plain values, and dicts of tensors by name, always of the same shapes."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state that `state_dict` gave; every replica must load the same step."""
+        ...
 
 
 @dataclass

@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.engine.sharded import gathered
+from diloco.engine.shards import gathered
 from diloco.errors import TrainingError
-from diloco.kernels.memory import begin_to_host, to_device
 from diloco.outer.step import OuterStep
-from diloco.training.config import TrainConfig
-from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
-from diloco.training.metrics import StepMetrics, describe
+from diloco.training.config.config import TrainConfig
+from diloco.training.records.metrics import StepMetrics, describe
 from diloco.training.state import TrainState
-from diloco.training.world import World
+from diloco.training.world import World, model_flops_utilization, peak_memory_bytes
+from diloco.wire.kernels.memory import begin_to_host, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

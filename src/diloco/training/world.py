@@ -2,8 +2,12 @@
 
 import logging
 import os
+import secrets
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -12,21 +16,323 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import DisagreementError, UserError
-from diloco.exchange import gloo
+from diloco.data.index import read_index
+from diloco.errors import DilocoError, DisagreementError, UserError, setting
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
-from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange
+from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
 from diloco.exchange.transport import Transport
+from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
-from diloco.training import launcher
-from diloco.training.config import TrainConfig
-from diloco.training.hardware import chosen_device, use_autocast
-from diloco.training.rendezvous import meeting
-from diloco.training.waiting import store_with_all
+from diloco.schema import Count
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.resolve import facts_with_rendezvous
+from diloco.training.processes import SIGNALS, STORE, on_signal
+
+_SECONDS_TO_LEAVE = 25.0
+"""Time to leave a run: less than the launcher, torchrun, and providers of spot instances wait before they kill."""
+
+
+@contextmanager
+def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
+    """The rendezvous of a run; the engine joins it, and at the end of the context this replica leaves.
+
+    After an error and on a signal, too: payloads on their way are uploaded before, and still counted.
+
+    Raises:
+        UserError: for a URL or a name that can't be right.
+    """
+    assert config.rendezvous is not None and config.data.prepared is not None, "the config is resolved"
+    index, elastic = read_index(config.data.prepared), config.elastic
+    text = {
+        "digest of the data": index.digest,
+        "tokens of training text": sum(shard.num_tokens for shard in index.splits["train"]),
+    }
+    with setting("rendezvous", config.rendezvous):
+        rendezvous = StoreRendezvous(
+            config.rendezvous,
+            name=config.name,
+            num_replicas=config.num_replicas,
+            quorum=elastic.quorum,
+            patience=elastic.patience,
+            weights=elastic.weights,
+            max_stale=elastic.max_stale,
+            num_shares=elastic.num_shares,
+            num_slots=elastic.num_slots,
+            max_local_steps=elastic.max_local_steps,
+            timeout_seconds=config.timeout_seconds,
+            facts=facts_with_rendezvous(config) | text,
+        )
+    with on_signal(_stop):
+        try:
+            yield rendezvous
+        except BaseException:
+            with suppress(DilocoError):  # the first error is the one to report
+                rendezvous.leave(seconds=_SECONDS_TO_LEAVE)
+            raise
+        rendezvous.leave()
+
+
+def _stop(number: int, _: object) -> None:
+    """End the run by an exception, which lets this replica leave."""
+    for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """The part of one name's replicas in a run, whole rounds of all fragments."""
+
+    tokens: Count
+    """Tokens whose work the outer steps have counted."""
+    steps: Count
+    """Inner steps that they took."""
+
+
+def contributors(state: RunState) -> dict[str, Contributor]:
+    """The replicas whose work was counted, by name."""
+    num_fragments = state.rules.num_fragments
+    sums: dict[str, tuple[int, int]] = {}
+    for member in state.members:
+        if member.tokens:
+            tokens, steps = sums.get(member.name, (0, 0))
+            sums[member.name] = tokens + member.tokens, steps + member.steps
+    return {
+        name: Contributor(tokens=tokens // num_fragments, steps=steps // num_fragments)
+        for name, (tokens, steps) in sums.items()
+    }
+
 
 _LOG = logging.getLogger("diloco")
+
+
+_SECONDS_OF_SILENCE = 3.0
+
+
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def store_with_all(
+    *, rank: int, world_size: int, name_of: Callable[[int], str], timeout_seconds: float
+) -> dist.Store:
+    """The store of all processes, once they all have come to it; after a moment it is said who has not.
+
+    It is a file of our own launcher, which opens no port, and else the one that torchrun describes in the
+    environment.
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+        name_of: how a process is called, such as `replica 1`.
+        timeout_seconds: how long to wait.
+
+    Raises:
+        UserError: if the port at which they are to meet is in use.
+        TimeoutError: naming the processes that have not come.
+        RuntimeError: if the first process can't be reached.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    path = os.environ.get(STORE)
+    store = dist.FileStore(path, world_size) if path else _torchruns_store(rank, name_of(0), timeout)
+    store.set_timeout(timeout)
+    meeting = _Meeting(store, rank, world_size)
+    begin, last_names = time.monotonic(), ""
+    while (missing := meeting.missing()) is not None:
+        seconds, names = time.monotonic() - begin, ", ".join(map(name_of, missing[:8]))
+        if seconds > timeout_seconds:
+            raise TimeoutError(
+                f"{names} did not come within {timeout_seconds:g} s: start the replicas within that time of each "
+                "other, or raise timeout_seconds"
+            )
+        if rank == 0 and seconds > _SECONDS_OF_SILENCE and names != last_names:
+            _LOG.warning("waiting for %s …", names)
+            last_names = names
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return meeting.store
+
+
+class _Meeting:
+    """The meeting of the processes of one attempt, at a store that may hold the keys of earlier ones.
+
+    torchrun restarts all processes at the same store, and its count of restarts differs between machines. So
+    the first process names the attempt by a number that nobody has used, the others write their own numbers
+    under that name, and the attempt has met once the first process has answered with the numbers of all.
+
+    Args:
+        store: of all processes.
+        rank: of this process.
+        world_size: number of processes.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._everyones, self._rank, self._ranks = store, rank, range(world_size)
+        self._attempt, self._own = "", secrets.token_hex(8)
+        self._waiting = [*self._ranks]
+        self.store = store
+        """The keys of this attempt alone, once its processes have met."""
+        if rank == 0:
+            store.set(_ATTEMPT, self._own)
+
+    def missing(self) -> list[int] | None:
+        """The processes that have not come; None once all have."""
+        if not self._everyones.check([_ATTEMPT]):
+            return [0]
+        if (attempt := self._everyones.get(_ATTEMPT).decode()) != self._attempt:
+            self._attempt, self._waiting = attempt, [*self._ranks]
+            self.store = dist.PrefixStore(f"diloco/{attempt}", self._everyones)
+            self.store.set(_key(self._rank), self._own)
+        self._waiting = _missing(self.store, self._waiting)
+        if self._waiting:
+            return self._waiting
+        if self._rank == 0:
+            self.store.set(_ANSWER, " ".join(self.store.get(_key(rank)).decode() for rank in self._ranks))
+        # An earlier attempt has an answer, too, which doesn't hold this process's number.
+        met = self.store.check([_ANSWER]) and self._own in self.store.get(_ANSWER).decode().split()
+        return None if met else [0]
+
+
+_ATTEMPT, _ANSWER = "diloco: the attempt", "diloco: all are here"
+
+
+def _torchruns_store(rank: int, first: str, timeout: timedelta) -> dist.Store:
+    """The store that the environment describes; the first process opens it, unless torchrun has."""
+    host, port = _address()
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        with _said_after_a_moment(f"waiting for {first} at {host}, port {port} …"):
+            store = dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"port {port} of {host} is in use: set MASTER_PORT to another one, the same for all"
+            ) from error
+        raise
+    return store
+
+
+def _address() -> tuple[str, int]:
+    """Host and port of torchrun's store.
+
+    Raises:
+        UserError: if the environment lacks them, or the port is none.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"RANK is set in the environment, but {' and '.join(missing)} {verb} missing: use torchrun"
+        )
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(f"MASTER_PORT={port!r:.40} in the environment is no port: use torchrun")
+    return host, int(port)
+
+
+def _missing(store: dist.Store, ranks: list[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([_key(rank)])]
+
+
+def _key(rank: int) -> str:
+    return f"diloco: process {rank} is here"
+
+
+@contextmanager
+def _said_after_a_moment(sentence: str) -> Iterator[None]:
+    timer = threading.Timer(_SECONDS_OF_SILENCE, _LOG.warning, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def chosen_device(config: TrainConfig, local_rank: int) -> torch.device:
+    """The device of a process, by its number on this machine; a GPU becomes the current one.
+
+    Raises:
+        UserError: if there is no GPU, or too few.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
+    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
+        raise UserError(
+            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
+            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
+            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
+        )
+    device = torch.device("cuda", local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def use_autocast(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the forward pass runs in bfloat16 autocast on a device."""
+    if config.precision != "auto":
+        return config.precision == "bf16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+DENSE_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""Floating-point operations a second in bfloat16, sums in FP32, without sparsity, by NVIDIA's data sheets; by the
+first part of a GPU's name that is found in this order."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Floating-point operations a second that a device can do in bfloat16; None if that is not known."""
+    if device.type != "cuda":
+        return None
+    return flops_of(torch.cuda.get_device_name(device))
+
+
+def flops_of(name: str) -> float | None:
+    """The entry of a GPU's name.
+
+    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("Tesla T4")
+    (989000000000000.0, 756000000000000.0, None)
+    """
+    return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory of a GPU that this process's tensors have taken so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def model_flops_utilization(config: TrainConfig, device: torch.device, step_seconds: float) -> float | None:
+    """The model's operations in a step over those that the device can do in that time; None if it is unknown."""
+    peak = peak_flops(device)
+    if peak is None:
+        return None
+    tokens = config.process_batch * config.sequence_length
+    return config.model.flops_per_token(config.sequence_length) * tokens / step_seconds / peak
 
 
 @dataclass(frozen=True)
@@ -154,7 +460,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
     if world_size != config.num_processes:
         raise _wrong_number(config, world_size)
     device = chosen_device(config, local_rank)
-    if rank == 0 and launcher.STORE not in os.environ:
+    if rank == 0 and STORE not in os.environ:
         _warn_of_open_ports()
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
@@ -165,7 +471,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
         _agree_on_groups(config, world_size)
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
-        where = os.environ.get(launcher.STORE) or os.environ.get("MASTER_ADDR")
+        where = os.environ.get(STORE) or os.environ.get("MASTER_ADDR")
         raise TimeoutError(
             f"the {world_size} processes could not join at {where}: start them within "
             f"{config.timeout_seconds:g} s of each other, check the address, and name the network interface "
@@ -267,7 +573,7 @@ def _through_leaders(config: TrainConfig, same_rank: dist.ProcessGroup, inside: 
     notices = Notices(store, replica, num_replicas, config.num_processes)
     outside = None
     if inside.rank() == 0:
-        others = [gloo.group_like(same_rank, seconds) for _ in range(1, config.num_connections)]
+        others = [group_like(same_rank, seconds) for _ in range(1, config.num_connections)]
         outside = GroupExchange([same_rank, *others], notices, timeout_seconds=seconds)
     return LeaderExchange(
         outside, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=seconds

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float32, Int32, UInt8
 from torch import Tensor
 
-from diloco.kernels.gpu import MOST_BLOCK, GpuBlocks, gpu_blocks
-from diloco.kernels.native import Native, native
 from diloco.wire.formats import FORMATS, Blocks
+from diloco.wire.kernels.gpu import MOST_BLOCK, GpuBlocks, gpu_blocks
+from diloco.wire.kernels.native import Native, native
 from diloco.wire.payload import Codec, Key, codec_class, is_finite
 from diloco.wire.random import random_bits, words
 
@@ -125,7 +125,7 @@ class BlockCodec(Blocks, Codec):
 
     @property
     def constants(self) -> dict[str, int | float] | None:
-        """The constants of this maths in `diloco.kernels.triton_blocks`; None if it is of neither family there.
+        """The constants of this maths in `kernels.triton_blocks`; None if it is of neither family there.
 
         A subclass that changes the maths of its family overrides this, too.
         """

@@ -10,8 +10,8 @@ from tests.experiments.papers.made_up import made_up
 from diloco.errors import UserError
 from diloco.experiments.papers import EXPERIMENTS, experiment, streaming
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
-from diloco.training.engine_settings import check
-from diloco.training.resolve import resolve
+from diloco.training.config.engine_settings import check
+from diloco.training.config.resolve import resolve
 
 
 @pytest.fixture(params=list(TIERS), scope="module")

@@ -9,9 +9,8 @@ from typing import Any
 
 from diloco.data.config import DataConfig
 from diloco.experiments.runner.grid import LabelledRun
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
-from diloco.training.sections import CheckpointConfig
+from diloco.training.config.config import CheckpointConfig, TrainConfig
+from diloco.training.config.recipes import recipe
 
 HALF = 10
 """Half of the steps."""

@@ -20,9 +20,8 @@ from diloco.errors import (
 )
 from diloco.experiments.runner import job
 from diloco.experiments.runner.grid import base_name, run_name, with_absolute_paths
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
-from diloco.training.sections import DilocoConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
+from diloco.training.config.recipes import recipe
 
 
 def test_stored_runs_keep_their_names(tmp_path):

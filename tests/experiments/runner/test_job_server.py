@@ -18,7 +18,7 @@ from diloco.experiments.runner import job_server
 from diloco.experiments.runner.grid import make_job
 from diloco.experiments.runner.job import Job
 from diloco.experiments.runner.job_server import end_running_jobs, run_job, running_jobs
-from diloco.training.running import check_not_running
+from diloco.training.records.runs import check_not_running
 
 pytestmark = pytest.mark.slow
 LONG = 1 << 24

@@ -5,7 +5,7 @@ import pytest
 from diloco.errors import FileError, UserError
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.scaling.table import read_table
-from diloco.training.metrics import read_metrics
+from diloco.training.records.metrics import read_metrics
 
 
 def test_rows_come_back_as_they_were(tmp_path):
@@ -19,7 +19,7 @@ def test_rows_come_back_as_they_were(tmp_path):
     [
         ("diloco.experiments.runner.rows.MOST_TABLE_BYTES", read_rows),
         ("diloco.scaling.table.MOST_TABLE_BYTES", read_table),
-        ("diloco.training.metrics._MOST_BYTES", lambda path: read_metrics(path.parent, 0)),
+        ("diloco.training.records.metrics._MOST_BYTES", lambda path: read_metrics(path.parent, 0)),
     ],
 )
 def test_a_file_that_is_too_large_is_refused_before_it_is_read_whole(limit, read, tmp_path, monkeypatch):

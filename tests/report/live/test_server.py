@@ -14,7 +14,7 @@ from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.errors import UserError
-from diloco.rendezvous.entries import Leave
+from diloco.rendezvous.log.entries import Leave
 from diloco.report.live import server as live
 from diloco.report.live.server import LiveServer
 from diloco.report.live.watched import Watched

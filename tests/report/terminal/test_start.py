@@ -6,10 +6,10 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.report.terminal.start import change_lines, forecast_lines, start_lines
-from diloco.training.budget import Budget
-from diloco.training.forecast import forecast
+from diloco.training.config.forecast import forecast
+from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget
 from diloco.training.prepare import prepare_run
-from diloco.training.recipes import recipe
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from tests.rendezvous.replicas import Replica
 from tests.training.test_metrics import metrics
 
 from diloco.report.terminal.training import TrainingProgress
-from diloco.training.recipes import recipe
+from diloco.training.config.recipes import recipe
 
 
 def test_held_out_losses_are_printed_when_they_are_measured():

@@ -11,7 +11,7 @@ from diloco.experiments.papers.comparison import Row, Verdict, finished
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.grid import LabelledRun
 from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 class Point(NamedTuple):

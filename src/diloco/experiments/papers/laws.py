@@ -17,7 +17,7 @@ from diloco.experiments.papers.experiment import (
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
 from diloco.scaling.table import published_table
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 
 
 @stated(

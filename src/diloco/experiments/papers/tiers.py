@@ -9,9 +9,8 @@ from diloco.data.config import DataConfig
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.models.decoder_config import DecoderConfig
 from diloco.presets import Method
-from diloco.training.config import TrainConfig
-from diloco.training.recipes import recipe
-from diloco.training.sections import CheckpointConfig, EvaluationConfig
+from diloco.training.config.config import CheckpointConfig, EvaluationConfig, TrainConfig
+from diloco.training.config.recipes import recipe
 
 BASELINE: Method = "data_parallel"
 DILOCO: Method = "diloco"

@@ -26,10 +26,9 @@ from diloco.experiments.runner.job_server import running_jobs
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import columns, has_all_columns, read_results, write_results
 from diloco.files import expanded, sha256
-from diloco.training.config import TrainConfig
-from diloco.training.resolve import identity
-from diloco.training.summary import SUMMARY_FILE
-from diloco.training.traits import differences_from_defaults, fields_with
+from diloco.training.config.config import TrainConfig, differences_from_defaults, fields_with
+from diloco.training.config.resolve import identity
+from diloco.training.records.summary import SUMMARY_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,9 @@ from typing import Any, get_args
 
 from diloco.errors import DilocoError, UserError, exit_code_of
 from diloco.schema import read_json
-from diloco.training.config import TrainConfig
-from diloco.training.launcher import launch, prepared
-from diloco.training.running import running
-from diloco.training.traits import fields_with
+from diloco.training.config.config import TrainConfig, fields_with
+from diloco.training.processes import launch, prepared
+from diloco.training.records.runs import running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     """Train what is left to train; return the failure, or None."""
     from diloco.data.prepare import resolve
     from diloco.training.prepare import prepare_run
-    from diloco.training.runs import CONFIG_FILE, read_config
+    from diloco.training.records.runs import CONFIG_FILE, read_config
     from diloco.training.state import slow_imports
 
     if (config.directory / "summary.json").exists():
@@ -99,9 +98,9 @@ def _train(config: TrainConfig, resume: bool) -> None:
 
 def _evaluate(job: Job) -> dict[str, Any]:
     from diloco.data.prepare import resolve
-    from diloco.training.finished import Parameters, evaluate_run
-    from diloco.training.metrics import read_metrics
-    from diloco.training.summary import SUMMARY_FILE, Summary
+    from diloco.training.records.finished import Parameters, evaluate_run
+    from diloco.training.records.metrics import read_metrics
+    from diloco.training.records.summary import SUMMARY_FILE, Summary
 
     files = {task.stem: task for task in job.tasks}
     evaluated: dict[str, Any] = {}

@@ -16,9 +16,8 @@ from typing import Any
 from diloco.errors import DilocoError
 from diloco.experiments.runner.job import Job, result_of
 from diloco.files import make_directory
-from diloco.training.ancestor import IMPORTS, end_with_parent, import_modules
-from diloco.training.config import TrainConfig
-from diloco.training.traits import from_json, to_json
+from diloco.training.config.config import TrainConfig, from_json, to_json
+from diloco.training.processes import IMPORTS, end_with_parent, import_modules
 
 
 def run_job(job: Job) -> dict[str, Any]:

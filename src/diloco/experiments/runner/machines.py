@@ -9,7 +9,7 @@ from diloco.errors import UserError
 from diloco.experiments.runner.job import Job
 from diloco.experiments.runner.job_server import end_running_jobs, run_job
 from diloco.files import require
-from diloco.training.launcher import num_cores as available_cores
+from diloco.training.processes import num_cores as available_cores
 
 
 class Machines(Protocol):

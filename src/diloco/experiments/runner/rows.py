@@ -18,8 +18,8 @@ from diloco.files import make_directory, write_atomically
 from diloco.published import as_number
 from diloco.scaling.table import MOST_TABLE_BYTES
 from diloco.schema import Count, converted, read_bytes, read_json
-from diloco.training.metrics import OuterStepMetrics
-from diloco.training.summary import Summary
+from diloco.training.records.metrics import OuterStepMetrics
+from diloco.training.records.summary import Summary
 
 RESULT_FILE = "result.json"
 

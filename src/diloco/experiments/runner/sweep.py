@@ -12,9 +12,9 @@ from typing import Any
 from diloco.errors import UserError
 from diloco.experiments.runner.grid import GridProgress, LabelledRun, base_name, run_grid
 from diloco.experiments.runner.machines import Machines
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.recipes import recipe
 
 Setting = tuple[tuple[str, float], ...]
 """A value for each axis, by the axis's name."""

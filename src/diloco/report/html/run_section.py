@@ -11,11 +11,11 @@ from diloco.report.figures.drawing import MARKERS, STYLES, binned_means, new_axe
 from diloco.report.html.page import facts, figures, heading, paragraph
 from diloco.report.terminal.training import megabytes
 from diloco.schema import read_json
-from diloco.training.config import TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.training.data_parallel import ring_all_reduce_bytes
-from diloco.training.metrics import OuterStepMetrics, StepMetrics, read_metrics
-from diloco.training.runs import read_config
-from diloco.training.summary import SUMMARY_FILE, Summary
+from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, read_metrics
+from diloco.training.records.runs import read_config
+from diloco.training.records.summary import SUMMARY_FILE, Summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from diloco.rendezvous.timeline import Timeline, binned, read_timeline
+from diloco.rendezvous.status import Timeline, binned, read_timeline
 from diloco.report.figures.drawing import new_figure, viridis
 from diloco.report.html.page import facts, figures, heading, paragraph, table
 

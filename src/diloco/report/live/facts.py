@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from diloco.rendezvous.status import RunStatus
 from diloco.report.terminal.training import duration, megabytes
-from diloco.training.run_follower import RunFollower
+from diloco.training.records.tail import RunFollower
 
 _MOST_FLIGHTS = 8
 

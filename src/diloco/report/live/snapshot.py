@@ -8,12 +8,11 @@ from functools import reduce
 
 import numpy as np
 
-from diloco.rendezvous.timeline import Timeline, binned
+from diloco.rendezvous.status import Timeline, binned
 from diloco.report.labels import short
 from diloco.report.live.facts import run_facts, store_facts
 from diloco.report.live.watched import StoreFollower, Watched
-from diloco.training.metrics_follower import MOST_BINS, Bin, ReplicaFollower
-from diloco.training.run_follower import RunFollower
+from diloco.training.records.tail import MOST_BINS, Bin, ReplicaFollower, RunFollower
 
 _MOST_ROWS = 100
 _MOST_RATES = 32

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from diloco.errors import DilocoError
 from diloco.files import expanded
-from diloco.rendezvous.history import is_store
-from diloco.rendezvous.look import Look
-from diloco.rendezvous.status import RunStatus
-from diloco.rendezvous.timeline import Timeline
+from diloco.rendezvous.log.log import is_store
+from diloco.rendezvous.status import Look, RunStatus, Timeline
 from diloco.report.labels import Label, labels
-from diloco.training.run_follower import RunFollower
-from diloco.training.runs import CONFIG_FILE
+from diloco.training.records.runs import CONFIG_FILE
+from diloco.training.records.tail import RunFollower
 
 MOST_RUNS = 24
 """Runs of a directory that are shown: those that began last."""

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from diloco.experiments.runner.grid import GridProgress
 from diloco.report.terminal.training import duration
-from diloco.training.run_follower import RunFollower
+from diloco.training.records.tail import RunFollower
 
 
 class GridView:

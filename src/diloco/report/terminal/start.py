@@ -5,9 +5,9 @@ from typing import Any
 
 from diloco.data.index import read_index, total
 from diloco.report.terminal.training import megabytes
-from diloco.training.budget import Budget
-from diloco.training.config import TrainConfig
-from diloco.training.forecast import Forecast
+from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import Forecast
+from diloco.training.config.resolve import Budget
 from diloco.training.prepare import epoch_tokens
 
 _MOST_EPOCHS = 4

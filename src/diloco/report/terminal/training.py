@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
-from diloco.training.config import TrainConfig
-from diloco.training.metrics import StepMetrics
-from diloco.training.summary import Outcome
+from diloco.training.config.config import TrainConfig
+from diloco.training.records.metrics import StepMetrics
+from diloco.training.records.summary import Outcome
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous

@@ -1,0 +1,366 @@
+"""The encrypted exchange, and the board on which its processes read and write short values.
+
+Replica 0 holds the board, which has the methods of torch's stores that an exchange uses. A request and its
+answer are MessagePack behind four bytes of length. Everything is bounded: requests, keys, the number of keys,
+and what all values hold.
+"""
+
+import socket
+import ssl
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from diloco.errors import ExchangeError
+from diloco.exchange.encrypted.link import Door, Link, Operation, shut
+from diloco.exchange.encrypted.tls import Security, dial
+
+T = TypeVar("T")
+
+
+class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One operation on one key."""
+
+    operation: Literal["set", "get", "add", "check", "compare_set"]
+    key: Annotated[str, msgspec.Meta(max_length=256)]
+    value: bytes = b""
+    number: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)] = 0
+
+
+Answer = bytes | int | bool | None
+
+
+class Board:
+    """The values, where they lie."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._lock = Lock()
+
+    def apply(self, request: Request) -> Answer:
+        """Do what a request asks.
+
+        Raises:
+            ValueError: if the board is full, a key is missing, or adds to what is no number.
+        """
+        with self._lock:
+            present = self._values.get(request.key)
+            match request.operation:
+                case "check":
+                    return present is not None
+                case "get":
+                    if present is None:
+                        raise ValueError(f"there is no {request.key}")
+                    return present
+                case "set":
+                    self._write(request.key, request.value)
+                    return None
+                case "compare_set":
+                    if present is None:
+                        self._write(request.key, request.value)
+                    return self._values[request.key]
+                case "add":
+                    total = int(present or b"0") + request.number
+                    self._write(request.key, str(total).encode())
+                    return total
+
+    def _write(self, key: str, value: bytes) -> None:
+        others = self._num_bytes - len(self._values.get(key, b""))
+        if (key not in self._values and len(self._values) >= _MOST_KEYS) or others + len(value) > _MOST_BYTES:
+            raise ValueError("the board is full")
+        self._values[key] = value
+        self._num_bytes = others + len(value)
+
+    def serve(self, connection: ssl.SSLSocket) -> None:
+        """Answer the requests of one process until it leaves, or asks for what makes no sense."""
+        try:
+            while True:
+                request = _REQUESTS.decode(_receive(connection, _MOST_REQUEST_BYTES))
+                _send(connection, self.apply(request))
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            return
+
+
+class BoardView:
+    """A board, here or in another process, below a prefix; a `Store`.
+
+    Args:
+        ask: answers a request.
+        prefix: of all keys.
+        held: kept alive as long as this view.
+    """
+
+    def __init__(self, ask: Callable[[Request], Answer], prefix: str = "", held: object = None) -> None:
+        self._ask, self._prefix, self._held = ask, prefix, held
+
+    def below(self, prefix: str) -> "BoardView":
+        """The part of the board whose keys begin with a word."""
+        return BoardView(self._ask, f"{self._prefix}{prefix}/", self._held)
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        self._answer(Request("set", self._prefix + key, value.encode()), type(None))
+
+    def get(self, key: str, /) -> bytes:
+        """A value that is there."""
+        return self._answer(Request("get", self._prefix + key), bytes)
+
+    def add(self, key: str, number: int, /) -> int:
+        """Add to a number, which begins at 0; the sum."""
+        return self._answer(Request("add", self._prefix + key, number=number), int)
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        """Whether all keys are there."""
+        return all(self._answer(Request("check", self._prefix + key), bool) for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if there is none yet; the value that then is there."""
+        assert not expected, "only the first value is ever compared"
+        return self._answer(Request("compare_set", self._prefix + key, value.encode()), bytes)
+
+    def _answer(self, request: Request, kind: type[T]) -> T:
+        try:
+            answer = self._ask(request)
+        except ValueError as error:
+            raise ExchangeError(f"the board of the exchange: {error}") from None
+        if not isinstance(answer, kind):
+            raise ExchangeError(f"replica 0 answers {request.operation} with {type(answer).__name__}")
+        return answer
+
+
+class RemoteBoard:
+    """The connection to the process that holds the board.
+
+    Args:
+        connection: used for nothing else.
+        seconds: how long an answer may take.
+    """
+
+    def __init__(self, connection: ssl.SSLSocket, seconds: float) -> None:
+        self._connection: ssl.SSLSocket | None = connection
+        self._lock = Lock()
+        connection.settimeout(seconds)
+
+    def ask(self, request: Request) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            ExchangeError: if the board is gone.
+        """
+        with self._lock:
+            if self._connection is None:
+                raise ExchangeError("the connection to replica 0 is closed")
+            try:
+                _send(self._connection, request)
+                return _ANSWERS.decode(_receive(self._connection, _MOST_REQUEST_BYTES))
+            except (OSError, ValueError, RecursionError) as error:
+                self._connection.close()
+                self._connection = None
+                raise ExchangeError(f"the connection to replica 0 broke off: {error}", (0,)) from None
+
+    def close(self) -> None:
+        """Close the connection; whoever waits for an answer gets none."""
+        if (connection := self._connection) is not None:
+            shut(connection)
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+
+_MOST_REQUEST_BYTES = 1 << 20
+
+
+_MOST_KEYS = 1 << 16
+
+
+_MOST_BYTES = 1 << 26
+
+
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+def _send(connection: ssl.SSLSocket, value: Request | Answer) -> None:
+    text = msgspec.msgpack.encode(value)
+    if len(text) > _MOST_REQUEST_BYTES:
+        raise ValueError(f"a value of {len(text)} bytes is longer than {_MOST_REQUEST_BYTES}")
+    connection.sendall(len(text).to_bytes(4, "little") + text)
+
+
+def _receive(connection: ssl.SSLSocket, most_bytes: int) -> bytes:
+    length = int.from_bytes(_receive_exactly(connection, 4), "little")
+    if length > most_bytes:
+        raise ValueError(f"a message of {length} bytes is longer than {most_bytes}")
+    return _receive_exactly(connection, length)
+
+
+def _receive_exactly(connection: ssl.SSLSocket, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(min(num_bytes - len(parts), 1 << 16))
+        if not part:
+            raise ConnectionError("it was closed")
+        parts += part
+    return bytes(parts)
+
+
+BOARD = "board"
+"""The purpose of a connection to replica 0's board."""
+
+# The two connections of a link, by how the process that dialled uses them.
+_SENDS, _RECEIVES = "sends", "receives"
+
+
+class Session:
+    """All encrypted connections of this process.
+
+    Args:
+        security: the proof.
+        listener: where other processes connect.
+        address: host:port at which they reach it.
+        board: the connection to replica 0's board; None in the process that holds it.
+        timeout_seconds: how long replica 0 may take to answer.
+    """
+
+    def __init__(
+        self,
+        security: Security,
+        listener: socket.socket,
+        address: str,
+        board: ssl.SSLSocket | None,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        self.security, self.address = security, address
+        self.door = Door(listener, security)
+        """The listener through which other processes come in."""
+        self.resources = ExitStack()
+        """The connections, which end with the session."""
+        self.resources.callback(self.door.close)
+        if board is None:
+            held = Board()
+            self.door.expect(BOARD, held.serve, once=False)
+            self.store = BoardView(held.apply)
+        else:
+            remote = RemoteBoard(board, timeout_seconds)
+            self.resources.callback(remote.close)
+            self.store = BoardView(remote.ask)
+        """The board at which all processes meet."""
+        self._end = weakref.finalize(self, self.resources.close)
+
+    def close(self) -> None:
+        """End all connections, and stop to listen."""
+        self._end()
+
+
+class EncryptedGroup:
+    """A group of processes with an encrypted link between any two; the higher rank of the two has dialled.
+
+    Args:
+        session: of this process.
+        name: of the group, which no other one has.
+        rank: this process, from 0.
+        size: the number of processes.
+        deadline: by `time.monotonic`, for all to connect.
+        member: the word for a process in messages.
+
+    Raises:
+        ExchangeError: if a process does not connect in time, or can't be reached.
+    """
+
+    def __init__(
+        self, session: Session, name: str, rank: int, size: int, deadline: float, *, member: str = "replica"
+    ) -> None:
+        self._session, self._rank, self._size = session, rank, size
+        coming = {higher: _expect(session.door, f"{name}/{higher}") for higher in range(rank + 1, size)}
+        addresses = session.store.below("addresses")
+        if coming:
+            addresses.set(f"{name}/{rank}", session.address)
+        self._links: dict[int, Link] = {}
+        for other in range(size):
+            if other == rank:
+                continue
+            try:
+                if other < rank:
+                    address = _address(addresses, f"{name}/{other}", deadline)
+                    link = _dial(address, f"{name}/{rank}", session.security)
+                else:
+                    link = _come(coming[other], deadline)
+            except (OSError, ValueError, TimeoutError) as error:
+                raise ExchangeError(f"{member} {other} could not be connected: {error}", (other,)) from None
+            self._links[other] = link
+            session.resources.callback(link.fail, "this process closed the connection")
+
+    def rank(self) -> int:
+        """This process, from 0."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of processes."""
+        return self._size
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Operation:
+        """Start to send one tensor."""
+        (tensor,) = tensors
+        return self._links[rank].send(tensor, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Operation:
+        """Start to receive one tensor."""
+        (tensor,) = tensors
+        return self._links[rank].receive(tensor, tag)
+
+
+_Arrivals = dict[str, "SimpleQueue[ssl.SSLSocket]"]
+
+
+def _expect(door: Door, purpose: str) -> _Arrivals:
+    """Let the two connections of a process come in."""
+    arrivals: _Arrivals = {way: SimpleQueue() for way in (_SENDS, _RECEIVES)}
+    for way, queue in arrivals.items():
+        door.expect(f"{purpose}/{way}", queue.put, once=True)
+    return arrivals
+
+
+def _come(arrivals: _Arrivals, deadline: float) -> Link:
+    try:
+        there, back = (
+            arrivals[way].get(timeout=max(deadline - time.monotonic(), 0.01)) for way in (_SENDS, _RECEIVES)
+        )
+    except Empty:
+        raise TimeoutError("it did not come in time") from None
+    return Link(outgoing=back, incoming=there)
+
+
+def _address(addresses: BoardView, name: str, deadline: float) -> str:
+    while not addresses.check([name]):
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not come in time")
+        time.sleep(0.02)
+    address = addresses.get(name).decode()
+    if not address.rpartition(":")[2].isdecimal() or len(address) > _LONGEST_ADDRESS:
+        raise ValueError(f"{address[:_LONGEST_ADDRESS]} is no address")
+    return address
+
+
+def _dial(address: str, purpose: str, security: Security) -> Link:
+    try:
+        there, back = (dial(address, f"{purpose}/{way}", security) for way in (_SENDS, _RECEIVES))
+    except OSError as error:
+        raise ConnectionError(
+            f"this machine can't reach {address} ({error.strerror or error}); open that port to it"
+        ) from None
+    return Link(outgoing=there, incoming=back)
+
+
+_LONGEST_ADDRESS = 300

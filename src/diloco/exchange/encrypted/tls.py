@@ -1,0 +1,202 @@
+"""Mutual authentication of the processes of a run: TLS 1.3 with a shared secret, or with certificates.
+
+From the secret comes one Ed25519 key, the same for all. Each process presents the self-signed certificate of that
+key, and trusts that certificate alone. Whoever connects sees the certificate, and could try secrets against it: so
+a secret must be random, and scrypt makes each try slow.
+"""
+
+import hashlib
+import os
+import secrets
+import socket
+import ssl
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
+
+from diloco.errors import ExchangeError, UserError
+
+SECONDS_TO_SHAKE_HANDS = 10.0
+"""Longest wait of one end for the other's part of the handshake."""
+
+
+@dataclass(frozen=True)
+class Security:
+    """The proof that a process belongs to the run, and the check of the others' proof."""
+
+    setting: str
+    """The proof in messages: where it comes from, and what must be the same on all replicas."""
+    server: ssl.SSLContext
+    """The context of connections that come in."""
+    client: ssl.SSLContext
+    """The context of connections that go out."""
+
+
+def security_of(secret: str | None, certificates: str | os.PathLike[str] | None) -> Security | None:
+    """The proof that the arguments, or else the environment, give; None if there is none.
+
+    Raises:
+        UserError: if both are given, the secret is short, or a file of the certificates can't be used.
+    """
+    if secret is None and certificates is None:
+        secret = os.environ.get("DILOCO_SECRET")
+        certificates = os.environ.get("DILOCO_CERTIFICATES")
+    if secret is not None and certificates is not None:
+        raise UserError("give secret or certificates, not both", "secret", "certificates")
+    if secret is not None:
+        return _from_secret(secret)
+    return None if certificates is None else _from_files(Path(certificates))
+
+
+def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
+    """A connection to the process that listens at host:port, which knows the purpose and has agreed.
+
+    Raises:
+        OSError: if nobody listens there.
+        ExchangeError: if the other process has another proof, or none, or expects nothing for this purpose.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + SECONDS_TO_SHAKE_HANDS
+    while True:
+        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_SHAKE_HANDS)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = security.client.wrap_socket(plain, do_handshake_on_connect=False)
+        try:
+            connection.do_handshake()
+            connection.sendall(bytes([len(purpose.encode())]) + purpose.encode())
+            if connection.recv(1) == _WELCOME:
+                connection.settimeout(None)
+                return connection
+            problem = "closed the connection"
+        except (ssl.SSLEOFError, TimeoutError, ConnectionError) as error:
+            problem = f"gave no answer ({error.args[-1] if error.args else error})"
+        except ssl.SSLError as error:
+            connection.close()
+            raise ExchangeError(refusal(f"the process at {address}", error, security)) from None
+        connection.close()
+        # A listener that is flooded drops connections: another try may come through.
+        if time.monotonic() > deadline:
+            raise ExchangeError(
+                f"the process at {address} {problem}: start all replicas with the same {security.setting}"
+            )
+        time.sleep(0.2)
+
+
+def purpose_of(connection: ssl.SSLSocket) -> str:
+    """The purpose of a connection that has come in, once the other end has proved itself.
+
+    Raises:
+        OSError: if it proves nothing; ssl.SSLError is one.
+        ValueError: if the purpose is no text.
+    """
+    connection.do_handshake()
+    length = connection.recv(1)
+    purpose = b""
+    while length and len(purpose) < length[0]:
+        part = connection.recv(length[0] - len(purpose))
+        if not part:
+            raise ConnectionError("it ended in the middle of its purpose")
+        purpose += part
+    return purpose.decode()
+
+
+def accept(connection: ssl.SSLSocket) -> None:
+    """Tell the other end that it is expected."""
+    connection.sendall(_WELCOME)
+    connection.settimeout(None)
+
+
+def refusal(who: str, error: ssl.SSLError, security: Security) -> str:
+    """The sentence for a handshake that failed."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if any(sign in reason for sign in _SIGNS_OF_ANOTHER_PROOF):
+        return f"{who} has another {security.setting}: give all replicas the same"
+    return f"{who} proves nothing ({reason}): give all replicas the same {security.setting}"
+
+
+_WELCOME = b"\x01"
+
+
+_SIGNS_OF_ANOTHER_PROOF = ("certificate verify failed", "unknown ca", "decrypt error", "bad certificate")
+
+
+_LEAST_CHARACTERS = 16
+
+
+_FILES = ("tls.crt", "tls.key", "ca.crt")
+
+
+def _from_secret(secret: str) -> Security:
+    if len(secret) < _LEAST_CHARACTERS:
+        raise UserError(
+            f"secret has {len(secret)} characters and must have at least {_LEAST_CHARACTERS}, random ones: make "
+            "one with `python -c 'import secrets; print(secrets.token_hex(16))'`, and give it to all replicas, as "
+            "the argument or as DILOCO_SECRET in the environment",
+            "secret",
+        )
+    cost = {"n": 1 << 15, "r": 8, "p": 1}  # 32 MiB and a tenth of a second
+    seed = hashlib.scrypt(secret.encode(), salt=b"diloco.connect", maxmem=1 << 26, dklen=32, **cost)
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "diloco")])
+    # All of it is fixed, so that all processes make the same bytes; clocks need not agree.
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime(2000, 1, 1))
+        .not_valid_after(datetime(2200, 1, 1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, None)
+        .public_bytes(Encoding.PEM)
+    )
+    password = secrets.token_bytes(32).hex().encode()  # the file is worth nothing to whoever reads it
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in _FILES]
+        for path, text in zip(paths, (certificate, private, certificate), strict=True):
+            path.touch(mode=0o600)
+            path.write_bytes(text)
+        return _contexts(paths, "secret (DILOCO_SECRET)", password)
+
+
+def _from_files(folder: Path) -> Security:
+    paths = [folder / name for name in _FILES]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(
+                f"certificates={folder}: {path.name} is missing; the directory holds {', '.join(_FILES)} in PEM: "
+                "this process's certificate, its key, and the authority that signed those of all replicas",
+                "certificates",
+            )
+    try:
+        return _contexts(paths, "authority of certificates (DILOCO_CERTIFICATES)", b"")
+    except (ssl.SSLError, OSError) as error:
+        raise UserError(
+            f"certificates={folder}: {', '.join(_FILES)} can't be used ({error.strerror or error}): take PEM "
+            "files, a key without a password, and the certificate of that key",
+            "certificates",
+        ) from None
+
+
+def _contexts(paths: list[Path], setting: str, password: bytes) -> Security:
+    certificate, key, authority = paths
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the authority is the run's own
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(certificate, key, password)
+        context.load_verify_locations(authority)
+        contexts.append(context)
+    # A ticket that nobody reads would reset the connection at its end.
+    contexts[0].num_tickets = 0
+    return Security(setting, *contexts)

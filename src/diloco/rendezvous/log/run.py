@@ -1,0 +1,529 @@
+"""The state of a run: a pure function of its log, and what may be decided next."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from diloco.errors import DisagreementError, UserError
+from diloco.files import sha256
+from diloco.outer.cohort import Cohort
+from diloco.rendezvous.log.entries import (
+    FORMAT,
+    MOST_REPLICAS,
+    Checksum,
+    Contribution,
+    Create,
+    Digest,
+    Entry,
+    Join,
+    Key,
+    Keys,
+    Leave,
+    LogError,
+    Name,
+    Norm,
+    Outer,
+    Rules,
+    Snapshot,
+)
+from diloco.schema import Count
+
+_MOST_TOKENS = 1 << 40
+"""Largest number of tokens, or steps, of one contribution."""
+
+
+MOST_NORMS = 64
+"""Norms of which the running median is taken."""
+
+
+_FEWEST_NORMS = 8
+"""Norms that there must be before one is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A replica that has joined."""
+
+    name: Name
+    key: Key
+    slot: Count
+    """The replica's part of the text."""
+    start: Count
+    """The replica's first token in the slot."""
+    joined: Count
+    """Outer entries before its join."""
+    last_outer: Count
+    """Outer entries up to its last contribution, or its join."""
+    tokens: Count = 0
+    """Counted tokens, over all fragments: P times those of whole rounds."""
+    steps: Count = 0
+    left: bool = False
+    """True once the replica has left: nobody waits for it, and its uploads still count."""
+    fenced: bool = False
+    """True once its name or slot went to a later joiner, or its key was revoked: its payloads count no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotRef:
+    """A snapshot in the store."""
+
+    round: Count
+    number: Count
+    """The number of its entry."""
+    sha256: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterRef:
+    """An outer entry that may still have to be replayed."""
+
+    number: Count
+    body: Outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentLog:
+    """The bookkeeping of one fragment."""
+
+    round: Count = 0
+    """Outer steps."""
+    before: tuple[Checksum, ...] = ()
+    """Digests of Θ_p before the last rounds, the newest last: before[-1] is that of round − 1."""
+    norms: tuple[Norm, ...] = ()
+    last_seq: dict[Count, Count] = field(default_factory=dict)
+    """The newest payload that was counted, of each replica that is not fenced."""
+    last_round: dict[Count, Count] = field(default_factory=dict)
+    """For each slot the newest round that counted a replica which held it."""
+    snapshots: tuple[SnapshotRef, ...] = ()
+    """The last two snapshots."""
+    since: tuple[OuterRef, ...] = ()
+    """The outer entries since the older of the two snapshots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The bookkeeping of the entries 0 … k−1."""
+
+    number: Count
+    """k, the number of the next entry."""
+    previous: Digest
+    """SHA-256 of entry k−1."""
+    run: Digest
+    """SHA-256 of entry 0, which names the run."""
+    rules: Rules
+    creator: Key
+    allowed: tuple[Key, ...]
+    """Keys that may join, revoked ones taken out."""
+    kept: tuple[Count, ...] = ()
+    """Entries that changed the allow-list: who starts from an index reads them, since the creator alone may."""
+    members: tuple[Member, ...] = ()
+    """The members by number."""
+    positions: dict[Count, Count] = field(default_factory=dict)
+    """The place that is reached in each slot of the text, in tokens."""
+    fragments: tuple[FragmentLog, ...]
+    num_outer: Count = 0
+    """Outer entries."""
+    tokens: Count = 0
+    """Tokens of all contributions."""
+    finished: bool = False
+    """Whether a replica has left because the token budget was spent."""
+
+    @property
+    def keys(self) -> int:
+        """Number of the newest entry that changes the allow-list; 0 if none does."""
+        return self.kept[-1] if self.kept else 0
+
+    def is_active(self, replica: int) -> bool:
+        """Whether decisions wait for a replica."""
+        member = self.members[replica]
+        if member.left or member.fenced:
+            return False
+        return self.rules.quorum == "all" or self.num_outer - member.last_outer < 2 * self.rules.num_fragments
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The active replicas."""
+        return tuple(replica for replica in range(len(self.members)) if self.is_active(replica))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all replicas that have joined."""
+        return frozenset(member.name for member in self.members)
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The names of the replicas that have joined and not left."""
+        return frozenset(member.name for member in self.members if not (member.left or member.fenced))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether so many replicas have joined that the first inner step may be taken; a name counts once."""
+        return len(self.names) >= self.rules.num_replicas
+
+    def free_slot(self, name: str) -> int | None:
+        """The slot that a joiner gets; None if active replicas hold all.
+
+        Its name's last slot; or the lowest that nobody holds; or the lowest whose holder has left; or whose holder
+        is not active. Who held it is fenced by the join, so that what it still uploads can't be counted beside
+        the text that the joiner reads again.
+        """
+        holders = {member.slot: replica for replica, member in enumerate(self.members) if not member.fenced}
+
+        def rank(slot: int) -> int:
+            holder = holders.get(slot)
+            if holder is None or self.members[holder].name == name:
+                return 0
+            return 1 if self.members[holder].left else 3 if self.is_active(holder) else 2
+
+        own = [member.slot for member in self.members if member.name == name]
+        if own and rank(own[-1]) == 0:
+            return own[-1]
+        slot = min(range(self.rules.num_slots), key=rank)
+        return slot if rank(slot) < 3 else None
+
+    def refusal(self, fragment: int, contribution: Contribution) -> str | None:
+        """The reason why a payload can't enter the fragment's next outer step; None if it can"""
+        log, replica = self.fragments[fragment], contribution.replica
+        if replica >= len(self.members) or self.members[replica].fenced:
+            return f"replica {replica} has not joined, or was replaced"
+        is_counted = any(contribution.seq == other.last_seq.get(replica) for other in self.fragments)
+        if is_counted or contribution.seq <= log.last_seq.get(replica, -1):
+            return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
+        if contribution.base_round > log.round:
+            return f"round {contribution.base_round} is still to come"
+        if contribution.base_round < log.round - self.rules.max_stale:
+            return f"it was made against round {contribution.base_round}, and this is round {log.round}"
+        return self._refusal_of_amounts(contribution) or self.refusal_of_norm(fragment, contribution.norm)
+
+    def _refusal_of_amounts(self, contribution: Contribution) -> str | None:
+        """The reason why the tokens can't be true: sums must fit 64 bits whatever an entry says."""
+        member = self.members[contribution.replica]
+        most = max(self.positions.get(member.slot, 0), member.start) + _MOST_TOKENS
+        if not member.start <= contribution.position <= most:
+            return f"position {contribution.position} is not in the text from {member.start} to {most}"
+        if max(contribution.tokens, contribution.steps) > _MOST_TOKENS:
+            return f"no replica reads {contribution.tokens} tokens in {contribution.steps} steps between two sends"
+        if max(self.tokens, member.steps) > _MOST_TOKENS << 20:
+            return "the run has counted more tokens or steps than can be written down"
+        return None
+
+    def refusal_of_norm(self, fragment: int, norm: float) -> str | None:
+        """The reason why a norm is out of bounds; with quorum "all" none is, since nobody can be left out."""
+        norms = self.fragments[fragment].norms
+        if self.rules.quorum == "all" or len(norms) < _FEWEST_NORMS:
+            return None
+        most = self.rules.norm_bound * statistics.median(norms)
+        return f"its norm is {norm:.4g}, more than {most:.4g}" if 0 < most < norm else None
+
+    def has_snapshot(self, fragment: int, round: int) -> bool:
+        """Whether there is a snapshot of a fragment after a round, the same round included."""
+        refs = self.fragments[fragment].snapshots
+        return bool(refs) and refs[-1].round >= round
+
+    def cohort(self, contributions: Iterable[Contribution]) -> Cohort:
+        """The replicas of an outer step, with their weights."""
+        squared = self.rules.weights == "tokens_squared_per_step"
+        return Cohort.weighted({c.replica: c.tokens**2 / c.steps if squared else c.tokens for c in contributions})
+
+    def refusal_of_joiner(self, body: Join) -> str | None:
+        """The reason why a replica can't join; None if it can."""
+        if self.finished:
+            return "joins a run that has ended"
+        if self.creator and body.key not in self.allowed:
+            return f"joins {body.name} with a key that is not on the run's allow-list"
+        if not self.creator and body.key:
+            return f"joins {body.name} with a key, in a run without keys"
+        others = (m.key for m in self.members if m.name == body.name and m.key != body.key)
+        if any(key in self.allowed for key in others):
+            return f"joins {body.name} with another key than that of the replica which had the name before"
+        if self.free_slot(body.name) is None:
+            return f"joins {body.name}, and all {self.rules.num_slots} slots of the text are taken"
+        return f"joins after {MOST_REPLICAS} others" if len(self.members) >= MOST_REPLICAS else None
+
+
+class FencedError(UserError):
+    """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState(RunRecord):
+    """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
+
+    @classmethod
+    def begin(cls, entry: Entry, digest: str) -> "RunState":
+        """The state after entry 0.
+
+        Raises:
+            LogError: if it does not create a run.
+        """
+        body = entry.body
+        if not isinstance(body, Create) or entry.author != -1 or entry.previous:
+            raise LogError("entry 0 of the log does not create a run: this is not the directory of a run")
+        if body.format != FORMAT:
+            raise LogError(
+                f"the log is of format {body.format}, and this diloco reads format {FORMAT}: install the same "
+                "version of diloco on all replicas"
+            )
+        if body.allowed and not body.creator:
+            raise LogError("entry 0 of the log lists keys that may join, and is not signed")
+        return cls(
+            number=1,
+            previous=digest,
+            run=digest,
+            rules=body.rules,
+            creator=body.creator,
+            allowed=body.allowed,
+            fragments=tuple(FragmentLog() for _ in range(body.rules.num_fragments)),
+        )
+
+    def after(self, entry: Entry, digest: str) -> "RunState":
+        """The state after one more entry, whose signature was checked against `signer(entry)`.
+
+        Raises:
+            LogError: naming the entry, if it is not valid here.
+        """
+        if entry.previous != self.previous:
+            self._refuse("does not follow the entry before it: the log was changed")
+        if entry.keys != self.keys:
+            self._refuse(f"names entry {entry.keys} as the newest change of the allow-list, and it is {self.keys}")
+        body = entry.body
+        if isinstance(body, Join):
+            state = self._joined(entry, body)
+        elif isinstance(body, Keys):
+            state = self._rekeyed(entry, body)
+        elif isinstance(body, Create):
+            self._refuse("creates a run a second time")
+        else:
+            self._check_author(entry.author)
+            if isinstance(body, Outer):
+                state = self._stepped(entry.author, body)
+            elif isinstance(body, Snapshot):
+                state = self._snapped(body)
+            else:
+                state = self._left(entry.author, body)
+        return replace(state, number=self.number + 1, previous=digest)
+
+    def signer(self, entry: Entry) -> str:
+        """The public key that must have signed an entry; empty in a run without keys."""
+        if isinstance(entry.body, Join):
+            return entry.body.key
+        if entry.author == -1:
+            return self.creator
+        self._check_author(entry.author)
+        return self.members[entry.author].key
+
+    def check_goes_on(self, own: int, entry: Entry) -> None:
+        """Check that a replica is still in the run after an entry, which was written after its join.
+
+        Raises:
+            FencedError: if the entry ends it: another has its name or its slot, or its key was revoked.
+        """
+        body, member = entry.body, self.members[own]
+        if isinstance(body, Keys) and member.key in body.revoked:
+            raise FencedError(f"the key of {member.name} was revoked by the run's creator: this replica ends")
+        if isinstance(body, Join) and body.name == member.name:
+            raise FencedError(
+                f"another process has joined the run as {member.name}, and goes on in the place of this one: end "
+                "it, or give each replica a name of its own"
+            )
+        if isinstance(body, Join) and self.members[entry.author].slot == member.slot:
+            raise FencedError(
+                f"{member.name} was in no outer step for long, and its slot of the text was given to {body.name}: "
+                "start this replica again, and it gets another"
+            )
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise LogError(f"entry {self.number} of the log {reason}")
+
+    def _check_author(self, author: int) -> None:
+        if not 0 <= author < len(self.members):
+            self._refuse(f"is by replica {author}, which has not joined")
+        if self.members[author].left or self.members[author].fenced:
+            self._refuse(f"is by replica {author}, which has left, or was replaced")
+
+    def _joined(self, entry: Entry, body: Join) -> "RunState":
+        if entry.author != len(self.members):
+            self._refuse(f"joins as replica {entry.author}, and the next number is {len(self.members)}")
+        if reason := self.refusal_of_joiner(body):
+            self._refuse(reason)
+        slot = self.free_slot(body.name)
+        assert slot is not None, "refusal_of_joiner has looked"
+        state = self._fencing(m.name == body.name or m.slot == slot for m in self.members)
+        start = self.positions.get(slot, 0)
+        joined = self.num_outer
+        member = Member(name=body.name, key=body.key, slot=slot, start=start, joined=joined, last_outer=joined)
+        return replace(state, members=(*state.members, member))
+
+    def _fencing(self, are_fenced: Iterable[bool]) -> "RunState":
+        """The state with more replicas fenced, from a bool for each."""
+        members = tuple(
+            replace(m, fenced=True) if is_fenced else m
+            for m, is_fenced in zip(self.members, are_fenced, strict=True)
+        )
+        fragments = (
+            replace(log, last_seq={r: seq for r, seq in log.last_seq.items() if not members[r].fenced})
+            for log in self.fragments
+        )
+        return replace(self, members=members, fragments=tuple(fragments))
+
+    def _rekeyed(self, entry: Entry, body: Keys) -> "RunState":
+        if entry.author != -1 or not self.creator:
+            self._refuse("changes the allow-list, which the creator of a run with keys alone may do")
+        allowed = [key for key in dict.fromkeys((*self.allowed, *body.allowed)) if key not in body.revoked]
+        state = self._fencing(m.key in body.revoked for m in self.members)
+        return replace(state, allowed=tuple(allowed), kept=(*self.kept, self.number))
+
+    def _left(self, author: int, body: Leave) -> "RunState":
+        members = (replace(m, left=True) if i == author else m for i, m in enumerate(self.members))
+        return replace(self, members=tuple(members), finished=self.finished or body.finished)
+
+    def _stepped(self, author: int, body: Outer) -> "RunState":
+        if body.fragment >= len(self.fragments):
+            self._refuse(f"steps fragment {body.fragment}, and there are {len(self.fragments)}")
+        log, replicas = self.fragments[body.fragment], [c.replica for c in body.contributions]
+        if body.round != log.round + 1:
+            self._refuse(f"is round {body.round} of fragment {body.fragment}, and the next is {log.round + 1}")
+        if replicas != sorted(set(replicas)) or author not in replicas:
+            self._refuse("does not list its contributions by replica, its author's among them, each once")
+        for contribution in body.contributions:
+            if reason := self.refusal(body.fragment, contribution):
+                self._refuse(f"counts payload {contribution.seq} of replica {contribution.replica}, but {reason}")
+        missing = [replica for replica in self.active if replica not in replicas]
+        if not self.is_complete:
+            self._refuse(f"steps before {self.rules.num_replicas} replicas have joined")
+        if self.rules.quorum == "all" and missing:
+            self._refuse(f"leaves out replicas {missing}, and the quorum is all")
+        since = OuterRef(number=self.number, body=body)
+        log = replace(
+            log,
+            round=body.round,
+            before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
+            norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
+            last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
+            last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
+            since=(*log.since, since),
+        )
+        return self._with(body.fragment, log)._counted(body.contributions)
+
+    def _counted(self, contributions: Iterable[Contribution]) -> "RunState":
+        """The state with the contributions of its newest outer entry counted to their replicas."""
+        members, positions, tokens = list(self.members), dict(self.positions), self.tokens
+        for c in contributions:
+            member = members[c.replica]
+            members[c.replica] = replace(
+                member,
+                last_outer=self.num_outer + 1,
+                tokens=member.tokens + c.tokens,
+                steps=member.steps + c.steps,
+            )
+            positions[member.slot] = max(positions.get(member.slot, 0), c.position)
+            tokens += c.tokens
+        return replace(
+            self, members=tuple(members), positions=positions, tokens=tokens, num_outer=self.num_outer + 1
+        )
+
+    def _snapped(self, body: Snapshot) -> "RunState":
+        if body.fragment >= len(self.fragments):
+            self._refuse(f"is a snapshot of fragment {body.fragment}, and there are {len(self.fragments)}")
+        log = self.fragments[body.fragment]
+        newest = log.snapshots[-1].round if log.snapshots else 0
+        if not newest < body.round <= log.round:
+            self._refuse(
+                f"is a snapshot of round {body.round}, and the newest is of round {newest} of {log.round}"
+            )
+        snapshot = SnapshotRef(round=body.round, number=self.number, sha256=body.sha256)
+        snapshots = (*log.snapshots, snapshot)[-2:]
+        first = snapshots[0].round if len(snapshots) == 2 else 0
+        since = tuple(ref for ref in log.since if ref.body.round > first)
+        return self._with(body.fragment, replace(log, snapshots=snapshots, since=since))
+
+    def _with(self, fragment: int, log: FragmentLog) -> "RunState":
+        fragments = (log if p == fragment else other for p, other in enumerate(self.fragments))
+        return replace(self, fragments=tuple(fragments))
+
+
+def may_decide(
+    state: RunState,
+    fragment: int,
+    here: Mapping[int, Contribution],
+    own: int,
+    *,
+    overlap_over: bool,
+    patience_over: bool,
+) -> tuple[Contribution, ...] | None:
+    """The contributions of the fragment's next outer entry, if this replica may write it now; None if not yet.
+
+    The entry says what Θ_p is before it, and whoever has another Θ_p ends. So until its patience is over a replica
+    writes only if a payload of another one was taken against the same newest Θ_p, or nobody else is active. Where
+    its own payload is the only new one, the others write, if they have the same Θ_p.
+
+    Args:
+        state: after all entries.
+        fragment: p.
+        here: for each replica its newest payload of the fragment that was verified here, and taken against the
+            run's Θ_p.
+        own: this replica.
+        overlap_over: whether τ own inner steps have passed since its own send.
+        patience_over: whether τ + patience have.
+    """
+    usable = [here[replica] for replica in sorted(here) if state.refusal(fragment, here[replica]) is None]
+    replicas = {contribution.replica for contribution in usable}
+    if own not in replicas or state.members[own].left or not state.is_complete:
+        return None
+    active = state.active
+    is_whole = replicas.issuperset(active)
+    may_lack_some = state.rules.quorum == "majority"
+    is_majority = 2 * len(replicas.intersection(active)) > len(active)
+    is_enough = is_whole or (may_lack_some and overlap_over and is_majority)
+    newest = state.fragments[fragment].round
+    is_confirmed = {own}.issuperset(active) or any(c.base_round == newest and c.replica != own for c in usable)
+    if (is_enough and is_confirmed) or (may_lack_some and patience_over):
+        return tuple(usable)
+    return None
+
+
+def of_the_run(
+    state: RunState, fragment: int, here: Mapping[int, Contribution], bases: Mapping[int, str], own: int, base: str
+) -> dict[int, Contribution]:
+    """The payloads of a fragment that were taken against the run's Θ_p of their base round.
+
+    Args:
+        state: after all entries, which tell Θ_p up to the last round but one.
+        fragment: p.
+        here: for each replica its newest payload of the fragment that was verified here.
+        bases: the digest of Θ_p in the header of each.
+        own: this replica.
+        base: the digest of its Θ_p after the newest round.
+
+    Raises:
+        DisagreementError: if more replicas have another Θ_p after the newest round than have this replica's own.
+    """
+    log = state.fragments[fragment]
+    known = {log.round: base} | {log.round - back: past for back, past in enumerate(reversed(log.before), 1)}
+    sound = {m: c for m, c in here.items() if known.get(c.base_round, bases[m]) == bases[m]}
+    newest = [m for m, c in here.items() if c.base_round == log.round and not state.refusal(fragment, c)]
+    num_others = sum(replica not in sound for replica in newest)
+    if 2 * num_others > len({own, *newest}):
+        raise DisagreementError(
+            f"the outer parameters of fragment {fragment} after round {log.round} are not those of {num_others} "
+            "other replicas: this computer's memory changed, or an outer step gave other bits here; nothing was "
+            "written: start this replica again"
+        )
+    return sound
+
+
+def turns(previous: str, replicas: Iterable[int]) -> tuple[int, ...]:
+    """The replicas which may write the next entry, in the order in which they should try; the same on all.
+
+    The order is that of SHA-256(previous, replica): nobody is first twice in a row but by chance. Who comes later
+    waits for the earlier ones for a moment and no longer: they may be dead.
+
+    Args:
+        previous: SHA-256 of the newest entry, `RunState.previous`.
+        replicas: those whose payloads are here.
+
+    >>> turns("00" * 32, [0, 1, 2]), turns("01" * 32, [0, 1, 2])
+    ((1, 0, 2), (0, 1, 2))
+    """
+    return tuple(sorted(replicas, key=lambda replica: (sha256(f"{previous} {replica}".encode()), replica)))

@@ -1,0 +1,107 @@
+"""The engine's settings that a config asks for, and their check before anything is started."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from diloco.engine.settings import Settings
+from diloco.errors import UserError, setting
+from diloco.fragments import Fragments, sequential, strided, whole
+from diloco.outer.averages import reduction_of
+from diloco.outer.merge import Mixing
+from diloco.outer.nesterov import Nesterov
+from diloco.schedule import Schedule
+from diloco.training.config.config import TrainConfig
+from diloco.wire import codec
+
+
+def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
+    """The settings of the engine around a run's model.
+
+    Raises:
+        UserError: if the schedule, the codec or the model refuses them.
+    """
+    diloco = config.diloco
+    assert diloco.overlap_steps is not None, "the config is resolved"
+    assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
+    with setting("diloco.wire", diloco.wire):
+        wire = codec(diloco.wire)
+    with setting("diloco.combine", diloco.combine):
+        reduction_of(diloco.combine, wire)
+    fragments = _fragments(config, model)
+    schedule = Schedule(
+        sync_every=diloco.sync_every,
+        num_fragments=len(fragments),
+        overlap_steps=diloco.overlap_steps,
+        offsets=diloco.offsets,
+        first_sync=diloco.first_sync,
+    )
+    return Settings(
+        fragments=fragments,
+        schedule=schedule,
+        outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
+        mixing=Mixing(diloco.mixing),
+        wire=wire,
+        combine=diloco.combine,
+        error_feedback=diloco.error_feedback,
+        seed=config.seed,
+    )
+
+
+def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
+    if config.diloco.fragments == "whole":
+        return whole(model)
+    cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
+    try:
+        return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+    except UserError as error:
+        if error.fields:
+            raise
+        raise UserError(
+            f"diloco.fragments={config.diloco.fragments} can't be made of this model ({error}): set it to whole",
+            "diloco.fragments",
+        ) from error
+
+
+def frozen_parameters(settings: Settings, model: nn.Module) -> Callable[[int], Iterable[nn.Parameter]]:
+    """A function of the step: the parameters outside the fragment that is sent next."""
+
+    def frozen(step: int) -> Iterable[nn.Parameter]:
+        trained = settings.schedule.next_sent(step)
+        for index, fragment in enumerate(settings.fragments):
+            if index not in trained:
+                yield from (model.get_parameter(name) for name in fragment.parameters)
+
+    return frozen
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse settings that the engine would refuse, or with which a fragment is never sent.
+
+    Raises:
+        UserError: naming both values of a contradiction.
+    """
+    if config.method == "data_parallel":
+        return
+    schedule = checked_settings(config).schedule
+    last = max(range(schedule.num_fragments), key=schedule.send_step)
+    if (step := schedule.send_step(last)) > config.num_steps:
+        raise UserError(
+            f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
+            "parameters would stay the initial ones; lower diloco.sync_every, or raise num_tokens",
+            *("diloco.sync_every", "num_tokens"),
+        )
+
+
+def checked_settings(config: TrainConfig) -> Settings:
+    """The engine's settings for a config with its method's values, whatever the length of the run.
+
+    Raises:
+        UserError: for settings that the engine would refuse.
+    """
+    with torch.device("meta"):
+        model = config.model.build(seed=config.seed)
+    settings = engine_settings(config, model)
+    settings.check(model, config.num_replicas if config.rendezvous is None else None)
+    return settings

@@ -1,0 +1,80 @@
+"""Recipes: functions that return a config. A variant calls one and changes the fields that differ."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from diloco.models.decoder_config import LADDER, SEQUENCE_LENGTH, DecoderConfig, ladder
+from diloco.training.config.config import AdamWConfig, CheckpointConfig, DilocoConfig, TrainConfig
+
+
+def laptop() -> TrainConfig:
+    """A 1M-parameter model of bytes on two CPU cores, in a few minutes."""
+    return TrainConfig(
+        num_tokens=700 * 16 * 256,
+        global_batch=16,
+        sequence_length=256,
+        model=DecoderConfig(num_layers=6, num_heads=2, width=128),
+        optimizer=AdamWConfig(learning_rate=4e-3),
+        diloco=DilocoConfig(sync_every=30, layers_per_fragment=3),
+        checkpoint=CheckpointConfig(every_steps=100),
+    )
+
+
+def tiny() -> TrainConfig:
+    """A model too small to learn much, in seconds: to try out a setting."""
+    return replace(
+        laptop(),
+        num_tokens=60 * 8 * 64,
+        global_batch=8,
+        sequence_length=64,
+        model=DecoderConfig(num_layers=4, num_heads=2, width=32),
+        diloco=DilocoConfig(sync_every=10, layers_per_fragment=2),
+        checkpoint=CheckpointConfig(every_steps=20),
+    )
+
+
+def scaling_laws(scale: str, num_replicas: int = 2) -> TrainConfig:
+    """A size of arXiv 2503.09799, 20 tokens a parameter, at the hyperparameters of its joint power laws.
+
+    Learning rate 22256·N^−0.8827·M^0.2929; batch 0.00709·N^0.4695·M^0.3399 sequences, to the nearest power of
+    two a replica; the token budget to the nearest whole step. Needs a tokenizer of 16,384 to 32,768 entries.
+    """
+    model = ladder(scale)
+    num_params = model.num_matrix_params
+    sequences = 0.00709 * num_params**0.4695 * num_replicas**0.3399
+    global_batch = num_replicas * 2 ** round(math.log2(sequences / num_replicas))
+    tokens_per_step = global_batch * SEQUENCE_LENGTH
+    return TrainConfig(
+        num_replicas=num_replicas,
+        num_tokens=round(20 * num_params / tokens_per_step) * tokens_per_step,
+        global_batch=global_batch,
+        sequence_length=SEQUENCE_LENGTH,
+        model=model,
+        optimizer=AdamWConfig(learning_rate=22256 * num_params**-0.8827 * num_replicas**0.2929),
+        diloco=DilocoConfig(sync_every=30),
+        checkpoint=CheckpointConfig(every_steps=500),
+    )
+
+
+def _scaling_laws_recipe(scale: str) -> Callable[[], TrainConfig]:
+    def recipe() -> TrainConfig:
+        return scaling_laws(scale)
+
+    recipe.__doc__ = (
+        f"{scale} parameters, as in arXiv 2503.09799, at its hyperparameters for two replicas; needs text in "
+        "data.train and a data.tokenizer of 16,384 to 32,768 entries."
+    )
+    return recipe
+
+
+PAPER_RECIPES = {scale.lower(): _scaling_laws_recipe(scale) for scale in LADDER}
+"""The recipes of arXiv 2503.09799 by name, the smallest model first."""
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "tiny": tiny} | PAPER_RECIPES
+"""The recipes by name."""
+
+
+def recipe(name: str) -> TrainConfig:
+    """The config of a recipe, with the recipe's name in it."""
+    return replace(RECIPES[name](), recipe=name)

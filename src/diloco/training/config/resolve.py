@@ -1,0 +1,449 @@
+"""From the settings asked for to the settings that run: values that follow from others are filled in."""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from diloco.data.index import INDEX_FILE, read_index
+from diloco.errors import FileError, UserError, nearest
+from diloco.files import expanded, memory_bytes
+from diloco.models.spec import ModelConfig
+from diloco.presets import PRESETS, Preset
+from diloco.schema import read_bytes
+from diloco.training.config.config import (
+    AdamWConfig,
+    TrainConfig,
+    differences_from_defaults,
+    fields_with,
+    from_json,
+    to_json,
+    with_value,
+)
+from diloco.training.config.hugging_face import with_hugging_face
+from diloco.training.config.recipes import RECIPES, recipe
+
+
+def check_sizes(config: TrainConfig, *, here: bool) -> None:
+    """Compare the model's parameters, a batch and its logits with a machine's memory.
+
+    These are lower bounds: optimizer, gradients and activations take several times as much.
+
+    Args:
+        config: with its vocabulary, as `resolve` fills it in.
+        here: True compares with the memory of this machine, on which the run takes place; False with the largest
+            that a machine may have.
+
+    Raises:
+        UserError: with the fields and the bytes that they ask for.
+    """
+    model, length = config.model, config.sequence_length
+    micro_batch = config.micro_batch or config.process_batch
+    needs = {
+        ("sequence_length", "global_batch"): (8 * config.process_batch * (length + 1), "tokens of one step"),
+        ("sequence_length", "micro_batch", "model.vocab_size"): (
+            logit_bytes(config) * micro_batch * length * model.vocab_size,
+            "logits of one pass",
+        ),
+        ("evaluation.batch", "sequence_length", "model.vocab_size"): (
+            logit_bytes(config) * config.evaluation.batch * length * model.vocab_size,
+            "logits of one batch of the evaluation",
+        ),
+    }
+    check_model(model, here=here)
+    values = {
+        **{
+            "model.vocab_size": model.vocab_size,
+            "sequence_length": length,
+            "global_batch": config.global_batch,
+            "micro_batch": micro_batch,
+        },
+        **{"evaluation.batch": config.evaluation.batch},
+    }
+    for names, (num_bytes, content) in needs.items():
+        _check({name: values[name] for name in names}, num_bytes, content, here=here)
+
+
+def logit_bytes(config: TrainConfig) -> int:
+    """Bytes of a logit; where a device decides on autocast, the fewer."""
+    return 4 if config.precision == "fp32" else 2
+
+
+def check_model(model: ModelConfig, *, here: bool) -> None:
+    """Compare a model's parameters alone; arguments and errors as those of `check_sizes`."""
+    values = {f"model.{name}": getattr(model, name) for name in model.size_fields}
+    _check(values, 4 * model.num_matrix_params, "parameters", here=here)
+
+
+def _check(values: Mapping[str, int | str], num_bytes: int, content: str, *, here: bool) -> None:
+    memory = memory_bytes() if here else _LARGEST_MEMORY_BYTES
+    whose = "this machine has" if here else "no machine has more than"
+    if num_bytes > memory:
+        asked = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(
+            f"{asked}: the {content} alone take {num_bytes:,} bytes, and {whose} {memory:,} bytes of memory: "
+            "choose smaller sizes",
+            *sorted(values, key=lambda name: (isinstance(size := values[name], int) and size) or 0, reverse=True),
+        )
+
+
+_LARGEST_MEMORY_BYTES = 1 << 46
+
+Unit = Literal["tokens", "tokens a parameter", "epochs"]
+
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An amount of training, which the model's size or the text may have to turn into tokens.
+
+    >>> str(Budget(20.0, "tokens a parameter")), str(Budget(1e6, "tokens"))
+    ('20 tokens a parameter', '1,000,000 tokens')
+    """
+
+    amount: float
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.amount:{',.0f' if self.unit == 'tokens' else '.10g'}} {self.unit}"
+
+    def num_tokens(self, config: TrainConfig, epoch_tokens: int) -> float:
+        """The tokens that this is for a config whose vocabulary is known, and text of so many tokens an epoch."""
+        unit_tokens = {"tokens": 1, "tokens a parameter": config.model.num_matrix_params, "epochs": epoch_tokens}
+        return self.amount * unit_tokens[self.unit]
+
+
+def parse_tokens(text: str) -> Budget:
+    """The budget that a text names: a number of tokens, or a multiple of the parameters.
+
+    Raises:
+        UserError: if it is neither.
+
+    >>> parse_tokens("1.5M"), parse_tokens("20x")
+    (Budget(amount=1500000.0, unit='tokens'), Budget(amount=20.0, unit='tokens a parameter'))
+    """
+    match = re.fullmatch(
+        r"([0-9][0-9_,]*(?:\.[0-9]*)?(?:e\+?[0-9]{1,3})?)([kmgbtx]?)", text.strip(), re.IGNORECASE
+    )
+    if match is None:
+        raise UserError(
+            f"num_tokens={text} is no number of tokens: take one such as 1000000, 1e6 or 1M, or 20x for 20 tokens "
+            "a parameter",
+            "num_tokens",
+        )
+    amount, unit = float(match[1].replace(",", "")), match[2].lower()
+    if unit == "x":
+        return _checked("num_tokens", text, Budget(amount, "tokens a parameter"))
+    return _checked("num_tokens", text, Budget(amount * _FACTORS[unit], "tokens"))
+
+
+def epochs(number: float) -> Budget:
+    """The budget of so many passes over the training text.
+
+    Raises:
+        UserError: if it is not above 0.
+    """
+    return _checked("epochs", number, Budget(number, "epochs"))
+
+
+def _checked(field: str, value: object, budget: Budget) -> Budget:
+    if not 0 < budget.amount < math.inf:
+        raise UserError(f"{field}={value} must be above 0 and finite", field)
+    return budget
+
+
+def with_budget(config: TrainConfig, budget: Budget, *, epoch_tokens: int) -> TrainConfig:
+    """The config with a budget of whole steps, as near as possible.
+
+    Args:
+        config: with its vocabulary.
+        budget: as asked for.
+        epoch_tokens: tokens of one pass over the training text.
+
+    Raises:
+        UserError: if the nearest is no step at all.
+    """
+    num_tokens, per_step = budget.num_tokens(config, epoch_tokens), config.tokens_per_step
+    if num_tokens > _MOST_TOKENS:
+        raise UserError(f"num_tokens of {num_tokens:.3g} are more than any run can take", "num_tokens")
+    num_steps = round(num_tokens / per_step)
+    if not num_steps:
+        raise UserError(
+            f"{budget} are less than half a step of global_batch·sequence_length={per_step} tokens: take a larger "
+            "num_tokens",
+            *("num_tokens", "global_batch", "sequence_length"),
+        )
+    return replace(config, num_tokens=num_steps * per_step)
+
+
+_MOST_TOKENS = 2.0**60
+
+
+def with_method_values(config: TrainConfig) -> TrainConfig:
+    """The same config with the values of its method's preset in the fields that were left out."""
+    if config.method == "data_parallel":
+        return config
+    preset = vars(PRESETS[config.method])
+    left_out = {name: value for name, value in preset.items() if getattr(config.diloco, name) is None}
+    return replace(config, diloco=replace(config.diloco, **left_out))
+
+
+def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
+    """The config with every value filled in that follows from the method, the tokenizer or the length of the run.
+
+    Args:
+        config: as asked for.
+        vocab_size: of the tokenizer.
+        prepared: directory of the prepared data.
+
+    Raises:
+        UserError: if the model's vocabulary is smaller than the tokenizer's, or much larger, if the warm-up does
+            not end before the run or the decay, if there would be nothing to freeze, or for sizes beyond the
+            memory.
+    """
+    model = config.model.fitted(vocab_size=vocab_size, sequence_length=config.sequence_length)
+    config = with_method_values(config)
+    optimizer, num_steps = with_warmup(config.optimizer, config.num_steps), config.num_steps
+    if config.diloco.freeze and config.diloco.fragments == "whole":
+        raise UserError(
+            "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
+            *("diloco.freeze", "diloco.fragments"),
+        )
+    resolved = replace(
+        config,
+        model=model,
+        data=replace(config.data, prepared=prepared),
+        checkpoint=replace(
+            config.checkpoint,
+            keep=config.default_keep if config.checkpoint.keep is None else config.checkpoint.keep,
+        ),
+        shards_per_replica=config.num_shards,
+        micro_batch=config.micro_batch or config.process_batch,
+        optimizer=replace(
+            optimizer,
+            weight_decay=1 / num_steps if optimizer.weight_decay is None else optimizer.weight_decay,
+        ),
+    )
+    check_sizes(resolved, here=False)
+    return resolved
+
+
+def with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
+    """The optimizer's settings with the warm-up that a schedule of so many steps has where none is given.
+
+    Raises:
+        UserError: if the warm-up does not end before the schedule or the decay.
+    """
+    if optimizer.warmup_steps is None:
+        optimizer = replace(optimizer, warmup_steps=min(1000, num_steps // 10))
+    warmup_steps = optimizer.warmup_steps
+    assert warmup_steps is not None, "it was filled in"
+    if warmup_steps >= num_steps:
+        raise UserError(
+            f"optimizer.warmup_steps={warmup_steps} leaves nothing of the run's {num_steps} steps: take fewer, or "
+            "a larger num_tokens",
+            *("optimizer.warmup_steps", "num_tokens"),
+        )
+    if optimizer.schedule == "wsd" and warmup_steps > (1 - optimizer.decay_fraction) * num_steps:
+        raise UserError(
+            f"optimizer.decay_fraction={optimizer.decay_fraction} of {num_steps} steps begins before the warm-up "
+            f"of {warmup_steps} steps has ended: take a smaller one of the two",
+            *("optimizer.decay_fraction", "optimizer.warmup_steps"),
+        )
+    return optimizer
+
+
+def asked_again(config: TrainConfig, *, vocab_size: int) -> TrainConfig:
+    """A resolved config without the values that `resolve` would fill in, so that they follow from a change again.
+
+    Args:
+        config: as `resolve` gives it.
+        vocab_size: of its tokenizer.
+    """
+    resolved, prepared = config, config.data.prepared
+    assert prepared is not None, "the config is resolved"
+    for name, left_out in _FILLED_IN.items():
+        without = with_value(config, name, left_out)
+        try:
+            is_the_same = resolve(without, vocab_size=vocab_size, prepared=prepared) == resolved
+        except UserError:
+            continue
+        config = without if is_the_same else config
+    if prepared.parent == expanded(config.data.cache).absolute():
+        return with_value(config, "data.prepared", None)
+    return config
+
+
+_FILLED_IN = {
+    "model.vocab_size": 0,
+    **dict.fromkeys(f"diloco.{field.name}" for field in fields(Preset)),
+    **dict.fromkeys(fields_with(TrainConfig, "filled_in")),
+}
+"""The fields that `resolve` fills in, and their values where they are left out."""
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
+
+    A value that is the method's own counts as the default. Incidental fields, such as the run's name, are left
+    out, and so are those of `data`: text is known by its content, not by the place where it lies.
+    """
+    incidental = fields_with(TrainConfig, "incidental")
+    preset = {} if config.method == "data_parallel" else vars(PRESETS[config.method])
+    left_out = {name: None for name, value in preset.items() if getattr(config.diloco, name) == value}
+    config = replace(config, diloco=replace(config.diloco, **left_out))
+    return {
+        name: value
+        for name, value in differences_from_defaults(config).items()
+        if name not in incidental and not name.startswith("data.")
+    }
+
+
+def shared_facts(config: TrainConfig) -> dict[str, Any]:
+    """The settings that all replicas of a run must share, by dotted name, as JSON; text is known by its digest."""
+    own = fields_with(TrainConfig, "own_to_a_replica")
+    return dict(_flat(to_json(config), without=own))
+
+
+def facts_with_rendezvous(config: TrainConfig) -> dict[str, Any]:
+    """The settings that replicas which come and go must share, by dotted name, as JSON."""
+    own = {
+        name
+        for kind in ("incidental", "own_to_a_replica", "own_with_rendezvous", "may_change_on_resume")
+        for name in fields_with(TrainConfig, kind)
+    }
+    own -= {f"model.{name}" for name in config.model.replayed_fields}
+    return dict(_flat(to_json(config), without=own))
+
+
+def _flat(values: Mapping[str, Any], *, without: Collection[str], where: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if where + name in without:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, without=without, where=f"{where}{name}.")
+        else:
+            yield where + name, value
+
+
+_MOST_BYTES = 1 << 20
+"""Size of the largest file that is read: no config takes as much."""
+
+
+def read_config_file(
+    path: Path, name: str | None, *, rendezvous: str | None = None
+) -> tuple[TrainConfig, Budget | None]:
+    """A recipe's config with the fields that a file changes, and the budget where the file has one.
+
+    Sections are those of the config, and `recipe` names the recipe. `num_tokens` may be a text such as "20x", and
+    `epochs` may stand in its place. The values that a run's `config.json` has because they follow from others are
+    left out, and so is the run's name.
+
+    Args:
+        path: of the file, `.toml` or `.json`.
+        name: of the recipe; None takes the file's.
+        rendezvous: in the place of the file's; with either, num_replicas is 1 unless the file says otherwise.
+
+    Raises:
+        FileError: if the file can't be read.
+        UserError: for an unknown field or recipe, and for a value that the config refuses.
+    """
+    values = _read(path)
+    own = values.pop("recipe", "") or None
+    if own is not None and (not isinstance(own, str) or own not in RECIPES):
+        raise UserError(f"{path}: there is no recipe {str(own)!r:.80}{nearest(str(own), RECIPES)}")
+    if name and own and name != own:
+        raise UserError(f"{path} changes the recipe {own}, not {name}: name that recipe, or none")
+    if (chosen := name or own) is None:
+        raise UserError(f"{path} names no recipe: name one of {', '.join(RECIPES)}, there or before the flags")
+    budget = _budget(path, values)
+    base = recipe(chosen)
+    if rendezvous is not None:
+        values = values | {"rendezvous": rendezvous}
+    if values.get("rendezvous") is not None:  # each command starts one replica
+        values = {"num_replicas": 1} | values
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("hf"), str) and "family" not in model:
+        base = with_hugging_face(base, model["hf"])
+        values = values | {"model": {name: value for name, value in model.items() if name != "hf"}}
+    config = from_json(TrainConfig, _merged(to_json(base), values, path), source=str(path))
+    return (_anew(config) if path.suffix == ".json" else config), budget
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".toml", ".json"):
+        raise UserError(f"config={path}: name a .toml file, or a .json such as a run's config.json", "config")
+    content = read_bytes(path, most_bytes=_MOST_BYTES)
+    try:
+        text = content.decode()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} can't be read: {error}") from error
+    if not isinstance(values, dict):
+        raise FileError(f"{path} can't be read: it is no object")
+    return values
+
+
+def _budget(path: Path, values: dict[str, Any]) -> Budget | None:
+    """The budget of a file, which is taken out of its values where the config has no field for it."""
+    num_tokens, num_epochs = values.get("num_tokens"), values.pop("epochs", None)
+    if num_epochs is not None and num_tokens is not None:
+        raise UserError(f"{path} has num_tokens and epochs: leave one of them out")
+    if num_epochs is not None:
+        if not isinstance(num_epochs, int | float) or isinstance(num_epochs, bool):
+            raise UserError(f"{path}: epochs={num_epochs!r:.80} is no number")
+        return epochs(num_epochs)
+    if isinstance(num_tokens, str | float):
+        del values["num_tokens"]
+        return parse_tokens(str(num_tokens))
+    return Budget(num_tokens, "tokens") if isinstance(num_tokens, int) else None
+
+
+def _merged(
+    base: Mapping[str, Any], changes: Mapping[str, Any], path: Path, where: str = "", names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A config's values with changes, section by section."""
+    if where == "model." and "family" in changes:
+        return dict(changes)  # a model of another family has other fields
+    names = names or [*_dotted(base)]
+    for name, value in changes.items():
+        if name not in base:
+            elsewhere = " or ".join(one for one in names if one.rpartition(".")[2] == name)
+            near = f": did you mean {elsewhere}?" if elsewhere else nearest(name, base)
+            raise UserError(f"{path}: there is no field {where}{name:.80}{near}")
+        if isinstance(base[name], Mapping) != isinstance(value, Mapping):
+            raise UserError(f"{path}: {where}{name} is {'no' if isinstance(value, Mapping) else 'a'} section")
+    return {
+        name: _merged(value, changes[name], path, f"{where}{name}.", names)
+        if isinstance(value, Mapping) and name in changes
+        else changes.get(name, value)
+        for name, value in base.items()
+    }
+
+
+def _dotted(values: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """The dotted names of all fields of a config's values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{where}{name}.")
+        else:
+            yield where + name
+
+
+def _anew(config: TrainConfig) -> TrainConfig:
+    """The config of a run as another run begins with it."""
+    optimizer = config.optimizer
+    if optimizer.start_step:
+        optimizer = replace(optimizer, start_step=0, start_rate=0.0, warmup_steps=None)
+    config, prepared = replace(config, name="", optimizer=optimizer), config.data.prepared
+    if prepared is None:
+        return config
+    is_there = (prepared / INDEX_FILE).is_file()
+    vocab_size = read_index(prepared).vocab_size if is_there else config.model.vocab_size
+    config = asked_again(config, vocab_size=vocab_size)
+    return config if is_there else replace(config, data=replace(config.data, prepared=None))

@@ -1,0 +1,247 @@
+"""Read the parameters that a run saved, and evaluate them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.data.shards import open_split
+from diloco.data.tokenizers import Tokenizer, load_tokenizer
+from diloco.errors import CheckpointError, UserError, setting
+from diloco.evaluation.held_out import held_out_loss, sequence_losses
+from diloco.evaluation.questions import read_questions
+from diloco.files import require
+from diloco.hub import check_reachable
+from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer
+from diloco.training.config.config import Parameters, TrainConfig
+from diloco.training.config.resolve import check_sizes
+from diloco.training.records.checkpoints import finished_steps, read, read_files
+from diloco.training.records.runs import check_data, check_same_text, read_config
+from diloco.training.records.store_runs import store_config, store_parameters
+from diloco.training.records.summary import OUTER_FILE, held_out_batches, held_out_windows
+
+
+def run_parameters(
+    source: Path | str, parameters: Parameters, *, at_step: int | None = None
+) -> tuple[LanguageModel, int]:
+    """A run's model, on the CPU, and the step that its parameters are from.
+
+    Args:
+        source: the directory of a run, over or not; or the URL of the store in which its replicas meet.
+        parameters: outer: Θ, which a finished run has written; replica: replica 0's own, θ_0; average: the mean of
+            all replicas' own. The last two are read from the newest checkpoint, the average from the newest that
+            all replicas hold.
+        at_step: the step of the checkpoint to read them from; None is the end, or the newest checkpoint.
+
+    Raises:
+        UserError: if there is no run, or a store does not hold these parameters.
+        CheckpointError: if no checkpoint holds these parameters, or it is damaged.
+        FileError: if a store's log is damaged.
+    """
+    if isinstance(source, str):
+        for field, value, left_out in (("parameters", parameters, "outer"), ("at_step", at_step, None)):
+            if value != left_out:
+                raise UserError(
+                    f"{field}={value}: a store holds the newest outer parameters alone: name a replica's "
+                    "directory",
+                    field,
+                )
+        return store_parameters(source)
+    config = read_config(source)
+    check_sizes(config, here=True)
+    model = config.model.build(seed=config.seed)
+    replicas = range(config.num_local_replicas)
+    exported, outer = source / OUTER_FILE, _OWN if config.method == "data_parallel" else _OUTER
+    if parameters == "outer" and exported.exists() and at_step is None:
+        theta = _as_saved(config, model, outer)
+        try:
+            read_files([exported], theta, source=str(exported))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{exported} can't be read ({error}): copy it again, or delete it to take the newest checkpoint"
+            ) from error
+        model.load_state_dict(theta)
+        return model, config.num_steps
+    if parameters == "outer":  # all replicas have the same
+        holder = next((m for m in replicas if finished_steps(config.checkpoints, m)), 0)
+        step = _held_step(config, range(holder, holder + 1), at_step)
+        model.load_state_dict(_read(config, model, holder, step, outer))
+        return model, step
+    averaged = replicas if parameters == "average" else replicas[:1]
+    step = _held_step(config, averaged, at_step)
+    thetas = [_read(config, model, replica, step, _OWN) for replica in averaged]
+    model.load_state_dict(
+        {name: torch.stack([theta[name].float() for theta in thetas]).mean(0) for name in thetas[0]}
+    )
+    return model, step
+
+
+_OWN, _OUTER = ("model",), ("sync", "outer")
+"""The places of a replica's own parameters, and of Θ, among the tensors of a checkpoint."""
+
+
+def _as_saved(config: TrainConfig, model: LanguageModel, where: Sequence[str]) -> dict[str, Tensor]:
+    """The model's tensors, or copies in bfloat16 where a replica trained its own so; Θ is FP32."""
+    is_low = where == _OWN and config.precision == "bf16-params"
+    return {name: value.bfloat16() if is_low else value for name, value in model.state_dict().items()}
+
+
+def _held_step(config: TrainConfig, replicas: range, at_step: int | None) -> int:
+    """The step asked for, or the newest, of which all these replicas hold a checkpoint."""
+    held = {replica: finished_steps(config.checkpoints, replica) for replica in replicas}
+    for replica, steps in held.items():
+        if not steps:
+            here = f"{config.directory} holds no checkpoint of replica {replica}: evaluate where that replica ran"
+            if config.checkpoint.every_steps:
+                raise CheckpointError(here)
+            raise CheckpointError(
+                f"{here}, or train with checkpoint.every_steps above 0 (it was 0)", "checkpoint.every_steps"
+            )
+    common = set.intersection(*map(set, held.values()))
+    if not common:
+        raise CheckpointError(f"no step has checkpoints of all replicas in {config.checkpoints}")
+    if at_step is not None and at_step not in common:
+        raise CheckpointError(
+            f"at_step={at_step}: {config.checkpoints} holds the steps {', '.join(map(str, sorted(common)))}",
+            "at_step",
+        )
+    return max(common) if at_step is None else at_step
+
+
+def _read(
+    config: TrainConfig, model: LanguageModel, replica: int, step: int, where: Sequence[str]
+) -> dict[str, Tensor]:
+    parameters = {name: torch.zeros_like(value) for name, value in _as_saved(config, model, where).items()}
+    nested: dict[str, Any] = parameters
+    for name in reversed(where):
+        nested = {name: nested}
+    read(config.checkpoints, replica, step, nested)
+    return parameters
+
+
+def finished_config(source: Path | str, prepared: Path | None) -> TrainConfig:
+    """The config of a run, with the place of its data.
+
+    Args:
+        source: as in `run_parameters`.
+        prepared: directory of the run's data, if that was moved, or the run is in a store.
+
+    Raises:
+        UserError: if there is no run, or no data, or the data is not the run's.
+    """
+    if isinstance(source, str):
+        return store_config(source, prepared)
+    config = read_config(source)
+    if prepared is not None:
+        config = replace(config, data=replace(config.data, prepared=prepared))
+    check_data(config, field="prepared")
+    check_same_text(config, field="prepared")
+    return config
+
+
+def load_writer(
+    source: Path | str,
+    *,
+    parameters: Parameters = "outer",
+    prepared: Path | None = None,
+    device: str = "auto",
+    **sampling: Any,
+) -> tuple[Writer, Tokenizer]:
+    """A run's model, ready to write text, and its tokenizer; it has read BOS, as at the beginning of a document.
+
+    Args:
+        source: as in `run_parameters`.
+        parameters: which of its parameters, as in `run_parameters`.
+        prepared: as in `finished_config`.
+        device: auto, cpu or cuda.
+        sampling: temperature, top_k and seed, as `Writer` takes them.
+
+    Raises:
+        UserError: if there is no run or no data, and for a value that `Writer` refuses.
+        CheckpointError: as `run_parameters`.
+    """
+    config = finished_config(source, prepared)
+    assert config.data.prepared is not None, "a run's config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    model, _ = run_parameters(source, parameters)
+    place, length = _place(device), config.sequence_length
+    model.to(place)
+    writer = Writer(model, context=length, device=place, vocab_size=tokenizer.vocab_size, **sampling)
+    writer.read([tokenizer.bos_id])
+    return writer, tokenizer
+
+
+def _place(device: str) -> torch.device:
+    """The device of a name, where `auto` is the GPU if there is one."""
+    return torch.device(
+        "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    )
+
+
+def evaluate_run(
+    source: Path | str,
+    *,
+    parameters: Parameters = "outer",
+    at_step: int | None = None,
+    tasks: Mapping[str, Path | None] | None = None,
+    limit: int | None = None,
+    held_out: bool = True,
+    prepared: Path | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Held-out loss and zero-shot accuracies of a run, as values that `json` writes.
+
+    Args:
+        source: as in `run_parameters`.
+        parameters: which of its parameters, as in `run_parameters`.
+        at_step: as in `run_parameters`.
+        tasks: by name, each with its file of questions, or None for lm-evaluation-harness's task of that name.
+        limit: largest number of questions of each task, the first ones.
+        held_out: measure the held-out loss.
+        prepared: as in `finished_config`.
+        device: auto, cpu or cuda.
+
+    Raises:
+        UserError: if there is no run, no data or no such task.
+        CheckpointError: as `run_parameters`.
+    """
+    tasks = tasks or {}
+    if tasks:
+        for path in filter(None, tasks.values()):
+            read_questions(path)
+        if asked := [name for name, path in tasks.items() if path is None]:
+            with setting("tasks", ",".join(asked)):
+                check_reachable("the questions")
+        require("lm_eval", extra="eval")
+        from diloco.evaluation.zero_shot import check_tasks
+
+        check_tasks(tasks)
+    config = finished_config(source, prepared)
+    model, step = run_parameters(source, parameters, at_step=at_step)
+    place = _place(device)
+    model.to(place)
+    result: dict[str, Any] = {"run": str(source), "parameters": parameters, "step": step}
+    if held_out:
+        result |= _held_out(model, config, place)
+    result["tasks"] = {}
+    if tasks:
+        from diloco.evaluation.zero_shot import score_tasks
+
+        assert config.data.prepared is not None, "a run's config is resolved"
+        tokenizer, length = load_tokenizer(config.data.prepared), config.sequence_length
+        result["tasks"] = score_tasks(model, tokenizer, tasks, max_length=length, device=place, limit=limit)
+    return result
+
+
+def _held_out(model: LanguageModel, config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    assert config.data.prepared is not None, "a run's config is resolved"
+    split = open_split(config.data.prepared, "held_out")
+    losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), config), device)
+    measured = held_out_loss(
+        losses, sequence_length=config.sequence_length, bytes_per_token=split.num_bytes / split.num_tokens
+    )
+    return {f"eval_{name.removeprefix('num_')}": value for name, value in asdict(measured).items()}

@@ -1,0 +1,442 @@
+"""The directory of a run, and its life: created, running, resumed, finished."""
+
+import fcntl
+import logging
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import IO, Any
+
+from diloco.data.index import INDEX_FILE, Split
+from diloco.errors import FileError, UserError
+from diloco.exchange.transport import failing_together, share
+from diloco.files import make_directory, write_atomically, write_json, writing
+from diloco.rendezvous.log.log import is_store
+from diloco.rendezvous.store import CREDENTIALS
+from diloco.schema import Count, converted, read_json
+from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, get, to_json
+from diloco.training.config.resolve import with_warmup
+from diloco.training.processes import under_a_launcher
+from diloco.training.records.checkpoints import Checkpoints, finished_steps
+from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
+from diloco.training.step import learning_rate
+from diloco.training.world import World
+
+CONFIG_FILE = "config.json"
+
+
+DATA_FILE = "data.json"
+
+
+_MOST_BYTES = 1 << 20
+"""Size of the largest file that is read: no config takes as much."""
+
+
+def check_unclaimed(asked: TrainConfig) -> None:
+    """Refuse a config whose directory already holds a run.
+
+    Raises:
+        UserError: if it does; it names the store that a replica in the directory belongs to.
+        FileError: as `read_config`.
+    """
+    directory = asked.directory
+    if not (directory / CONFIG_FILE).exists():
+        return
+    other = None if asked.rendezvous is None else read_config(directory).rendezvous
+    if other is not None and other != asked.rendezvous:
+        raise UserError(
+            f"{directory} already holds a replica of the run in {other}, and not of that in "
+            f"rendezvous={asked.rendezvous}: choose another name, or set rendezvous={other} to continue it",
+            *("name", "rendezvous"),
+        )
+    raise UserError(f"{directory} already holds a run: choose another name, or resume it", "name")
+
+
+def own_run(asked: TrainConfig) -> Path | None:
+    """The directory of a store's replica that was here before: the command that started it also continues it.
+
+    None where another run, or none, is in the directory, and under a launcher, whose processes would not look at
+    the same time.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    directory = asked.directory
+    if asked.rendezvous is None or not asked.name or under_a_launcher() or not (directory / CONFIG_FILE).exists():
+        return None
+    return directory if read_config(directory).rendezvous == asked.rendezvous else None
+
+
+def claim(config: TrainConfig) -> None:
+    """Make the directory of a new run, with its resolved config and the index of its data.
+
+    Raises:
+        UserError: if it already holds a run.
+    """
+    directory = config.directory
+    check_unclaimed(config)
+    make_directory(directory)
+    assert config.data.prepared is not None, "the config is resolved"
+    write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
+    write_json(directory / CONFIG_FILE, to_json(config))
+
+
+def claim_together(config: TrainConfig, world: World) -> None:
+    """Claim the directory of a new run on every machine, whether the machines share a disk or not.
+
+    Nothing is claimed before all machines have looked, so that one which shares the disk of replica 0 does not
+    take its claim for an earlier run.
+
+    Raises:
+        UserError: if this machine's directory already holds a run.
+        ExchangeError: if that of another machine does.
+    """
+    with failing_together(world.everyone):
+        if world.is_first_on_machine:
+            check_unclaimed(config)
+        share(world.everyone, "no run is in the directory of this machine")
+        if world.everyone.replica == 0:
+            claim(config)
+        share(world.everyone, "replica 0 has claimed its directory")
+        if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
+            claim(config)
+        share(world.everyone, "every machine has")
+
+
+def read_config(directory: Path) -> TrainConfig:
+    """The resolved config of a run; its name and place are those of the directory now.
+
+    Raises:
+        UserError: if the directory holds no run.
+        FileError: if its config can't be read, or is of another version.
+    """
+    path = directory / CONFIG_FILE
+    if not path.exists():
+        raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
+    config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
+    for name in ("data.prepared", *fields_with(TrainConfig, "filled_in")):
+        if get(config, name) is None:
+            raise FileError(f"{path} can't be read: it has no value for {name}: restore it from another machine")
+    return replace(config, name=directory.name, runs=directory.parent)
+
+
+def _runs_near(directory: Path) -> str:
+    """The runs that a directory without one may have been meant for, in words."""
+    below = sorted(str(file.parent) for file in directory.glob(f"*/{CONFIG_FILE}"))
+    if below:
+        return f"; name one of the runs in it: {', '.join(below[:8])}{', …' * (len(below) > 8)}"
+    beside = [file.parent for file in directory.parent.glob(f"*/{CONFIG_FILE}")]
+    in_runs = directory.parent / TrainConfig.runs / directory.name
+    near = [in_runs] if (in_runs / CONFIG_FILE).exists() else beside
+    names = {path.name: str(path) for path in near}
+    matches = get_close_matches(directory.name, names, n=1)
+    return f"; did you mean {names[matches[0]]}?" if matches else ""
+
+
+def check_data(config: TrainConfig, *, field: str) -> None:
+    """Refuse a run whose data is gone.
+
+    Args:
+        config: of the run.
+        field: the setting that names another place.
+
+    Raises:
+        UserError: if it is gone.
+    """
+    assert config.data.prepared is not None, "a run's config is resolved"
+    if not (config.data.prepared / INDEX_FILE).exists():
+        raise UserError(
+            f"the data of run {config.name} is no longer in {config.data.prepared}: name its directory by {field}",
+            field,
+        )
+
+
+def check_same_text(config: TrainConfig, *, field: str) -> None:
+    """Refuse other text than a run was started on.
+
+    Args:
+        config: of the run.
+        field: the setting that names the text's directory.
+
+    Raises:
+        UserError: if the digests, or the numbers of tokens, differ.
+        FileError: if the text's index can't be read.
+    """
+    assert config.data.prepared is not None, "a run's config is resolved"
+    try:
+        started = _read_text(config.directory / DATA_FILE)
+    except FileError as error:
+        raise UserError(f"{error}: restore it from another machine, or start over") from None
+    here = _read_text(config.data.prepared / INDEX_FILE)
+    if (here.digest, here.num_tokens) != (started.digest, started.num_tokens):
+        raise UserError(
+            f"the run was started on data with digest {started.digest} and {started.num_tokens:,} tokens of "
+            f"training text, and {config.data.prepared} has {here.digest} and {here.num_tokens:,}: name the "
+            f"directory with the same text by {field}",
+            field,
+        )
+
+
+def _read_text(path: Path) -> "_Text":
+    index = read_json(path, dict[str, Any])
+    return converted({f.name: index.get(f.name) for f in fields(_Text)}, _Text, source=str(path))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The facts of a shard; an earlier index has no digests."""
+
+    num_tokens: Count
+    num_documents: Count = 0
+    num_bytes: Count = 0
+    tokens_digest: str = ""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The facts of a prepared directory's index that identify its text."""
+
+    digest: str
+    splits: dict[Split, list[_Shard]]
+
+    def __post_init__(self) -> None:
+        """Refuse an index without text to train on."""
+        if "train" not in self.splits:
+            raise UserError("it lacks the split train")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the training text."""
+        return sum(shard.num_tokens for shard in self.splits["train"])
+
+
+def resumable(directory: Path) -> TrainConfig:
+    """The config of a run, to be changed for a resume: values that follow from others are left out again.
+
+    Raises:
+        UserError: as `read_config`, and for a store.
+    """
+    store = re.sub(rf"^({'|'.join(CREDENTIALS)}):/(?!/)", r"\1://", str(directory))  # a path has one slash of it
+    if not (directory / CONFIG_FILE).exists() and is_store(store):
+        raise UserError(
+            f"resume={store} is a store, and no run's directory: leave it out, and set rendezvous={store} to join "
+            "the run, or to continue a replica by its name",
+            *("resume", "rendezvous"),
+        )
+    saved = read_config(directory)
+    keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
+    return replace(
+        saved,
+        micro_batch=None,
+        checkpoint=replace(saved.checkpoint, keep=keep),
+        optimizer=replace(saved.optimizer, warmup_steps=None),  # that of a new phase follows from its length
+    )
+
+
+def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
+    """The config to resume with; where a new phase of its schedule begins, its warm-up may be left out.
+
+    Args:
+        directory: of the run.
+        asked: what `resumable` gives, with changes.
+
+    Raises:
+        UserError: if a change would make it another run, with both values.
+    """
+    saved = read_config(directory)
+    if not asked.model.vocab_size:  # left to the tokenizer
+        asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
+    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
+    may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
+    begins_a_phase = False
+    for name, (_, value) in differences(resumable(directory), asked).items():
+        if value == (old := get(saved, name)):
+            continue
+        if name in of_the_schedule and asked.rendezvous is not None:
+            raise UserError(
+                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
+                "set it to that, or leave it out",
+                *(name, "rendezvous"),
+            )
+        begins_a_phase |= name in of_the_schedule
+        if name not in may_change or (name == "rendezvous" and None in (old, value)):
+            raise UserError(
+                f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
+                "same run; leave it out, or start a new run",
+                name,
+            )
+    check_data(asked, field="data.prepared")
+    assert saved.micro_batch is not None, "the config is resolved"
+    keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
+    return replace(
+        asked,
+        optimizer=asked.optimizer
+        if begins_a_phase
+        else replace(asked.optimizer, warmup_steps=saved.optimizer.warmup_steps),
+        micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
+        checkpoint=replace(asked.checkpoint, keep=keep),
+    )
+
+
+def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoints) -> int:
+    """The newest step that every replica holds; 0 if none has saved any, since all share the initial state.
+
+    Raises:
+        UserError: if a replica lacks checkpoints that it has saved.
+    """
+    held = share(world.everyone, checkpoints.steps(), list[int])
+    for replica in range(world.num_replicas):
+        if not set(finished_steps(config.checkpoints, replica)) <= set(held[replica * world.num_ranks]):
+            raise UserError(
+                f"this machine holds checkpoints of replica {replica}, which now runs elsewhere: "
+                "start each machine with the node rank it had"
+            )
+    common = set.intersection(*map(set, held))
+    newest = max((max(steps, default=0) for steps in held), default=0)
+    # Every replica has taken these steps, and should have saved what another has saved at them.
+    taken = {step for steps in held for step in steps if step <= newest - config.steps_apart}
+    if taken and not common:
+        raise UserError(
+            f"no step is held by every replica (they hold {', '.join(map(str, held[:: world.num_ranks]))}): "
+            "bring the checkpoints that are missing back, or start over under another name"
+        )
+    return max(common, default=0)
+
+
+_LOG = logging.getLogger("diloco")
+
+
+LOCK_FILE = "running"
+"""The file that is locked, and names the process that has locked it."""
+
+
+_MOST_ATTEMPTS = 100
+
+
+@contextmanager
+def running(directory: Path, *, waits: bool = False, setting: str = "name") -> Iterator[None]:
+    """Hold the lock on a run's directory; a directory that nothing else was written to is removed at the end.
+
+    The operating system drops the lock of a process that is killed.
+
+    Args:
+        directory: the run's.
+        waits: wait until no other process holds it.
+        setting: the one that chooses the directory.
+
+    Raises:
+        UserError: if another process holds it, with its number, machine and time, and this one does not wait.
+    """
+    with _locked(directory, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), setting) as file:
+        with writing(directory / LOCK_FILE):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+            file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # somebody may have deleted the directory
+                file.truncate(0)
+                if [path.name for path in directory.iterdir()] == [LOCK_FILE]:
+                    (directory / LOCK_FILE).unlink()
+                    directory.rmdir()
+
+
+def _locked(directory: Path, kind: int, setting: str) -> IO[str]:
+    """The lock file, locked: the one that stands there now, not one that another command has just removed.
+
+    Raises:
+        UserError: as `running`.
+    """
+    path = directory / LOCK_FILE
+    for _ in range(_MOST_ATTEMPTS):
+        make_directory(directory)
+        with writing(path), suppress(FileNotFoundError), ExitStack() as stack:
+            file = stack.enter_context(path.open("a+"))
+            _lock(directory, file, kind, setting)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                stack.pop_all()
+                return file
+    raise UserError(f"{path} is removed again and again by other commands: choose another {setting}", setting)
+
+
+def check_not_running(directory: Path) -> None:
+    """Refuse a directory in which another process trains.
+
+    Raises:
+        UserError: as `running`.
+    """
+    with suppress(FileNotFoundError), (directory / LOCK_FILE).open() as file:
+        _lock(directory, file, fcntl.LOCK_SH | fcntl.LOCK_NB, "name")
+
+
+def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
+    try:
+        fcntl.flock(file, kind)
+    except BlockingIOError:
+        file.seek(0)
+        who = file.read() or "another process"
+        raise UserError(
+            f"{directory} is in use: {who} trains there; wait for it, or choose another {setting}", setting
+        ) from None
+    except OSError as error:
+        _LOG.warning(
+            "%s can't be locked (%s): nobody will notice if a second command trains in this directory",
+            *(directory / LOCK_FILE, error.strerror),
+        )
+
+
+def schedule_changes(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields of the schedule in which a resume differs from its run, with both values."""
+    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
+    return {name: values for name, values in differences(saved, asked).items() if name in of_the_schedule}
+
+
+def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig:
+    """The config that a run goes on with from a step, at which a new phase of its schedule begins.
+
+    Args:
+        saved: the run's own.
+        asked: the resume's; without a warm-up, it is that of a schedule of the steps that are left.
+        step: the last that was taken; 0 begins anew.
+
+    Raises:
+        UserError: if the run is to end before, or its warm-up does not end.
+    """
+    steps_left = asked.num_steps - step
+    if steps_left < 1:
+        raise UserError(
+            f"num_tokens={asked.num_tokens} are {asked.num_steps} steps, and the run has taken {step}: take more "
+            f"than {step * asked.tokens_per_step}",
+            "num_tokens",
+        )
+    rate = learning_rate(saved, step) if step else 0.0
+    optimizer = replace(with_warmup(asked.optimizer, steps_left), start_step=step, start_rate=rate)
+    return replace(asked, optimizer=optimizer)
+
+
+def continued(config: TrainConfig, world: World, step: int) -> TrainConfig:
+    """The config of a resume from a step, which is also written down where it changes the schedule.
+
+    The results of a run that was finished are removed then: they are those of fewer steps.
+
+    Raises:
+        UserError: as `with_phase`.
+    """
+    saved = read_config(config.directory)
+    if not schedule_changes(saved, config):
+        return config
+    share(world.everyone, "the run's config was read")
+    config = with_phase(saved, config, step)
+    if world.is_first_on_machine:
+        for name in (OUTER_FILE, SUMMARY_FILE):
+            (config.directory / name).unlink(missing_ok=True)
+        write_json(config.directory / CONFIG_FILE, to_json(config))
+    return config

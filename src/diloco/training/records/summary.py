@@ -1,0 +1,207 @@
+"""Evaluate a run, and write its outer parameters and its summary."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import safetensors.torch
+from torch import Tensor
+
+from diloco.data.shards import TokenShards
+from diloco.data.tokenizers import load_tokenizer
+from diloco.engine.shards import gathered
+from diloco.errors import UserError
+from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
+from diloco.exchange.transport import share
+from diloco.files import write_atomically, write_json
+from diloco.models.language_model import LanguageModel
+from diloco.models.writer import Writer, generate
+from diloco.outer.digest import parameters_hash
+from diloco.schema import Count, Seconds
+from diloco.training.config.config import TrainConfig, to_json
+from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.state import TrainState
+from diloco.training.world import Contributor, World, contributors, model_flops_utilization, peak_memory_bytes
+
+OUTER_FILE = "outer.safetensors"
+"""The file of the final outer parameters in a run's directory."""
+
+
+SUMMARY_FILE = "summary.json"
+"""The file of a finished run's results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The content of `summary.json`; times are those of replica 0."""
+
+    num_params: Count
+    """Parameters of the model."""
+    num_tokens: Count
+    """Tokens that all replicas together have trained on."""
+    num_steps: Annotated[int, msgspec.Meta(ge=1)]
+    """T."""
+    eval_loss: float
+    """Held-out loss of the outer parameters, nats a token."""
+    eval_standard_error: float | None
+    """Standard error of that loss over sequences; None for a single one."""
+    eval_bits_per_byte: float
+    """The loss in bits a byte of text."""
+    bytes_sent_per_replica: Count
+    """Payload bytes that replica 0 sent, each destination counted."""
+    data_parallel_bytes_per_replica: Count
+    """Bytes that Data-Parallel would have sent, as a ring all-reduce in FP32."""
+    outer_hash: str
+    """Hash of the final outer parameters."""
+    num_trained_params: Count | None = None
+    """The parameters that were trained, and so exchanged; None, as in an earlier version's summary, means all."""
+    method: str = ""
+    """The run's method."""
+    num_replicas: Count = 1
+    """M; with a rendezvous the number of contributors."""
+    shards_per_replica: Count = 1
+    """S."""
+    ddp_per_replica: Count = 1
+    """Processes that share a replica's batch."""
+    eval_tokens: Count = 0
+    """Held-out tokens that were evaluated."""
+    wall_seconds: Seconds = 0.0
+    """Time of all steps."""
+    compute_utilization: float = 1.0
+    """The share of that time in which training did not wait for other replicas."""
+    tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Tokens a second of all replicas, at the pace of replica 0."""
+    model_flops_utilization: float | None = None
+    """The model's operations over those that a GPU of replica 0 can do in that time, if it is known (MFU)."""
+    peak_memory_bytes: Count | None = None
+    """The most memory that tensors of a process took on its GPU."""
+    device: str = ""
+    """Device on which the replicas computed."""
+    precision: str = ""
+    """bf16, bf16-params or fp32."""
+    contributors: Mapping[str, Contributor] = field(default_factory=dict)
+    """With a rendezvous, the replicas whose work the outer steps have counted, by name."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a run."""
+
+    summary: dict[str, Any]
+    """The content of `summary.json`; times are those of replica 0."""
+    sample: str
+    """Text sampled from the model with the outer parameters."""
+
+
+def evaluate(
+    state: TrainState, config: TrainConfig, world: World, held_out: TokenShards, *, together: bool
+) -> HeldOutLoss:
+    """Held-out loss of the outer parameters on this process's share of the text, or together on all of it."""
+    windows = held_out_windows(held_out, config)
+    rank, num_ranks = world.everyone.replica, world.everyone.num_replicas
+    mine = windows[rank::num_ranks]
+    # All processes of a replica must take the same number of passes: a shorter share repeats a window.
+    padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
+    with state.sync.outer_in_place():
+        batches = held_out_batches(held_out, padded, config)
+        losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
+    if together:
+        losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
+    return held_out_loss(
+        losses,
+        sequence_length=config.sequence_length,
+        bytes_per_token=held_out.num_bytes / held_out.num_tokens,
+    )
+
+
+def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
+    """The windows to evaluate on, spread evenly over the held-out text; at least one a process.
+
+    Raises:
+        UserError: if the text has fewer windows than the run has processes.
+    """
+    available = held_out.num_windows(config.sequence_length)
+    if available < config.num_processes:
+        raise UserError(
+            f"the held-out text has {available} sequences of {config.sequence_length} tokens, fewer than the "
+            f"{config.num_processes} processes: raise data.held_out_fraction, or lower sequence_length",
+            *("sequence_length", "data.held_out_fraction"),
+        )
+    count = min(available, max(config.num_processes, config.evaluation.num_tokens // config.sequence_length))
+    return [k * available // count for k in range(count)]
+
+
+def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
+    """Batches of windows, int64 (B, T+1), with B = `evaluation.batch` or fewer in the last."""
+    size = config.evaluation.batch
+    for start in range(0, len(windows), size):
+        yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
+
+
+def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
+    """Write the outer parameters and the summary of a run that is over, in the first process of replica 0.
+
+    All processes of replica 0 must call it, and no other.
+    """
+    num_tokens = state.progress.after(state.step).tokens
+    outer: dict[str, Tensor] = {}
+    for name, parameter in state.sync.outer_parameters().items():
+        value = gathered(parameter).contiguous().cpu()
+        if world.rank == 0:
+            outer[name] = value
+    if world.rank > 0:
+        return None
+    exported = safetensors.torch.save(outer, metadata={"model": json.dumps(to_json(config.model))})
+    write_atomically(config.directory / OUTER_FILE, [exported])
+    summary = _summary(state, config, world, loss, num_tokens) | {"outer_hash": parameters_hash(outer)}
+    write_json(config.directory / SUMMARY_FILE, summary)
+    # A model that is sharded may fit on no device whole.
+    model = state.model if world.mesh is None else config.model.build(seed=config.seed)
+    model.load_state_dict(outer)
+    return Outcome(summary, _sample(model, config))
+
+
+def _summary(
+    state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss, num_tokens: int
+) -> dict[str, Any]:
+    num_params = sum(parameter.numel() for parameter in state.model.parameters())
+    num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
+    counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
+    num_replicas = len(counted) or config.num_replicas
+    replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+    return {
+        "method": config.method,
+        "num_replicas": num_replicas,
+        "shards_per_replica": config.num_shards,
+        "ddp_per_replica": config.num_ddp,
+        "num_params": num_params,
+        "num_trained_params": num_trained,
+        "num_tokens": num_tokens,
+        "num_steps": state.step,
+        "eval_loss": loss.loss,
+        "eval_standard_error": loss.standard_error,
+        "eval_bits_per_byte": loss.bits_per_byte,
+        "eval_tokens": loss.num_tokens,
+        "wall_seconds": state.seconds,
+        "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
+        "model_flops_utilization": model_flops_utilization(config, world.device, state.seconds / state.step),
+        "peak_memory_bytes": peak_memory_bytes(world.device),
+        "compute_utilization": 1 - state.blocked_seconds / state.seconds,
+        "bytes_sent_per_replica": state.sync.bytes_sent,
+        "data_parallel_bytes_per_replica": ring_all_reduce_bytes(num_trained, num_replicas) * state.step,
+        "device": world.device.type,
+        "precision": "bf16" if world.autocast else "fp32" if config.precision == "auto" else config.precision,
+    } | ({"contributors": {name: asdict(part) for name, part in counted.items()}} if counted else {})
+
+
+def _sample(model: LanguageModel, config: TrainConfig, num_tokens: int = 200) -> str:
+    assert config.data.prepared is not None, "the config is resolved"
+    tokenizer = load_tokenizer(config.data.prepared)
+    length, vocab_size = config.sequence_length, tokenizer.vocab_size
+    device = next(model.parameters()).device
+    writer = Writer(model, context=length, device=device, vocab_size=vocab_size, seed=config.seed)
+    writer.read([tokenizer.bos_id])
+    return tokenizer.decode([*generate(writer, num_tokens)])
