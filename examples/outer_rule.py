@@ -60,7 +60,7 @@ def main() -> None:
         if step % 20 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
     engine.finish()
-    with engine.outer_in_place(), torch.no_grad():
+    with engine.outer_parameters_applied(), torch.no_grad():
         print(f"outer parameters: loss {(model(inputs) - inputs @ target).square().mean().item():.4f}")
 
 

@@ -46,7 +46,7 @@ accelerator.save_model(model, f"trained/replica-{replica}")  # Θ
 # --8<-- [end:loop]
 
 # --8<-- [start:evaluate]
-with diloco_.engine.outer_in_place(), torch.no_grad():
+with diloco_.engine.outer_parameters_applied(), torch.no_grad():
     held_out_loss = loss_function(model(held_out), held_out.sum(1, keepdim=True))
 # --8<-- [end:evaluate]
 outer_hash = diloco_.engine.outer_hash()

@@ -35,7 +35,7 @@ train(model, optimizer, range(1, 10))  # step 8 has sent a fragment, which step 
 held_out = torch.ones(1, 8)
 
 # --8<-- [start:evaluate]
-with engine.outer_in_place(), torch.no_grad():
+with engine.outer_parameters_applied(), torch.no_grad():
     loss = (model(held_out) - 8).square().mean()
 # --8<-- [end:evaluate]
 

@@ -152,7 +152,7 @@ def until_counted(replica: Replica) -> None:
         if dist.get_rank() == 0:
             state, own = replica.exchange.state, replica.exchange.replica
             is_over.fill_(
-                all(own in log.last_seq for log in state.fragments) and not replica.engine._rounds.in_flight
+                all(own in log.last_seq for log in state.fragments) and not replica.engine._membership.in_flight
             )
         dist.broadcast(is_over, 0)
         time.sleep(0.01)
@@ -216,7 +216,7 @@ def fail(folder: str, how: str) -> tuple[str, float]:
     rank = int(os.environ["DILOCO_REPLICA"])
     if rank == 2:
         replica = Replica(f"{folder}/run", name="b", num_replicas=2, patience=2)
-        while min(replica.engine._rounds.rounds) < 5:
+        while min(replica.engine._membership.rounds) < 5:
             replica.step()
             time.sleep(0.004)
         replica.finish()

@@ -116,7 +116,7 @@ class DiLoCoCallback(Callback):
         is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
         self._take_outer_out()
         own = checkpoint["state_dict"]
-        with self._engine.outer_in_place():
+        with self._engine.outer_parameters_applied():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
         if is_inside:
             own = {name: value.clone() for name, value in own.items()}
@@ -126,11 +126,11 @@ class DiLoCoCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, and leave Θ in the model."""
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def _put_outer_in(self) -> None:
         self._outer = ExitStack()
-        self._outer.enter_context(self.engine.outer_in_place())
+        self._outer.enter_context(self.engine.outer_parameters_applied())
 
     def _take_outer_out(self) -> None:
         if self._outer is not None:

@@ -145,7 +145,7 @@ class DiLoCoCallback(TrainerCallback):
         self._training = False
         del kwargs["optimizer"].eval, kwargs["optimizer"].train
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def _resume(self, path: Path) -> None:
         if not path.exists():
@@ -165,7 +165,7 @@ class DiLoCoCallback(TrainerCallback):
     def _put_outer_in(self) -> None:
         if self._outer is None:
             self._outer = ExitStack()
-            self._outer.enter_context(self.engine.outer_in_place())
+            self._outer.enter_context(self.engine.outer_parameters_applied())
 
     def _take_outer_out(self) -> None:
         if self._outer is not None:

@@ -102,7 +102,7 @@ class DataParallel(ABC):
         """The parameters, which all replicas share."""
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
-    def outer_in_place(self) -> nullcontext[None]:
+    def outer_parameters_applied(self) -> nullcontext[None]:
         """Do nothing: the model has them already."""
         return nullcontext()
 

@@ -167,7 +167,7 @@ class Synchronizer(Protocol):
         """Θ by parameter name, FP32, sharded as the model is."""
         ...
 
-    def outer_in_place(self) -> AbstractContextManager[None]:
+    def outer_parameters_applied(self) -> AbstractContextManager[None]:
         """A context in which the model has Θ in the place of its own parameters."""
         ...
 
