@@ -524,7 +524,8 @@ class StreamingDiLoCo:
         if fragments := self._membership.uncounted_fragments():
             warnings.warn(
                 f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
-                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) again",
+                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) "
+                "again",
                 stacklevel=3,
             )
 
