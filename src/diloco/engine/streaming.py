@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.attach import Attachment, attached, refuse_second_count
+from diloco.engine.attach import Attachment
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
@@ -330,7 +330,12 @@ class StreamingDiLoCo:
                 since the engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
-        refuse_second_count(self._attachment)
+        attachment = self._attachment
+        if attachment is not None and not attachment.is_counting and attachment.is_attached:
+            raise UserError(
+                "the engine is attached to an optimizer and counts its steps: leave out engine.step(), or call "
+                "remove() of what attach() returned"
+            )
         self._check_going_on()
         if self._loads.pending:
             self._loads.check()
@@ -351,7 +356,12 @@ class StreamingDiLoCo:
             tokens: of each inner step, as in `step()`.
         """
         checked_tokens(tokens)
-        self._attachment = attached(self._attachment, partial(self.step, tokens=tokens), optimizer, scaler)
+        if self._attachment is not None and self._attachment.is_attached:
+            raise UserError(
+                "the engine is attached already, and would count every inner step twice: attach it alone to the "
+                "optimizer that steps last"
+            )
+        self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
     def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> RemovableHandle:
@@ -489,8 +499,8 @@ class StreamingDiLoCo:
         """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
 
         They are views, which the next outer step changes; with `offload` of host memory. Of a sharded replica of a
-        rendezvous they are copies, and every process must call it. Evaluate a sharded model in `outer_parameters_applied`:
-        `functional_call` would silently take the parameters that FSDP has gathered itself.
+        rendezvous they are copies, and every process must call it. Evaluate a sharded model in
+        `outer_parameters_applied`: `functional_call` would silently take the parameters that FSDP has gathered.
         """
         return self._replica.parameters.all_named(self._replica.state.at_home(OUTER))
 
