@@ -76,7 +76,7 @@ def trained(case: Case, device: FakeDevice | None) -> tuple[list[list[bytes]], d
 
 
 def check_counts(device: FakeDevice, case: Case, *, num_sent: int, num_merged: int) -> None:
-    """No step makes the host wait; a send copies its payloads off the device in one copy, what was judged in another."""
+    """No step makes the host wait; a send copies payloads off the device once, and what was judged."""
     assert not device.races, device.races
     assert not device.host_reads, device.host_reads
     of_state = 2 * (num_sent + num_merged) * (2 if case.beta else 1) if case.offload else 0

@@ -55,6 +55,9 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
     """A replica with a model of one fragment, and its θ."""
     model = nn.Linear(N, 1, bias=False)
     settings = settings_of(
+        model,
+        sync_every=None,
+        overlap_steps=None,
         fragments=diloco.whole(model),
         schedule=diloco.Schedule(sync_every=8, num_fragments=1, overlap_steps=1),
         outer=diloco.Nesterov(lr=0.5, momentum=0.0),

@@ -61,7 +61,7 @@ class Replica:
             self.model,
             fragments=diloco.sequential(self.model, layers_per_fragment=1),
             schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P, overlap_steps=1),
-            exchange=self.exchange,
+            rendezvous=self.exchange,
             **engine,
         )
 

@@ -61,7 +61,7 @@ class Replica:
             wire=wire,
             combine=combine,
             error_feedback=error_feedback,
-            exchange=self.exchange,
+            rendezvous=self.exchange,
         )
         self.rounds = [log.round for log in self.exchange.state.fragments]
         """The round of each fragment of the Θ that `outer()` gives."""

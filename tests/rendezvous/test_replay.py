@@ -224,7 +224,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
         fragments=diloco.sequential(model, layers_per_fragment=1),
         schedule=CASE.schedule(),
         wire=CASE.wire,
-        exchange=exchange,
+        rendezvous=exchange,
     )
     for t in range(1, CASE.T + 1 - 20 * rank):
         inner_step(model, rank, t)

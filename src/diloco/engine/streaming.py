@@ -8,9 +8,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,15 @@ from diloco.engine.parameters import FragmentParameters, Masters
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, checked_tokens, settings_of
 from diloco.engine.shards import gathered, is_sharded, sum_over_shards
-from diloco.errors import ExchangeError, UserError
-from diloco.exchange.transport import Transport, fail_together
+from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
 from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
-from diloco.rendezvous.contract import Rendezvous, is_rendezvous
+from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule
 from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
@@ -89,41 +90,44 @@ def _squared_distance(membership: Membership) -> Tensor:
     return total
 
 
-def _membership(
+def _fixed(
+    transport: Transport,
     settings: Settings,
-    exchange: Transport | Rendezvous,
     model: nn.Module,
     masters: Masters | Mapping[str, Tensor] | None,
     *,
     offload: bool,
 ) -> Membership:
-    """This replica among those that the exchange joins, with which it compares the settings.
+    """This replica in the group of a transport.
 
     Raises:
-        UserError: if the settings contradict each other, the model or the exchange.
+        UserError: if the settings contradict each other, the model or the transport.
         DisagreementError: if the replicas were given different settings or initial parameters.
     """
-    if is_rendezvous(exchange):
-        settings.check(model, num_replicas=None)
-        settings.check_rendezvous()
-        return _elastic(settings, exchange, model, masters, offload=offload)
-    settings.check(model, exchange.num_replicas)
-    settings.check_transport(exchange)
+    settings.check(model, transport.num_replicas)
+    settings.check_transport(transport)
     parameters = FragmentParameters(model, settings.fragments, masters)
     state = outer_state(settings, parameters, offload=offload)
-    lane = device_lane(parameters.device, exchange.device)
-    return FixedMembership(Replica(settings, parameters, state, exchange.replica, lane), exchange)
+    lane = device_lane(parameters.device, transport.device)
+    return FixedMembership(Replica(settings, parameters, state, transport.replica, lane), transport)
 
 
 def _elastic(
-    settings: Settings,
     rendezvous: Rendezvous,
+    settings: Settings,
     model: nn.Module,
     masters: Masters | Mapping[str, Tensor] | None,
     *,
     offload: bool,
 ) -> Membership:
-    """This replica among others that come and go, or this process's part in it where the model is sharded."""
+    """This replica among others that come and go, or this process's part in it where the model is sharded.
+
+    Raises:
+        UserError: if the settings contradict each other, the model or the rendezvous.
+        DisagreementError: if the run has other settings or initial parameters.
+    """
+    settings.check(model, num_replicas=None)
+    settings.check_rendezvous()
     # Here, since a fixed group needs nothing of the store, nor of its keys.
     if not any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
         from diloco.engine.elastic import ElasticMembership
@@ -239,9 +243,15 @@ class StreamingDiLoCo:
 
     Args:
         model: the replica's copy, with the same initial parameters on all replicas.
-        fragments: what `strided`, `sequential` or `whole` returns, or your own partition of the parameters.
-        schedule: when each fragment is sent and merged.
-        outer: the outer rule; None is `Nesterov()`.
+        fragments: the way to cut the model: `strided`, `sequential` or `whole`, or what a function of such a name
+            returns, or your own partition of the parameters.
+        sync_every: H, inner steps between two syncs of the same fragment; None is 100.
+        overlap_steps: τ, inner steps between sending a fragment and merging it, below H; None is 5.
+        schedule: in the place of these two, when each fragment is sent and merged.
+        exchange: the transport of the payloads between the replicas of a fixed group.
+        rendezvous: in the place of an exchange, where replicas come and go.
+        outer: the outer rule, or a torch optimizer, or its class, of which class and settings are taken: SGD with
+            Nesterov's momentum is `Nesterov`, and any other runs on Θ as it is. None is `Nesterov()`.
         mixing: α, how much of its own parameters a replica keeps at a merge, or another merge rule.
         wire: the codec of the outer gradients, or its name.
         combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
@@ -253,7 +263,6 @@ class StreamingDiLoCo:
         seed: the seed of codecs that draw random numbers, the same on all replicas.
         masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
-        exchange: the transport of the payloads, or the rendezvous of replicas that come and go.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -263,10 +272,7 @@ class StreamingDiLoCo:
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> engine = diloco.StreamingDiLoCo(
-    ...     model,
-    ...     fragments=diloco.whole(model),
-    ...     schedule=diloco.Schedule(sync_every=2, num_fragments=1),
-    ...     exchange=diloco.LoopbackExchange(),
+    ...     model, fragments="whole", sync_every=2, overlap_steps=0, exchange=diloco.LoopbackExchange()
     ... )
     >>> for _ in range(4):
     ...     model(torch.ones(1, 3)).sum().backward()
@@ -282,10 +288,13 @@ class StreamingDiLoCo:
         self,
         model: nn.Module,
         *,
-        fragments: Sequence[Fragment],
-        schedule: Schedule,
-        exchange: Transport | Rendezvous,
-        outer: OuterRule | None = None,
+        fragments: str | Sequence[Fragment] = "strided",
+        sync_every: int | None = None,
+        overlap_steps: int | tuple[int, ...] | None = None,
+        schedule: Schedule | None = None,
+        exchange: Transport | None = None,
+        rendezvous: Rendezvous | None = None,
+        outer: OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
         mixing: float | MergeRule = 0.5,
         wire: str | Codec = "e3m0",
         combine: str = "gather",
@@ -294,10 +303,15 @@ class StreamingDiLoCo:
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
     ) -> None:
-        check_exchange(exchange)
-        with fail_together(exchange):
+        check_exchange(exchange, rendezvous)
+        self.exchange, self.rendezvous = exchange, rendezvous
+        with fail_together(cast(Abortable, rendezvous if exchange is None else exchange)):
+            check_model(model, exchange)
             self.settings = settings_of(
+                model,
                 fragments=fragments,
+                sync_every=sync_every,
+                overlap_steps=overlap_steps,
                 schedule=schedule,
                 outer=outer,
                 mixing=mixing,
@@ -307,9 +321,8 @@ class StreamingDiLoCo:
                 seed=seed,
             )
             """The arguments that decide what is computed."""
-            check_model(model, exchange)
-            self.exchange = exchange
-            self._membership = _membership(self.settings, exchange, model, masters, offload=offload)
+            join = partial(_fixed, exchange) if exchange is not None else partial(_elastic, rendezvous)
+            self._membership = join(self.settings, model, masters, offload=offload)
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
         self._loads = ModelLoads(model, self._replica)
@@ -560,3 +573,31 @@ class StreamingDiLoCo:
         self._check_sound()
         if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
+
+
+def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
+    """The exchange of an engine in a framework's job.
+
+    The processes of a framework's job can't be replicas: they average their gradients at every step. Nor can the
+    job come and go: a framework that starts again begins its text again, and leaves no run at its end.
+
+    Raises:
+        UserError: that says how to start the replicas.
+    """
+    if (rendezvous := engine.rendezvous) is not None:
+        with suppress(DilocoError):  # the engine has joined
+            rendezvous.leave(finished=False)
+        raise UserError(
+            "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
+            "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
+            "exchange=diloco.connect(...)",
+            "rendezvous",
+        )
+    assert engine.exchange is not None, "one of the two is given"
+    if num_processes > 1 and isinstance(engine.exchange, ProcessGroupExchange):
+        raise UserError(
+            f"the {num_processes} processes of this job average their gradients, and can't be replicas: start a "
+            "job with exchange=diloco.connect(...) for each replica",
+            "exchange",
+        )
+    return engine.exchange

@@ -6,8 +6,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from diloco.engine.settings import check_job
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, check_job
 from diloco.errors import UserError
 from diloco.files import requiring
 
@@ -44,7 +43,7 @@ class DiLoCo:
         self._accelerator = accelerator
         self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
         """The engine."""
-        check_job(accelerator.num_processes, self.engine.exchange)
+        check_job(accelerator.num_processes, self.engine)
         accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:

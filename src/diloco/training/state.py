@@ -305,8 +305,14 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
             model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
         )
     settings = engine_settings(config, model)
-    exchange = world.rendezvous or world.exchange
-    engine = StreamingDiLoCo(model, exchange=exchange, offload=config.diloco.offload, **vars(settings))
+    exchange = world.exchange if world.rendezvous is None else None
+    engine = StreamingDiLoCo(
+        model,
+        exchange=exchange,
+        rendezvous=world.rendezvous,
+        offload=config.diloco.offload,
+        **vars(settings),
+    )
     if world.rendezvous is not None:
         progress = ElasticProgress(config, engine, world)
         return TrainState(model, forward, optimizer, engine, progress)
