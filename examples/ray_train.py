@@ -35,8 +35,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     )
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=4,
+        overlap_steps=2,
         exchange=exchange,
     )
     engine.attach(optimizer)

@@ -26,8 +26,9 @@ model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, 
 def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=5,
+        overlap_steps=2,
         exchange=diloco.connect(),
     )
 

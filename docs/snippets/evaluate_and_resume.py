@@ -14,8 +14,9 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, diloco.StreamingDiL
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=4,
+        overlap_steps=2,
         exchange=diloco.LoopbackExchange(),
     )
     engine.attach(optimizer)

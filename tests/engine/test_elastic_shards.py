@@ -103,7 +103,11 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
             described += [(o.sync, o.norm(), o.mean_cosine()) for o in outer_steps]
             logs = replica.engine.logs()
         replica.engine.finish()
-        counts = replica.engine.bytes_sent, replica.engine.bytes_received, replica.engine.uncounted_tokens
+        counts = (
+            replica.engine.bytes_sent,
+            replica.engine.bytes_received,
+            replica.engine._membership.uncounted_tokens,
+        )
         results.append((replica.engine.outer_hash(), replica.theta(), replica.outer(), described, counts, logs))
         replica.exchange.leave()
     return results

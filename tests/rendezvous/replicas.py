@@ -171,7 +171,7 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
         outer=replica.outer(),
         sent_steps=list(replica.engine._replica.last_sent),
         counted_steps=[steps for _, steps in replica.engine._membership.counted],
-        uncounted_tokens=replica.engine.uncounted_tokens,
+        uncounted_tokens=replica.engine._membership.uncounted_tokens,
         failure=failure,
     )
 

@@ -242,7 +242,7 @@ def settings_of(
     partition = _fragments(fragments, model)
     with setting("wire", wire):
         of_payloads = codec(wire) if isinstance(wire, str) else wire
-    _expect("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a diloco.Codec')
+    _expect("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a codec of your own')
     _expect("combine", combine, str, '"gather" or "reduce_scatter"')
     _expect("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     with setting("combine", combine):

@@ -39,57 +39,6 @@ from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
 
 
-def counters(membership: Membership) -> dict[str, float]:
-    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
-    replica, record = membership.replica, membership.replica.record
-    values: dict[str, float] = {
-        "num_steps": replica.num_steps,
-        "bytes_sent": replica.bytes_sent,
-        "bytes_received": replica.bytes_received,
-        "blocked_seconds": replica.blocked_seconds,
-        "encode_seconds": record.encode_seconds,
-        "merge_seconds": record.merge_seconds,
-    }
-    if record.exchange_mbit_s is not None:
-        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
-        values[name] = record.exchange_mbit_s
-    if (answers := membership.answers) is not None:
-        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
-        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
-        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
-    return {name: float(value) for name, value in values.items()}
-
-
-def begin_logs(membership: Membership) -> Callable[[], dict[str, float]]:
-    """Start computing the logs as of now; the returned function waits for them."""
-    replica = membership.replica
-    errors = replica.record.codec_errors(replica.settings.wire)
-    none = torch.zeros(2, device=replica.parameters.device)
-    squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
-    squares, counted = begin_to_host(sum_over_shards(squares, replica.shard_group)), counters(membership)
-
-    def read() -> dict[str, float]:
-        distance, error, delta = squares().tolist()
-        computed = {"distance_to_outer": math.sqrt(distance)}
-        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
-            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
-        return counted | computed
-
-    return read
-
-
-def _squared_distance(membership: Membership) -> Tensor:
-    """‖θ − Θ‖² over the elements that this process holds."""
-    parameters = membership.replica.parameters
-    total = torch.zeros((), device=parameters.device)
-    for p, home_N in enumerate(membership.replica.state.at_home(OUTER)):
-        outer_N = home_N.to(parameters.device)
-        delta_N = parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
-        total += torch.linalg.vector_norm(delta_N).square()
-    membership.expect_next()
-    return total
-
-
 def _fixed(
     transport: Transport,
     settings: Settings,
@@ -461,11 +410,6 @@ class StreamingDiLoCo:
         self._replica.tokens = tokens
 
     @property
-    def uncounted_tokens(self) -> float:
-        """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
-        return self._membership.uncounted_tokens
-
-    @property
     def bytes_sent(self) -> int:
         """Payload bytes of all shards, each destination counted."""
         return self._replica.bytes_sent
@@ -480,7 +424,7 @@ class StreamingDiLoCo:
         """Time in which training has waited for payloads."""
         return self._replica.blocked_seconds
 
-    def logs(self) -> dict[str, float]:
+    def logs(self, *, computed: bool = True) -> dict[str, float]:
         """The numbers for a tracker, by names that stay as they are.
 
         - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
@@ -497,16 +441,12 @@ class StreamingDiLoCo:
           are known to the processes that exchange with other replicas.
 
         Every process of a sharded replica must call it, between steps.
+
+        Args:
+            computed: with those that are computed now; without them, any process and thread may call it at any
+                time.
         """
-        return begin_logs(self._membership)()
-
-    def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """Begin to compute the logs as of now; the function that is returned waits for them."""
-        return begin_logs(self._membership)
-
-    def counters(self) -> dict[str, float]:
-        """The part of `logs()` that is not computed: any process and thread may ask for it at any time."""
-        return counters(self._membership)
+        return begin_logs(self)() if computed else _counters(self._membership)
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
@@ -573,6 +513,62 @@ class StreamingDiLoCo:
         self._check_sound()
         if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
+
+
+def _counters(membership: Membership) -> dict[str, float]:
+    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
+    replica, record = membership.replica, membership.replica.record
+    values: dict[str, float] = {
+        "num_steps": replica.num_steps,
+        "bytes_sent": replica.bytes_sent,
+        "bytes_received": replica.bytes_received,
+        "blocked_seconds": replica.blocked_seconds,
+        "encode_seconds": record.encode_seconds,
+        "merge_seconds": record.merge_seconds,
+    }
+    if record.exchange_mbit_s is not None:
+        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
+        values[name] = record.exchange_mbit_s
+    if (answers := membership.answers) is not None:
+        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
+        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
+        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
+    return {name: float(value) for name, value in values.items()}
+
+
+def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
+    """Start computing an engine's logs as of now; the returned function waits for them."""
+    membership, replica = engine._membership, engine._replica
+    errors = replica.record.codec_errors(replica.settings.wire)
+    none = torch.zeros(2, device=replica.parameters.device)
+    squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
+    squares, counted = begin_to_host(sum_over_shards(squares, replica.shard_group)), _counters(membership)
+
+    def read() -> dict[str, float]:
+        distance, error, delta = squares().tolist()
+        computed = {"distance_to_outer": math.sqrt(distance)}
+        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
+            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+        return counted | computed
+
+    return read
+
+
+def _squared_distance(membership: Membership) -> Tensor:
+    """‖θ − Θ‖² over the elements that this process holds."""
+    parameters = membership.replica.parameters
+    total = torch.zeros((), device=parameters.device)
+    for p, home_N in enumerate(membership.replica.state.at_home(OUTER)):
+        outer_N = home_N.to(parameters.device)
+        delta_N = parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
+        total += torch.linalg.vector_norm(delta_N).square()
+    membership.expect_next()
+    return total
+
+
+def uncounted_tokens(engine: StreamingDiLoCo) -> float:
+    """Tokens that a replica has read and no outer step has counted yet, on average over the fragments."""
+    return engine._membership.uncounted_tokens
 
 
 def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:

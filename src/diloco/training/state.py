@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
@@ -119,7 +119,7 @@ class ElasticProgress:
         num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
         ahead = (step - engine.num_steps) * self._own_tokens
         own = (
-            round(num_fragments * engine.uncounted_tokens) + num_fragments * ahead
+            round(num_fragments * uncounted_tokens(engine)) + num_fragments * ahead
         )  # a whole number, P times `uncounted`
         others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
         return (self._rendezvous.counted_tokens + own + others) // num_fragments
@@ -151,16 +151,8 @@ class Synchronizer(Protocol):
         """Receive and merge everything in flight; every replica calls it after the same step."""
         ...
 
-    def logs(self) -> dict[str, float]:
-        """Numbers for trackers, by name; every process of a replica must call it."""
-        ...
-
-    def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """Begin to compute `logs` as of now; the function that is returned reads them."""
-        ...
-
-    def counters(self) -> dict[str, float]:
-        """The part of `logs` that any process and thread may ask for at any time."""
+    def logs(self, *, computed: bool = True) -> dict[str, float]:
+        """Numbers for trackers, by name; every process of a replica must call it, unless none is computed."""
         ...
 
     def outer_parameters(self) -> dict[str, Tensor]:
