@@ -1,6 +1,6 @@
 """The names for one's own outer rule, merge rule, codec, transport, masters or model family.
 
-They and their modules stand in `extend.pyi`, which type checkers read as well; each is loaded when it is first used.
+They and their modules stand in `extend.pyi`, which type checkers read as well; each is loaded on its first use.
 """
 
 from importlib import import_module

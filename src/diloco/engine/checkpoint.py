@@ -3,16 +3,16 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.replica import Replica
-from diloco.engine.settings import COUNTERS, Settings
+from diloco.engine.settings import Settings
 from diloco.engine.shards import local
 from diloco.errors import DisagreementError, FileError, UserError
 from diloco.exchange.transport import Transport, agree, share
@@ -23,71 +23,21 @@ from diloco.schema import Count, Seconds, converted
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
 
-def plain_values_checked(state: object) -> dict[str, Any]:
-    """A copy of the state, if its plain values have the right types.
+@dataclass(frozen=True)
+class _FixedValues:
+    """The plain values of a replica of a fixed group, but for its settings; lists are by fragment."""
 
-    Raises:
-        UserError: if the state is not an engine's.
-    """
-    if not isinstance(state, Mapping):
-        raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
-    since = [name for name in ("tokens",) if name in state]  # they are in no older state
-    for name in (*COUNTERS, *since):
-        kind = (int, float) if name == "blocked_seconds" else int
-        if not isinstance(state.get(name), kind) or isinstance(state[name], bool) or state[name] < 0:
-            raise UserError(f"the state has no number as {name}: {_NOT_OURS}")
-    in_flight = state.get("in_flight")
-    if not isinstance(in_flight, Sequence) or not all(
-        _is_list_of(sync, int) and len(sync) == 3 for sync in in_flight
-    ):
-        raise UserError(f"the state has no list of fragment, round and step as in_flight: {_NOT_OURS}")
-    fragments: Any = state.get("fragments")
-    last_sent: Any = state.get("last_sent")
-    if "fragments" in state:  # it is in no older state
-        is_cut = _is_list_of(fragments, (list, tuple)) and all(_is_list_of(names, str) for names in fragments)
-        if not (is_cut and _is_list_of(last_sent, int) and len(last_sent) == len(fragments)):
-            raise UserError(f"the state's fragments and last_sent are damaged: {_NOT_OURS}")
-    return {
-        **state,
-        "in_flight": [list(sync) for sync in in_flight],
-        "fragments": fragments,
-        "last_sent": last_sent,
-    }
-
-
-def _is_list_of(values: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
-    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
-
-
-def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]) -> dict[str, Any]:
-    """The state, changed in place, with the engine's names where the prefixes of wrappers are all that differs.
-
-    Raises:
-        UserError: if something else stands in the place of a kind's tensors.
-    """
-    for kind in (*kinds, "sent"):
-        state[kind] = tensors_checked({ERROR: {}, **state}, kind)
-    own_by_bare = {_bare(name): name for name in own}
-    names = {name: own_by_bare.get(_bare(name), name) for name in map(str, state[OUTER])}
-    if len(set(own_by_bare.values())) < len(list(own)) or len(set(names.values())) < len(names):
-        return state  # the prefixes are all that tells two names apart
-    for kind in (*kinds, "sent"):
-        state[kind] = {names.get(name, name): tensor for name, tensor in state[kind].items()}
-    if state["fragments"] is not None:
-        state["fragments"] = [[names.get(name, name) for name in part] for part in state["fragments"]]
-    return state
-
-
-def tensors_checked(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-    """A copy of a kind's tensors.
-
-    Raises:
-        UserError: if something else stands in their place.
-    """
-    tensors = state.get(kind)
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
-    return dict(tensors)
+    fragments: list[list[str]]
+    """Names of the parameters."""
+    last_sent: list[Count]
+    num_steps: Count
+    drained_step: Count
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+    blocked_seconds: Seconds
+    in_flight: list[tuple[Count, Count, Count]]
+    """Fragment, round and step of each offer."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +56,69 @@ class _ElasticValues:
     counted: list[tuple[Count, Count]]
 
 
-def elastic_values_checked(state: Mapping[str, Any], *, num_fragments: int) -> dict[str, Any]:
+def _values(state: object, kind: type) -> dict[str, Any]:
+    """A copy of a state's plain values.
+
+    Raises:
+        UserError: if one is absent or of another type.
+    """
+    if not isinstance(state, Mapping):
+        raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
+    values = {field.name: state[field.name] for field in fields(kind) if field.name in state}
+    try:
+        return dict(vars(converted(values, kind, source="the state")))
+    except FileError as error:
+        raise UserError(f"{error}: {_NOT_OURS}") from None
+
+
+def elastic_values_checked(state: object, *, num_fragments: int) -> dict[str, Any]:
     """The plain values of the state of a replica among others that come and go.
 
     Raises:
         UserError: if one is absent or of another type, or a list has another length than there are fragments.
     """
-    values = {f.name: state[f.name] for f in fields(_ElasticValues) if f.name in state}
-    try:
-        checked = vars(converted(values, _ElasticValues, source="the state"))
-    except FileError as error:
-        raise UserError(f"{error}: {_NOT_OURS}") from None
-    for name, value in checked.items():
-        if isinstance(value, list) and len(value) != num_fragments:
+    values = _values(state, _ElasticValues)
+    _check_lengths(values, ("rounds", "last_sent", "next_send", "counted"), num_fragments)
+    return values
+
+
+def _check_lengths(values: Mapping[str, Any], names: Iterable[str], num_fragments: int) -> None:
+    for name in names:
+        if len(values[name]) != num_fragments:
             raise UserError(
-                f"the state has {len(value)} values as {name}, and there are {num_fragments} fragments: "
+                f"the state has {len(values[name])} values as {name}, and there are {num_fragments} fragments: "
                 f"{_NOT_OURS}"
             )
-    return checked
+
+
+def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]) -> dict[str, Any]:
+    """The state, changed in place, with the engine's names where the prefixes of wrappers are all that differs.
+
+    Raises:
+        UserError: if something else stands in the place of a kind's tensors.
+    """
+    for kind in (*kinds, "sent"):
+        state[kind] = tensors_checked(state, kind)
+    own_by_bare = {_bare(name): name for name in own}
+    names = {name: own_by_bare.get(_bare(name), name) for name in map(str, state[OUTER])}
+    if len(set(own_by_bare.values())) < len(list(own)) or len(set(names.values())) < len(names):
+        return state  # the prefixes are all that tells two names apart
+    for kind in (*kinds, "sent"):
+        state[kind] = {names.get(name, name): tensor for name, tensor in state[kind].items()}
+    state["fragments"] = [[names.get(name, name) for name in part] for part in state["fragments"]]
+    return state
+
+
+def tensors_checked(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+    """A copy of a kind's tensors.
+
+    Raises:
+        UserError: if something else stands in their place.
+    """
+    tensors = state.get(kind)
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
+    return dict(tensors)
 
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -208,7 +203,7 @@ def load(replica: Replica, state: Mapping[str, Any]) -> None:
         state: one that `loadable` gave.
     """
     replica.num_steps, replica.last_sent = state["num_steps"], list(state["last_sent"])
-    replica.tokens = state.get("tokens", 0)
+    replica.tokens = state["tokens"]
     replica.bytes_sent, replica.bytes_received = state["bytes_sent"], state["bytes_received"]
     replica.blocked_seconds = state["blocked_seconds"]
     for kind in replica.state.kinds:
@@ -264,23 +259,22 @@ def refuse_together(transport: Transport, facts: Mapping[str, object], refusal: 
 
 
 def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
-    checked = plain_values_checked(state)
+    values = _values(state, _FixedValues)
+    _check_lengths(values, ("last_sent",), len(values["fragments"]))
+    checked = {**cast(Mapping[str, Any], state), **values}
     _check_settings(replica, num_replicas, checked)
     flying = [fragment for fragment, *_ in checked["in_flight"]]
     if len(set(flying)) < len(flying) or not set(flying) <= set(range(replica.state.num_fragments)):
         raise UserError(f"the state has fragments {flying} in flight, each of which must be here, and only once")
     own = replica.parameters.all_named(replica.state.at_home(OUTER))
     named = in_own_names(checked, replica.state.kinds, own)
-    if named["in_flight"] and named["fragments"] not in (None, _fragments_of(replica)):
+    if named["in_flight"] and named["fragments"] != _fragments_of(replica):
         raise UserError(
             "the state was saved with something in flight and other fragments: to go on with other fragments, "
             "call finish() before state_dict()"
         )
     unfrozen = _check_names(replica, named, own)
     return _completed(replica, named, own), unfrozen
-
-
-_NOT_IN_OLDER_STATES = ("replica", "outer_rule")
 
 
 def _check_settings(replica: Replica, num_replicas: int, state: Mapping[str, Any]) -> None:
@@ -292,7 +286,7 @@ def _check_settings(replica: Replica, num_replicas: int, state: Mapping[str, Any
     else:
         mine = {name: mine[name] for name in _counting_when_drained(replica.settings, num_replicas, state)}
     for name, value in mine.items():
-        if state.get(name) != value and (name in state or name not in _NOT_IN_OLDER_STATES):
+        if state.get(name) != value:
             raise UserError(
                 f"the state was saved with {name}={state.get(name)}, and this engine has {value}: {then}"
             )
@@ -312,7 +306,7 @@ def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, T
     saved = state[OUTER]
     frozen = set() if state["in_flight"] else replica.parameters.names_in_model() - set(own)
     refuse_names("has", (name for name in saved if name not in own and name not in frozen), OUTER)
-    listed = {name for part in state["fragments"] or () for name in part}
+    listed = {name for part in state["fragments"] for name in part}
     unfrozen = tuple(name for name in own if name not in saved)
     if state["in_flight"] or len(unfrozen) == len(own):
         refuse_names("lacks", unfrozen, OUTER)
@@ -333,7 +327,7 @@ def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, T
 def _keeps_error(replica: Replica, state: Mapping[str, Any]) -> bool:
     """True if the state has this replica's own error of the same error feedback."""
     mine = replica.number, replica.settings.error_feedback
-    return mine[1] is not None and (state.get("replica", mine[0]), state.get("error_feedback")) == mine
+    return mine[1] is not None and (state.get("replica"), state.get("error_feedback")) == mine
 
 
 def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -347,22 +341,10 @@ def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor
         saved = state[kind] if kind != ERROR or _keeps_error(replica, state) else {}
         lacking = theta if kind == OUTER else {n: torch.zeros(()).expand(t.shape) for n, t in theta.items()}
         state[kind] = {name: saved.get(name, lacking[name]) for name in own}
-    if state["fragments"] is None:
-        by_name = dict(zip(own, _last_scheduled(replica, state["num_steps"]), strict=True))
-    else:
-        steps = zip(state["fragments"], state["last_sent"], strict=True)
-        by_name = {name: step for names, step in steps for name in names}
+    steps = zip(state["fragments"], state["last_sent"], strict=True)
+    by_name = {name: step for names, step in steps for name in names}
     state["last_sent"] = [min(by_name.get(name, 0) for name in names) for names in _fragments_of(replica)]
     return state
-
-
-def _last_scheduled(replica: Replica, num_steps: int) -> list[int]:
-    """For each parameter the last step after which it was to be sent; 0 if there is none."""
-    schedule, steps = replica.settings.schedule, []
-    for p, fragment in enumerate(replica.settings.fragments):
-        num_sent = schedule.num_sent(p, num_steps)
-        steps += [schedule.send_step(p, num_sent) if num_sent else 0] * len(fragment.parameters)
-    return steps
 
 
 def _fragments_of(replica: Replica) -> list[list[str]]:
