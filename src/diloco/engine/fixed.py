@@ -19,7 +19,6 @@ from diloco.engine.guards import refuse_equal_payloads
 from diloco.engine.lanes import Handle, HereLane, Lane, QueueLane, Started, ThreadLane
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.replica import Offer, Replica
-from diloco.engine.shards import shard_index, sum_over_shards
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
@@ -118,7 +117,7 @@ class FixedMembership:
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
-        self._shard = shard_index(replica.shard_group)
+        self._shard = replica.parameters.group.index
         self._fragment_bytes = self._bytes_by_fragment()
         initial = replica.state.at_home(OUTER)
         agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
@@ -129,7 +128,7 @@ class FixedMembership:
         sizes = [replica.state.num_elements(p) for p in range(replica.state.num_fragments)]
         num_bytes = [replica.reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
         of_shard = torch.tensor(num_bytes, device=replica.parameters.device)
-        return sum_over_shards(of_shard, replica.shard_group).tolist()
+        return replica.parameters.group.reduce(of_shard).tolist()
 
     @property
     def failure(self) -> str | None:
@@ -233,7 +232,7 @@ class FixedMembership:
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
         """
-        for flight in self.in_flight if self.replica.shard_group is None else ():
+        for flight in self.in_flight if self.replica.parameters.group.size == 1 else ():
             if flight.exchanged.has_ended():
                 with self._naming(flight.sync):
                     self._wait_for_send(flight)

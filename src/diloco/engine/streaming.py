@@ -24,7 +24,7 @@ from diloco.engine.outer_state import OUTER
 from diloco.engine.parameters import FragmentParameters, Masters
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, checked_tokens, settings_of
-from diloco.engine.shards import gathered, is_sharded, sum_over_shards
+from diloco.engine.shards import gathered, is_sharded
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
@@ -542,7 +542,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
     errors = replica.record.codec_errors(replica.settings.wire)
     none = torch.zeros(2, device=replica.parameters.device)
     squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
-    squares, counted = begin_to_host(sum_over_shards(squares, replica.shard_group)), _counters(membership)
+    squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
 
     def read() -> dict[str, float]:
         distance, error, delta = squares().tolist()
