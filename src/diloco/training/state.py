@@ -229,8 +229,7 @@ class TrainState:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
-        # An older checkpoint has what was in flight, and no zeros for the rest.
-        checkpoints.load(step, tensors, optional="sync.sent.")
+        checkpoints.load(step, tensors)
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))
@@ -270,7 +269,7 @@ class _Facts:
     seconds: Seconds
     blocked_seconds: Seconds
     sync: dict[str, Any]
-    mean_loss: MeanLossState | None = None  # an earlier checkpoint has none
+    mean_loss: MeanLossState | None
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
