@@ -126,7 +126,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_no_module_hides_behind_a_string_or_the_front_door():
-    """`import_module("diloco.…")`, and `import diloco` in a room, would hide a circle, or an arrow that runs up."""
+    """`import_module("diloco.…")`, and `import diloco` in a room, would hide a circle, or an arrow upward."""
     wrong = []
     for path in sources():
         if place(path) in ENTRANCES:
