@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import UserError
+from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.comparison import Row, finished
 from diloco.experiments.papers.experiment import Experiment, Panel
-from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
 from diloco.report.page import Chart, Section, Series, Table

@@ -12,7 +12,7 @@ from rich.table import Table
 from diloco.errors import UserError
 from diloco.rendezvous.prices import PROVIDERS
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.planner import Plan, Task
+from diloco.simulator.planner import Plan, Remedy, Task
 from diloco.simulator.published import (
     OVERTRAINING_COSTS,
     TARGETS,
@@ -24,11 +24,10 @@ from diloco.simulator.published import (
     overtraining_table,
     wall_clock_table,
 )
-from diloco.simulator.remedy import Remedy
 from diloco.simulator.wall_clock import IdealizedRun
 
 if TYPE_CHECKING:
-    from diloco.measure.wire import WireMeasurement
+    from diloco.training.measure import WireMeasurement
 
 BEYOND = "1000+"
 """A bandwidth above the grid's largest."""

@@ -19,7 +19,7 @@ from diloco.report.text import duration, megabytes
 from diloco.training.records.tail import RunTail
 
 if TYPE_CHECKING:
-    from diloco.experiments.runner.progress import GridProgress
+    from diloco.experiments.runner.grid import GridProgress
 
 _HEADINGS = {
     "": "",
