@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -112,6 +114,40 @@ class Transport(Protocol):
         ...
 
 
+class Group(Protocol):
+    """The processes of one replica; all of them call the same methods in the same order."""
+
+    @property
+    def index(self) -> int:
+        """This process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The first process's values; those of the others have the same shape and dtype."""
+        ...
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """The sum of all processes' values."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until every process has called it."""
+        ...
+
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
+        """A context that fails in all processes if the work in it fails in one.
+
+        Args:
+            another: the words for another process in messages.
+        """
+        ...
+
+
 class Store(Protocol):
     """A store of torch.distributed, or a board."""
 
@@ -184,6 +220,15 @@ def share(transport: Transport, value: object, kind: Any = object) -> list[Any]:
     return [_value(replica, text, kind) for replica, text in enumerate(texts)]
 
 
+def barrier(transport: Transport) -> None:
+    """Wait until every replica has called it.
+
+    Raises:
+        ExchangeError: if one does not come.
+    """
+    _swap(transport, b"\0")
+
+
 def _value(replica: int, text: bytes, kind: Any) -> Any:
     try:
         return msgspec.convert(json.loads(text), kind)
@@ -205,7 +250,7 @@ class Abortable(Protocol):
 
 
 @contextmanager
-def failing_together(transport: Abortable) -> Iterator[None]:
+def fail_together(transport: Abortable) -> Iterator[None]:
     """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
     try:
         yield
@@ -233,3 +278,35 @@ def _swap(transport: Transport, message: bytes) -> list[bytes]:
 def _short(value: object, most: int = 200) -> str:
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}…"
+
+
+def wait_for_all(
+    missing: Callable[[], str], *, begin: float, seconds: float, where: str = "", remedy: str
+) -> None:
+    """Wait until nobody is missing; after 3 s, and at each change, log whom this process waits for.
+
+    Args:
+        missing: names those that have not come, in words, such as `replica 1`; empty once all have.
+        begin: when the wait began, by `time.monotonic`; several waits in a row may share it.
+        seconds: how long it may take.
+        remedy: what the user can do about those that do not arrive.
+        where: the place at which they arrive, in words, such as ` at host:port`.
+
+    Raises:
+        ExchangeError: naming those that did not arrive in time.
+    """
+    last_names = ""
+    while names := missing():
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
+        if waited > SECONDS_OF_SILENCE and names != last_names:
+            _LOG.warning("waiting for %s%s …", names, where)
+            last_names = names
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+SECONDS_OF_SILENCE = 3.0
+"""Time after which a wait for others is logged."""
+_SECONDS_BETWEEN_LOOKS = 0.05
+_LOG = logging.getLogger("diloco")
