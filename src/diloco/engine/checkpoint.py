@@ -237,12 +237,12 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
     with replica.fail_together():
-        refuse_together(transport, {"why the state can't be loaded": refusal} | facts, refusal)
+        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal)
         _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
 
 
-def refuse_together(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
+def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
     """Raise the refusal, and on the replicas that have none, the difference.
 
     Raises:

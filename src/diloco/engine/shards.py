@@ -38,7 +38,7 @@ def sharded_like(part: Tensor, like: Tensor) -> Tensor:
     """A tensor that is sharded as `like` is, from this process's shard in any memory and of any dtype."""
     if not is_sharded(like):
         return part
-    # Not by DTensor.from_local, which takes the part to the mesh's device.
+    # Not by DTensor.from_local, which takes the part to the mesh's device. torch 2.9 to 2.13 have `_spec`.
     spec = copy(like._spec)
     assert spec.tensor_meta is not None, "the tensor exists"
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
