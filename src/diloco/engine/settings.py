@@ -267,7 +267,7 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     ways = {"strided": strided, "sequential": sequential, "whole": whole}
     if isinstance(fragments, str) and fragments in ways:
         return ways[fragments](model)
-    listed = tuple(fragments) if isinstance(fragments, Iterable) else ()
+    listed: tuple[Any, ...] = tuple(fragments) if isinstance(fragments, Iterable) else ()
     if not listed or not all(isinstance(fragment, Fragment) for fragment in listed):
         raise _wrong("fragments", fragments, f"{', '.join(ways)}, or a sequence of diloco.Fragment")
     return listed

@@ -271,7 +271,11 @@ class StreamingDiLoCo:
                 seed=seed,
             )
             """The arguments that decide what is computed."""
-            join = partial(_fixed, exchange) if exchange is not None else partial(_elastic, rendezvous)
+            join = (
+                partial(_fixed, exchange)
+                if exchange is not None
+                else partial(_elastic, cast(Rendezvous, rendezvous))
+            )
             self._membership = join(self.settings, model, masters, offload=offload)
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
