@@ -222,12 +222,15 @@ def test_a_port_in_use_and_a_foreign_address_are_refused():
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_start_that_waits_says_for_whom_and_ends(replica, caplog, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.meeting._SECONDS_BETWEEN_REPORTS", 0.0)
+    monkeypatch.setattr("diloco.exchange.transport.SECONDS_OF_SILENCE", 0.0)
     address = f"127.0.0.1:{free_port()}"
-    missing = f"replica {1 - replica} of 2"
-    with caplog.at_level(logging.WARNING), pytest.raises(diloco.ExchangeError, match=f"{missing} did not come to"):
+    missing = f"replica {1 - replica}"
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(diloco.ExchangeError, match=f"{missing} did not arrive at"),
+    ):
         diloco.connect(address, replica=replica, num_replicas=2, timeout_seconds=1)
-    assert f"waiting for {missing} at {address}" in caplog.messages
+    assert f"waiting for {missing} at {address} …" in caplog.messages
 
 
 PLACE = {"address": "host:1", "replica": 0, "num_replicas": 2}

@@ -62,7 +62,7 @@ def test_a_name_that_joins_twice_is_one_of_those_with_which_a_run_begins(tmp_pat
     first.join()
     replaced, missing = sentences[20.0], sentences[1.0]
     assert replaced.startswith("another process has joined the run as a, and goes on in the place of this one")
-    assert missing == "1 of 2 replicas have joined within 1 s: start the others, each with a name of its own"
+    assert missing.startswith("1 of 2 replicas did not arrive at ")
 
 
 def test_a_run_with_rules_that_can_not_be_read_is_not_created(tmp_path):
@@ -74,7 +74,7 @@ def test_a_run_with_rules_that_can_not_be_read_is_not_created(tmp_path):
 def test_a_replica_that_ends_before_its_first_step_is_not_counted(tmp_path):
     url, rules = str(tmp_path / "store"), {"quorum": "all", "num_replicas": 2, "timeout_seconds": 0.5}
     for name in ("first", "second"):
-        with pytest.raises(ExchangeError, match="1 of 2 replicas have joined"):
+        with pytest.raises(ExchangeError, match="1 of 2 replicas did not arrive at"):
             Replica(url, name=name, **rules)
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tests.ports import free_port
 from tests.processes import run_replicas, wait_for_files
 
-from diloco.errors import UserError
-from diloco.training import world as waiting
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange import transport
+from diloco.training import world
 from diloco.training.processes import STORE
 from diloco.training.world import store_with_all
 
@@ -24,7 +25,7 @@ def arrive(port: int, late_rank: int, silence: float, folder: str, awaited: list
     """Come to the store, one process late, after sentences of the others; those that this one logged meanwhile."""
     rank = int(os.environ["DILOCO_REPLICA"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    waiting._SECONDS_OF_SILENCE = silence
+    transport.SECONDS_OF_SILENCE = world.SECONDS_OF_SILENCE = silence
     sentences: list[str] = []
     handler = logging.Handler()
 
@@ -54,7 +55,7 @@ def arrive(port: int, late_rank: int, silence: float, folder: str, awaited: list
 @pytest.mark.parametrize(
     ("late", "silence", "expected"),
     [
-        (2, 0.2, {0: ["waiting for replica 2 …"], 1: [], 2: []}),
+        (2, 0.2, {0: ["waiting for replica 2 …"], 1: ["waiting for replica 2 …"], 2: []}),
         (0, 0.2, {replica: ["waiting for replica 0 at 127.0.0.1, port {} …"] for replica in (1, 2)}),
         (2, 9.0, {0: [], 1: [], 2: []}),
     ],
@@ -66,7 +67,7 @@ def test_it_is_said_who_has_not_come(late, silence, expected, tmp_path):
     logged = run_replicas(arrive, 3, port, late, silence, str(tmp_path), awaited, joined=False)
     for replica, sentences in expected.items():
         # Another one may be late, too, where the computer is busy.
-        assert logged[replica][-1:] == sentences
+        assert {*sentences} <= {*logged[replica]} and (silence < 1 or not logged[replica])
 
 
 def arrive_again(rank: int, marks: list[str], begin: Barrier) -> list[str]:
@@ -122,7 +123,7 @@ def test_an_environment_without_an_address_is_told_what_is_missing(monkeypatch, 
 
 
 def test_whoever_does_not_come_in_time_is_named(monkeypatch):
-    with pytest.raises(TimeoutError, match=r"^replica 1 did not come within 1 s: start the replicas"):
+    with pytest.raises(ExchangeError, match=r"^replica 1 did not arrive within 1 s: start the replicas"):
         alone(monkeypatch, free_port())
 
 

@@ -3,7 +3,6 @@
 import ipaddress
 import logging
 import os
-import time
 from datetime import timedelta
 from functools import cache
 from typing import cast
@@ -66,12 +65,12 @@ def connect(
     check_num_connections(num_connections)
     if num_replicas == 1:
         return LoopbackExchange()
-    security, deadline = security_of(secret, certificates), time.monotonic() + timeout_seconds
-    meeting = Meeting(address, replica, num_replicas, this_site(), deadline)
+    security = security_of(secret, certificates)
+    meeting = Meeting(address, replica, num_replicas, this_site(), timeout_seconds)
     way = (
         _Plain(*meeting.open(timeout_seconds), timeout_seconds)
         if security is None
-        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), deadline)
+        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), meeting.deadline)
     )
     processes = None if leader else meeting.site.size
     facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
@@ -84,7 +83,7 @@ def _exchange(
 ) -> Transport:
     """The exchange of this process, once all have met."""
     replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
-    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes), on_close=way.close)
+    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes.values()), on_close=way.close)
 
     def outside(name: str) -> GroupExchange:
         groups = [way.group(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]

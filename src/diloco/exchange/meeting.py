@@ -1,7 +1,6 @@
 """The start of an exchange between jobs: all meet at the store of replica 0, and compare their settings."""
 
 import json
-import logging
 import os
 import socket
 import time
@@ -17,7 +16,7 @@ from diloco.exchange.encrypted.exchange import BOARD, Session
 from diloco.exchange.encrypted.link import Door
 from diloco.exchange.encrypted.tls import Security, dial
 from diloco.exchange.notices import BoundedStore, within
-from diloco.exchange.transport import Store
+from diloco.exchange.transport import Store, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,6 @@ def _job() -> str | None:
 
 S = TypeVar("S", bound=socket.socket)
 
-_LOG = logging.getLogger("diloco")
-
 
 class Meeting:
     """The start of an exchange, at the store of replica 0.
@@ -70,16 +67,20 @@ class Meeting:
         replica: this replica.
         num_replicas: M.
         site: this process in its replica.
-        deadline: by `time.monotonic`.
+        seconds: how long it may take until all have come.
     """
 
-    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, deadline: float) -> None:
-        self._address, self._deadline = address, deadline
+    def __init__(self, address: str, replica: int, num_replicas: int, site: Site, seconds: float) -> None:
+        self._address, self._begin, self._seconds = address, time.monotonic(), seconds
         self.replica, self.num_replicas, self.site = replica, num_replicas, site
-        self._next_report = time.monotonic() + _SECONDS_BETWEEN_REPORTS
         self._door: Door | None = None
-        self.sizes: list[int] = []
-        """The number of processes of each replica, once all have come."""
+        self.sizes: dict[int, int] = {}
+        """The number of processes of each replica that has come."""
+
+    @property
+    def deadline(self) -> float:
+        """The end of the time in which all must come, by `time.monotonic`."""
+        return self._begin + self._seconds
 
     def open(self, timeout_seconds: float) -> tuple[dist.PrefixStore, str]:
         """The store, and the address of the network interface of this machine that leads to it."""
@@ -160,7 +161,7 @@ class Meeting:
             UserError: if they believe different things, or this replica has come already.
             ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
         """
-        store = BoundedStore(store, self._deadline + _SECONDS_FOR_THE_LAST_ANSWER)
+        store = BoundedStore(store, self.deadline + _SECONDS_FOR_THE_LAST_ANSWER)
         mine = f"{self.replica}/{self.site.rank}"
         if store.add(f"arrivals/{mine}", 1) > 1:
             raise UserError(
@@ -169,14 +170,23 @@ class Meeting:
                 "replica",
             )
         store.set(f"facts/{mine}", json.dumps({**facts, "size": self.site.size, "job": self.site.job}))
-        for replica in range(self.num_replicas):
-            self._wait_for(store, replica, 0)
-            theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
-            self._check(replica, facts, theirs)
-            self.sizes.append(theirs["size"])
-        for replica, size in enumerate(self.sizes):
-            for rank in range(size):
-                self._wait_for(store, replica, rank)
+        waiting = {(replica, 0) for replica in range(self.num_replicas)}
+
+        def missing() -> str:
+            for replica, rank in sorted(waiting):
+                if store.check([f"facts/{replica}/{rank}"]):
+                    waiting.remove((replica, rank))
+                    if rank == 0:
+                        theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
+                        self._check(replica, facts, theirs)
+                        self.sizes[replica] = theirs["size"]
+                        waiting.update((replica, other) for other in range(1, theirs["size"]))
+            return ", ".join(
+                f"process {rank} of replica {replica}" if rank else f"replica {replica}"
+                for replica, rank in sorted(waiting)[:_MOST_NAMES]
+            )
+
+        self._wait_for_all(missing)
 
     def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, Any]) -> None:
         for name, value in mine.items():
@@ -194,43 +204,38 @@ class Meeting:
                 "replica",
             )
 
-    def _wait_for(self, store: Store, replica: int, rank: int) -> None:
-        while not store.check([f"facts/{replica}/{rank}"]):
-            of_several = f"process {rank} of " if rank else ""
-            self._wait_a_moment(f"{of_several}replica {replica} of {self.num_replicas}")
-
     def _reach(self, connect: Callable[[], S]) -> S:
         """A connection to replica 0, once it listens."""
-        while True:
+        connections: list[S] = []
+
+        def missing() -> str:
             try:
-                return connect()
+                connections.append(connect())
             except socket.gaierror as error:
                 raise UserError(
                     f"address={self._address}: {self._place[0]} can't be resolved ({error})", "address"
                 ) from None
             except OSError:
-                self._wait_a_moment(f"replica 0 of {self.num_replicas}")
+                return "replica 0"
+            return ""
 
-    def _wait_a_moment(self, for_whom: str) -> None:
-        """Wait for a moment, and name those that are missing from time to time.
+        self._wait_for_all(missing)
+        return connections[0]
 
-        Raises:
-            ExchangeError: if the time is over.
-        """
-        now = time.monotonic()
-        if now > self._deadline:
-            refused = f" (refused: {self._door.refused})" if self._door is not None and self._door.refused else ""
-            raise ExchangeError(
-                f"{for_whom} did not come to {self._address} in time: start all replicas within timeout_seconds, "
-                f"and check that this machine reaches that address{refused}"
+    def _wait_for_all(self, missing: Callable[[], str]) -> None:
+        try:
+            wait_for_all(
+                missing,
+                begin=self._begin,
+                seconds=self._seconds,
+                where=f" at {self._address}",
+                remedy=f"start all {self.num_replicas} replicas within timeout_seconds, and check that this "
+                "machine reaches that address",
             )
-        if now >= self._next_report:
-            _LOG.warning("waiting for %s at %s", for_whom, self._address)
-            self._next_report = now + _SECONDS_BETWEEN_REPORTS
-        time.sleep(0.05)
-
-
-_SECONDS_BETWEEN_REPORTS = 10.0
+        except ExchangeError as error:
+            if self._door is None or not self._door.refused:
+                raise
+            raise ExchangeError(f"{error} (refused: {self._door.refused})") from None
 
 
 _SECONDS_TO_ANSWER = 10.0
@@ -240,6 +245,9 @@ _SECONDS_FOR_THE_LAST_ANSWER = 1.0
 
 
 _MOST_PROCESSES = 1 << 16
+
+
+_MOST_NAMES = 8
 
 
 def _arrival(text: bytes, replica: int, facts: Mapping[str, object]) -> dict[str, Any]:

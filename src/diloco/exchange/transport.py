@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
@@ -276,3 +278,35 @@ def _swap(transport: Transport, message: bytes) -> list[bytes]:
 def _short(value: object, most: int = 200) -> str:
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}…"
+
+
+def wait_for_all(
+    missing: Callable[[], str], *, begin: float, seconds: float, where: str = "", remedy: str
+) -> None:
+    """Wait until nobody is missing; after 3 s, and at each change, log whom this process waits for.
+
+    Args:
+        missing: names those that have not come, in words, such as `replica 1`; empty once all have.
+        begin: when the wait began, by `time.monotonic`; several waits in a row may share it.
+        seconds: how long it may take.
+        remedy: what the user can do about those that do not arrive.
+        where: the place at which they arrive, in words, such as ` at host:port`.
+
+    Raises:
+        ExchangeError: naming those that did not arrive in time.
+    """
+    last_names = ""
+    while names := missing():
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
+        if waited > SECONDS_OF_SILENCE and names != last_names:
+            _LOG.warning("waiting for %s%s …", names, where)
+            last_names = names
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+SECONDS_OF_SILENCE = 3.0
+"""Time after which a wait for others is logged."""
+_SECONDS_BETWEEN_LOOKS = 0.05
+_LOG = logging.getLogger("diloco")

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from diloco.errors import DisagreementError, ExchangeError
+from diloco.errors import DisagreementError
 from diloco.rendezvous.archive import newest_snapshot, newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
@@ -80,17 +79,30 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
     return log, await _joined(log, signer, wish, store.url)
 
 
+async def missing(log: Log, wish: Wish, own: int) -> str:
+    """The replicas that have not joined and without which the run does not begin, in words; empty if it may begin.
+
+    Raises:
+        LogError: if the log is damaged.
+        FencedError: if another process takes the replica's place.
+        StoreError: if the store can't be used.
+    """
+    for _, entry in await log.read(patience_seconds=wish.timeout_seconds):
+        log.state.check_goes_on(own, entry)
+    least = log.state.rules.num_replicas
+    num_missing = 0 if log.state.num_outer else max(0, least - len(log.state.present))
+    return f"{num_missing} of {least} replicas" if num_missing else ""
+
+
 async def enter(store: Store, log: Log, own: int, wish: Wish) -> Entrance:
-    """Wait until as many replicas are there as the run begins with, and take what a joiner starts from.
+    """The place from which a joiner starts: the newest snapshots, and the outer entries after them.
 
     Raises:
         LogError: if the log is damaged.
         FencedError: if another process takes the replica's place meanwhile.
         StoreError: if the store can't be used.
-        ExchangeError: if too few replicas join in time.
     """
     patience = wish.timeout_seconds
-    await _wait_for_others(log, wish, own)
     for _ in range(_MOST_TRIES):
         with suppress(LogError):  # newer ones may have taken their place meanwhile
             newest = await _newest_snapshots(store, log.state, wish)
@@ -186,25 +198,6 @@ def _refusal(state: RunState, signer: Signer, url: str) -> str:
     return ""
 
 
-async def _wait_for_others(log: Log, wish: Wish, own: int) -> None:
-    """Wait until as many replicas have joined as the run begins with; after a moment, say how many are missing."""
-    begin, last_count = time.monotonic(), 0
-    while log.state.num_outer == 0 and (count := len(log.state.present)) < (least := log.state.rules.num_replicas):
-        seconds = time.monotonic() - begin
-        if seconds > wish.timeout_seconds:
-            raise ExchangeError(
-                f"{count} of {least} replicas have joined within {wish.timeout_seconds:g} s: start the others, "
-                "each with a name of its own"
-            )
-        if seconds > _SECONDS_OF_SILENCE and count != last_count:
-            _LOG.warning("%d of %d replicas have joined: waiting for the others …", count, least)
-            last_count = count
-        await asyncio.sleep(0.05)
-        for _, entry in await log.read(patience_seconds=wish.timeout_seconds):
-            log.state.check_goes_on(own, entry)
-
-
-_SECONDS_OF_SILENCE = 3.0
 _MOST_TRIES = 10
 
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.exchange.transport import wait_for_all
 from diloco.rendezvous.contract import Decision, Form, Joined, Offer
 from diloco.rendezvous.follower import Background, Follower, Pace
-from diloco.rendezvous.joining import Wish, enter, join, withdraw
+from diloco.rendezvous.joining import Wish, enter, join, missing, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
 from diloco.rendezvous.log.keys import KeyFile, Signer, signer_of_environment
 from diloco.rendezvous.log.log import Log
@@ -227,6 +228,13 @@ class StoreRendezvous(StoreView):
         try:
             log, own = self._wait(join(self._store, self._signer, wish))
             with _withdrawing(self._background, log, own):
+                wait_for_all(
+                    lambda: self._wait(missing(log, wish, own)),
+                    begin=time.monotonic(),
+                    seconds=self._timeout_seconds,
+                    where=f" at {self._url}",
+                    remedy="start the others, each with a name of its own",
+                )
                 entrance = self._wait(enter(self._store, log, own, wish))
                 form = form.cut(log.state.rules.num_shares)
         except BaseException:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.data.index import read_index
-from diloco.errors import DilocoError, DisagreementError, UserError, setting
+from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
-from diloco.exchange.transport import Transport
+from diloco.exchange.transport import SECONDS_OF_SILENCE, Transport, wait_for_all
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.schema import Count
@@ -108,10 +108,7 @@ def contributors(state: RunState) -> dict[str, Contributor]:
 _LOG = logging.getLogger("diloco")
 
 
-_SECONDS_OF_SILENCE = 3.0
-
-
-_SECONDS_BETWEEN_LOOKS = 0.05
+_MOST_NAMES = 8
 
 
 def store_with_all(
@@ -130,7 +127,7 @@ def store_with_all(
 
     Raises:
         UserError: if the port at which they are to meet is in use.
-        TimeoutError: naming the processes that have not come.
+        ExchangeError: naming the processes that have not come.
         RuntimeError: if the first process can't be reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -138,18 +135,12 @@ def store_with_all(
     store = dist.FileStore(path, world_size) if path else _torchruns_store(rank, name_of(0), timeout)
     store.set_timeout(timeout)
     meeting = _Meeting(store, rank, world_size)
-    begin, last_names = time.monotonic(), ""
-    while (missing := meeting.missing()) is not None:
-        seconds, names = time.monotonic() - begin, ", ".join(map(name_of, missing[:8]))
-        if seconds > timeout_seconds:
-            raise TimeoutError(
-                f"{names} did not come within {timeout_seconds:g} s: start the replicas within that time of each "
-                "other, or raise timeout_seconds"
-            )
-        if rank == 0 and seconds > _SECONDS_OF_SILENCE and names != last_names:
-            _LOG.warning("waiting for %s …", names)
-            last_names = names
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    wait_for_all(
+        lambda: ", ".join(map(name_of, (meeting.missing() or [])[:_MOST_NAMES])),
+        begin=time.monotonic(),
+        seconds=timeout_seconds,
+        remedy="start the replicas within that time of each other, or raise timeout_seconds",
+    )
     return meeting.store
 
 
@@ -240,7 +231,7 @@ def _key(rank: int) -> str:
 
 @contextmanager
 def _said_after_a_moment(sentence: str) -> Iterator[None]:
-    timer = threading.Timer(_SECONDS_OF_SILENCE, _LOG.warning, [sentence])
+    timer = threading.Timer(SECONDS_OF_SILENCE, _LOG.warning, [sentence])
     timer.daemon = True
     timer.start()
     try:
@@ -411,7 +402,7 @@ def join(config: TrainConfig) -> Iterator[World]:
     Raises:
         UserError: if its size is not the config's number of processes, or the device is missing.
         DisagreementError: if the processes were started with other numbers of replicas, processes or connections.
-        TimeoutError: if the other processes don't join in time, or can't be reached.
+        ExchangeError: if the other processes don't join in time, or can't be reached.
     """
     if config.rendezvous is None:
         with _joined(config) as world:
@@ -472,7 +463,7 @@ def _joined(config: TrainConfig) -> Iterator[World]:
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
     except RuntimeError as error:
         where = os.environ.get(STORE) or os.environ.get("MASTER_ADDR")
-        raise TimeoutError(
+        raise ExchangeError(
             f"the {world_size} processes could not join at {where}: start them within "
             f"{config.timeout_seconds:g} s of each other, check the address, and name the network interface "
             f"between them in GLOO_SOCKET_IFNAME ({str(error).splitlines()[0]})"
