@@ -30,7 +30,7 @@ ROOMS = [
     *("simulator", "scaling", "experiments", "report", "cli", "extend"),
 ]
 """A room imports only from rooms that stand before it."""
-ENTRANCES = ("__init__.py", "__main__.py", "extend.py")
+ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
 WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "simulator", "scaling")
 FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
