@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.config.recipes import tiny

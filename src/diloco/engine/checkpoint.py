@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.parameters import local
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
-from diloco.engine.shards import local
 from diloco.errors import DisagreementError, FileError, UserError
 from diloco.exchange.transport import Transport, agree, share
 from diloco.outer.digest import parameters_hash

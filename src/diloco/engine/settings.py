@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from diloco.engine.shards import local
+from diloco.engine.parameters import local
 from diloco.errors import UserError, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport

@@ -22,10 +22,9 @@ from diloco.engine.attach import Attachment
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
-from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
 from diloco.engine.replica import Membership, Replica, outer_state
 from diloco.engine.settings import Settings, check_exchange, check_model, settings_of
-from diloco.engine.shards import gathered, is_sharded
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.engine.shards import copied_to_cpu, is_sharded, local
+from diloco.engine.parameters import copied_to_cpu, is_sharded, local
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
 from diloco.schema import Count, decoded, read_json
