@@ -1,8 +1,8 @@
 """The parameters of a model by fragment, and each fragment as one flat FP32 vector.
 
 A replica may be several processes: its parameters are DTensors then, of which each process sees the shards that it
-holds, and shard i exchanges with shard i of the other replicas. The functions at the end return the plain tensors of
-a replica of one process.
+holds, and shard i exchanges with shard i of the other replicas. For a replica of one process, the functions at the
+end return its plain tensors.
 
 Shapes: N elements of one fragment that this process holds.
 """
