@@ -52,6 +52,10 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"exchange": None}, "exchange=None and rendezvous=None: pass one of them, exchange=diloco"),
         ({"rendezvous": "s3://bucket/run"}, "exchange=.* and rendezvous=s3://bucket/run: pass one of them"),
         ({"exchange": "host:29500"}, EXCHANGE),
+        (
+            {"rendezvous": "s3://bucket/run", "exchange": None},
+            r"rendezvous='s3://bucket/run' .*StoreRendezvous\(url\)",
+        ),
         ({"exchange": diloco.LoopbackExchange}, EXCHANGE),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
