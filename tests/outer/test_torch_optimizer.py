@@ -69,9 +69,7 @@ class Odd(torch.optim.SGD):
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(
-        diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"
-    ):
+    with pytest.raises(diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"):
         rule_of_optimizer(Odd)
 
 
