@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.shards import local
+from diloco.engine.parameters import local
 from diloco.exchange.group import TorchGroup
 from diloco.exchange.transport import Channel
 from diloco.models.decoder_config import DecoderConfig

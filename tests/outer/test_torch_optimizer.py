@@ -59,6 +59,20 @@ def test_the_groups_of_an_optimizer_must_be_alike() -> None:
         rule_of_optimizer(torch.optim.SGD(groups, momentum=0.9))
 
 
+class Odd(torch.optim.SGD):
+    """SGD that keeps one number more than there are parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for theta in group["params"]:
+                self.state[theta]["odd"] = torch.zeros(len(theta) + 1)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"):
+        rule_of_optimizer(Odd)
+
+
 def trained(case: Case, outer: object) -> tuple[bytes, dict]:
     model = case.model()
     engine = case.engine(model, exchange=diloco.LoopbackExchange(), outer=outer)

@@ -67,7 +67,7 @@ def advance(config: TrainConfig, world: World, state: TrainState, *saved: Checkp
 def undisturbed_and_resumed(folder: Path) -> list[tuple[list[dict], str]]:
     """The metrics and the outer hash of a run, and of its resumes."""
     config, world, state = begin()
-    checkpoints = Checkpoints(folder, world.replica, world.own_group, keep=len(SAVED))
+    checkpoints = Checkpoints(folder, world.replica, world.host_group, keep=len(SAVED))
     runs = [(advance(config, world, state, checkpoints), state.sync.outer_hash())]
     checkpoints.wait()
     for step in SAVED:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.training.config.recipes import tiny
@@ -36,7 +36,7 @@ def config_of(S: int, wire: str, combine: str, D: int = 1) -> TrainConfig:
 
 def begin(config: TrainConfig, folder: Path) -> tuple[World, TrainState, Checkpoints]:
     world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
-    return world, initial_state(config, world), Checkpoints(folder, world.replica, world.own_group, keep=1)
+    return world, initial_state(config, world), Checkpoints(folder, world.replica, world.host_group, keep=1)
 
 
 def advance(state: TrainState, config: TrainConfig, world: World, last: int) -> list[float]:

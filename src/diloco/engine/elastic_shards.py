@@ -20,10 +20,9 @@ from diloco.engine.elastic import (
     vectors_of,
 )
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
-from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, sharded_like
 from diloco.engine.replica import Replica, outer_state
 from diloco.engine.settings import Settings
-from diloco.engine.shards import is_sharded, joined, local, sharded_like
 from diloco.errors import ExchangeError
 from diloco.exchange.group import TorchGroup
 from diloco.exchange.notices import first_sentence

@@ -20,7 +20,7 @@ class OneProcess:
         """The values."""
         return values
 
-    def reduce(self, values: Tensor) -> Tensor:
+    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
         """The values."""
         return values
 
@@ -53,10 +53,10 @@ class TorchGroup:
         dist.broadcast(values, dist.get_global_rank(self.group, 0), group=self.group)
         return values
 
-    def reduce(self, values: Tensor) -> Tensor:
-        """The sum of all processes' values."""
+    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum of all processes' values, or the largest, element by element; a GPU is not waited for."""
         values = values.clone()
-        dist.all_reduce(values, group=self.group)
+        dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         return values
 
     def barrier(self) -> None:

@@ -131,8 +131,8 @@ class Group(Protocol):
         """The first process's values; those of the others have the same shape and dtype."""
         ...
 
-    def reduce(self, values: Tensor) -> Tensor:
-        """The sum of all processes' values."""
+    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum of all processes' values, or the largest, element by element; a GPU is not waited for."""
         ...
 
     def barrier(self) -> None:

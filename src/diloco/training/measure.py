@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -76,7 +75,7 @@ def measure_machines(config: TrainConfig) -> Machines:
     """
     with join(config) as world:
         gbit_s, latency_seconds = measure_link(world.exchange, beside=world.everyone)
-        gbit_s = world.over_ranks(gbit_s, dist.ReduceOp.SUM)
+        gbit_s = world.over_ranks(gbit_s)
         rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds], list[float])
     return Machines(*map(tuple, zip(*rows, strict=True)))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
+from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
@@ -310,7 +311,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
     state = TrainState(model, forward, optimizer, engine, FixedProgress(config), mean_loss=mean_loss)
     if config.num_ddp > 1:
-        state.forward = inside = data_parallel(forward, world.own_device_group)
+        assert isinstance(world.group, TorchGroup), "a replica is several processes"
+        state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
         state.passes = lambda is_last: nullcontext() if is_last else inside.no_sync()
     if config.diloco.freeze:

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.engine.shards import copied_to_cpu, is_sharded, local
+from diloco.engine.parameters import copied_to_cpu, is_sharded, local
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
+from diloco.exchange.transport import Group
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
 from diloco.schema import Count, decoded, read_json
 
@@ -270,15 +270,13 @@ class Checkpoints:
     Args:
         directory: of the run's checkpoints; the replica's own directory in it is made when it is first needed.
         replica: the replica's number.
-        group: the replica's processes, on gloo, used for nothing else; None if it is one without a group.
+        group: the replica's processes on their hosts, used for nothing else.
         keep: number of the newest checkpoints to keep.
     """
 
-    def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup | None, *, keep: int) -> None:
+    def __init__(self, directory: Path, replica: int, group: Group, *, keep: int) -> None:
         self._directory, self._group, self._keep = _directory(directory, replica), group, keep
-        self._shard, self._num_shards = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        self._shard, self._num_shards = group.index, group.size
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -403,8 +401,7 @@ class Checkpoints:
                 mine[index] = torch.frombuffer(bytearray(function(items[index])), dtype=torch.uint8)
         except Exception as error:
             mine[-1, 0], failure = 1, error
-        if self._group is not None:
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+        mine = self._group.reduce(mine, largest=True)
         if failure is not None:
             raise failure
         if mine[-1, 0]:
