@@ -5,8 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import run_job
+from diloco.experiments.runner.job import Job, run_job
 from diloco.files import require
 
 

@@ -16,8 +16,7 @@ from diloco.data.corpora import file_digest
 from diloco.data.prepare import resolve as resolve_data
 from diloco.errors import UserError
 from diloco.experiments.runner.identity import run_name, with_absolute_paths
-from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import end_running_jobs, run_job
+from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.experiments.runner.progress import GridProgress, differing_labels
 from diloco.experiments.runner.result import read_results, write_results
 from diloco.experiments.runner.rows import columns, has_all_columns

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.data.prepare import PrepareProgress
-from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import running_jobs
+from diloco.experiments.runner.job import Job, running_jobs
 
 
 @dataclass(frozen=True, kw_only=True)
