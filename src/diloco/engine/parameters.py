@@ -16,13 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
 from diloco.engine.shards import (
-    all_shards_or_none,
     joined,
     local,
-    num_shards,
+    replica_group,
     reshard,
-    shard_group,
-    shard_index,
     sharded_like,
 )
 from diloco.errors import UserError
@@ -131,9 +128,9 @@ class FragmentParameters:
         reshard(model)
         self._model, named = model, dict(model.named_parameters())
         self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
-        self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
-        """The processes that hold a replica's shards; None if it is one process."""
-        self.part = shard_index(self.shard_group), num_shards(self.shard_group)
+        self.group = replica_group({name: p for part in self._by_fragment for name, p in part.items()})
+        """The processes that hold this replica's shards."""
+        self.part = self.group.index, self.group.size
         """The part of the parameters that the flat vectors hold, and the number of parts."""
         self.device = self.shards(0)[0].device
         """The device of the flat vectors, and of all parameters."""
@@ -230,9 +227,9 @@ class FragmentParameters:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
 
-    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
-        return all_shards_or_none(self.shard_group, self.device, another)
+        return self.group.fail_together(another)
 
     def names_in_model(self) -> set[str]:
         """The names of all parameters of the model, frozen ones included."""

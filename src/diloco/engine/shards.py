@@ -5,18 +5,16 @@ one process these functions return its plain tensors, and talk to nobody.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.errors import ExchangeError, UserError
-from diloco.exchange.process_group import group_like
+from diloco.errors import UserError
+from diloco.exchange.group import OneProcess, TorchGroup
+from diloco.exchange.transport import Group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
@@ -57,8 +55,8 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "to_local")
 
 
-def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-    """The processes that hold a replica's shards; None if it is one process.
+def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
+    """The processes that hold a replica's shards.
 
     Raises:
         UserError: if the parameters are not all cut into shards over the same processes, along one dimension.
@@ -74,7 +72,7 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
                 "shard the whole model over one mesh, fully_shard(model, mesh=mesh['shard'])"
             )
     if mesh is None:
-        return None
+        return OneProcess()
     if mesh.ndim != 1:
         raise UserError(
             f"parameter {first_name} is on {mesh}, of {mesh.ndim} dimensions: shard a replica along one and leave "
@@ -86,7 +84,7 @@ def shard_group(parameters: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | N
                 f"parameter {name} is {parameter.placements} on {mesh}, which is not cut into shards: "
                 "use fully_shard(model, mesh=mesh['shard'])"
             )
-    return mesh.get_group()
+    return TorchGroup(mesh.get_group(), local(next(iter(parameters.values()))).device)
 
 
 def reshard(model: nn.Module) -> None:
@@ -101,69 +99,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def shard_index(group: dist.ProcessGroup | None) -> int:
-    """The index of this process among its replica's."""
-    return dist.get_rank(group) if group is not None else 0
-
-
-def num_shards(group: dist.ProcessGroup | None) -> int:
-    """The number of processes in a replica."""
-    return dist.get_world_size(group) if group is not None else 1
-
-
-def sum_over_shards(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of every shard's values; every process of the replica must call it."""
-    if group is not None:
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-    return values
-
-
-@contextmanager
-def all_shards_or_none(group: dist.ProcessGroup | None, device: torch.device, another: str) -> Iterator[None]:
-    """Fail in all shards of a replica if the work in this context fails in one.
-
-    Args:
-        group: the processes that hold the shards.
-        device: where they compute.
-        another: the words for another shard in messages.
-
-    Raises:
-        ExchangeError: where the work went well, if it failed elsewhere or another shard does not answer.
-    """
-
-    def num_failed(here: int) -> int:
-        if group is None:
-            return here
-        return int(sum_over_shards(torch.tensor([here], dtype=torch.int32), _on_host(group, device)).item())
-
-    try:
-        yield
-    except Exception:
-        with suppress(RuntimeError):  # the others may be gone: what went wrong here is what counts
-            num_failed(1)
-        raise
-    try:
-        elsewhere = num_failed(0)
-    except RuntimeError as error:
-        raise ExchangeError(f"{another} does not answer: {str(error).splitlines()[0]}") from error
-    if elsewhere:
-        raise ExchangeError(f"{another} failed, and says why")
-
-
-def _on_host(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same processes for tensors of the CPU: they need not wait for what their GPUs do."""
-    if device.type == "cpu":
-        return group
-    if group not in _HOST_GROUPS:
-        timeout = group._get_backend(group._device_types[0]).options._timeout
-        _HOST_GROUPS[group] = group_like(group, timeout.total_seconds())
-    return _HOST_GROUPS[group]
-
-
-_HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:

@@ -120,33 +120,29 @@ def write_shard(path: Path, shard: int, num_shards: int, tensors: Mapping[str, T
         sync(file)
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Any], *, optional: str | None = None) -> None:
+def read_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     """Read tensors of a checkpoint in place, as they were saved or on another number of shards.
 
     Args:
         path: directory of the checkpoint, whose checksums were checked.
         tensors: nested by name; sharded as they shall be from now on.
-        optional: a dotted prefix; the tensors whose names begin with it need not have been saved.
 
     Raises:
         CheckpointError: if the files do not hold these tensors, whole, and of these shapes and types.
     """
     files = [path / name for name in read_checksums(path) if name != FACTS_FILE]
-    read_files(files, tensors, source=f"checkpoint {path}", optional=optional)
+    read_files(files, tensors, source=f"checkpoint {path}")
 
 
-def read_files(
-    files: Sequence[Path], tensors: Mapping[str, Any], *, source: str, optional: str | None = None
-) -> None:
+def read_files(files: Sequence[Path], tensors: Mapping[str, Any], *, source: str) -> None:
     """Read tensors of safetensors files in place, as `read_tensors`; `source` names the files in errors."""
     with ExitStack() as stack:
         saved = _saved(files, stack, source)
         for name, tensor in flat(tensors).items():
-            if name in saved:
-                _check_like(name, tensor, saved[name], source)
-                _read_tensor(local(tensor), cut_of(tensor), saved[name])
-            elif optional is None or not name.startswith(optional):
+            if name not in saved:
                 raise CheckpointError(f"{source} lacks {name}: it is of another model, or of another run")
+            _check_like(name, tensor, saved[name], source)
+            _read_tensor(local(tensor), cut_of(tensor), saved[name])
 
 
 _Part = tuple[Any, Cut | None]
@@ -351,18 +347,17 @@ class Checkpoints:
         except FileError as error:
             raise CheckpointError(f"checkpoint {error}") from error
 
-    def load(self, step: int, tensors: dict[str, Any], *, optional: str | None = None) -> None:
+    def load(self, step: int, tensors: dict[str, Any]) -> None:
         """Read the tensors of a step in place, without the other processes.
 
         Args:
             step: a step whose `facts` were read before.
             tensors: with the names and shapes of those that were saved, sharded as they shall be from now on.
-            optional: a dotted prefix; the tensors whose names begin with it need not have been saved.
 
         Raises:
             CheckpointError: if the checkpoint does not hold these tensors.
         """
-        read_tensors(step_path(self._directory, step), tensors, optional=optional)
+        read_tensors(step_path(self._directory, step), tensors)
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints after a step from which the run goes on, and unfinished ones."""
