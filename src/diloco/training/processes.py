@@ -143,8 +143,6 @@ class Ancestor:
         """End it, and by that the processes that it has forked."""
         self._connection.close()
         self._process.terminate()
-        self._process.join(_SECONDS_TO_END)
-        self._process.kill()
         self._process.join()
 
     @property
