@@ -177,7 +177,7 @@ def _serve(control: Connection, launchers: Connection | None) -> None:
     # The terminal sends them to all: the process that launches decides.
     signal.pthread_sigmask(signal.SIG_BLOCK, set(SIGNALS) - {signal.SIGTERM})
     if launchers is not None:
-        end_with_parent()  # processes that it forks may hold its end of the connection
+        end_with_parent()  # the connection may stay open: other forks of the launcher hold its end, too
         launchers.close()
     import_modules(_IMPORTS)
     with suppress(EOFError):
