@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import socket
-import time
 from datetime import datetime
 from ipaddress import IPv4Address, IPv6Address
 from itertools import product
@@ -95,41 +94,43 @@ def test_replicas_that_have_closed_connect_again(tmp_path):
 
 @pytest.mark.slow
 def test_a_failure_is_told_at_once():
-    *others, (message, _) = run_replicas(secretly, 3, fail, "not finite", "gather", joined=False)
-    for other_message, seconds in others:
-        assert message in other_message and "replica 2 failed" in other_message
-        assert seconds < 10
+    *others, message = run_replicas(secretly, 3, fail, "not finite", "gather", joined=False)
+    for other in others:
+        assert message in other and "replica 2 failed" in other
 
 
 HELD: list[object] = []
 """Exchanges that stay until their process ends."""
 
 
-def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...], float] | None:
+def wait_in_vain(absent: int, ending: str, folder: str) -> tuple[str, tuple[int, ...]] | None:
     exchange = diloco.connect(timeout_seconds=20)
-    payloads = {other: torch.ones(9, dtype=torch.uint8) for other in range(3) if other != exchange.replica}
+    others = [replica for replica in range(3) if replica != exchange.replica]
+    payloads = {other: torch.ones(9, dtype=torch.uint8) for other in others}
     exchange.start(payloads, Tag(Channel.PAYLOAD, 0, 1)).wait()
-    exchange._timeout_seconds = 2 if ending == "silent" else 20
     if exchange.replica == absent:
-        if ending == "silent":
-            HELD.append(exchange)
-            return None
-        time.sleep(0.5)
-        os._exit(1)
-    begin = time.monotonic()
+        if ending == "dies":
+            wait_for_files(*(Path(folder, str(other)) for other in others))
+            os._exit(1)
+        HELD.append(exchange)
+        return None
+    exchange._timeout_seconds = 0.5 if ending == "silent" else 600
+    pending = exchange.start(payloads, Tag(Channel.PAYLOAD, 40, 9))
+    Path(folder, str(exchange.replica)).touch()
     with pytest.raises(diloco.ExchangeError) as caught:
-        exchange.start(payloads, Tag(Channel.PAYLOAD, 40, 9)).wait()
-    return str(caught.value), caught.value.missing, time.monotonic() - begin
+        pending.wait()
+    return str(caught.value), caught.value.missing
 
 
 @pytest.mark.parametrize(("absent", "ending"), [(1, "dies"), (1, "silent"), (0, "dies")])
-def test_an_absent_replica_is_named_within_the_time_limit(absent, ending):
-    results = run_replicas(secretly, 3, wait_in_vain, absent, ending, mortal=(absent,), joined=False)
+def test_an_absent_replica_is_named_within_the_time_limit(absent, ending, tmp_path):
+    arguments = (wait_in_vain, absent, ending, str(tmp_path))
+    results = run_replicas(secretly, 3, *arguments, mortal=(absent,), joined=False)
     for replica in {0, 1, 2} - {absent}:
-        message, missing, seconds = results[replica]
+        message, missing = results[replica]
         assert "fragment 40, round 9" in message and f"replica {absent}" in message
-        assert missing == (absent,) and seconds < 15
-        assert seconds > 1.9 or ending == "dies", "only the time limit ends a silence"
+        assert missing == (absent,)
+        assert ("nothing came or went within" in message) == (ending == "silent")
 
 
 def come_with_the_other(folder: str) -> int:
@@ -149,12 +150,10 @@ def prove_something_else(caplog_path: str, secrets: list[str | None]) -> str:
 
 
 def test_another_secret_is_named_on_both_sides(tmp_path):
-    start = time.monotonic()
     first, other = run_replicas(prove_something_else, 2, str(tmp_path), [SECRET, SECRET + "r"], joined=False)
     assert "has another secret (DILOCO_SECRET): give all replicas the same" in other
     assert "replica 1 did not arrive" in first and "has another secret (DILOCO_SECRET)" in first
     assert "refused a connection: a process at 127.0.0.1 has another secret" in Path(tmp_path, "0").read_text()
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow
@@ -233,29 +232,6 @@ def test_certificates_of_one_authority_take_the_place_of_a_secret(tmp_path):
     mixed = [ours[0], str(tmp_path / "theirs" / "a")]
     _, other = run_replicas(exchange_with_certificates, 2, str(tmp_path / "theirs"), mixed, joined=False)
     assert "has another authority of certificates (DILOCO_CERTIFICATES)" in other
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"secret": "hunter2"}, r"secret has 7 characters and must have at least 16.*secrets.token_hex\(16\)"),
-        ({"secret": SECRET, "certificates": "."}, "give secret or certificates, not both"),
-        (
-            {"certificates": "nowhere"},
-            "certificates=nowhere: tls.crt is missing; the directory holds tls.crt, tls.key",
-        ),
-    ],
-)
-def test_proofs_that_prove_nothing_are_refused(arguments, message):
-    with pytest.raises(diloco.UserError, match=message):
-        diloco.connect(f"127.0.0.1:{free_port()}", replica=0, num_replicas=2, timeout_seconds=1, **arguments)
-
-
-def test_files_that_are_no_certificates_are_refused(tmp_path):
-    certify(tmp_path, ["a"])
-    (tmp_path / "a" / "tls.key").write_text("rubbish")
-    with pytest.raises(diloco.UserError, match=r"tls.crt, tls.key, ca.crt can't be used"):
-        diloco.connect("127.0.0.1:1", replica=0, num_replicas=2, certificates=tmp_path / "a")
 
 
 def test_an_address_that_others_reach_without_a_secret_is_warned_of(caplog, monkeypatch):

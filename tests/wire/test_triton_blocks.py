@@ -19,7 +19,7 @@ BLOCKS = [name for name in CODECS if getattr(codec(name), "constants", None)]
 
 def test_interpreted_they_give_the_bits_of_the_cpu():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted"]
+    command = [sys.executable, "-m", "tests.wire.interpreted"]
     subprocess.run(command, check=True, timeout=220, env=environment)
 
 

@@ -1,6 +1,6 @@
 """Triton's kernels, interpreted on the CPU, against the codecs there: the same bits of payloads and vectors.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted
+TRITON_INTERPRET=1 python -m tests.wire.interpreted
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec
 from diloco.wire.kernels.gpu import GpuBlocks
-from diloco.wire.random import words
+from diloco.wire.payload import words
 
 KEY = Key(seed=(0x9ABCDEF0 << 32) + 0xF0000003, fragment=2, round=3, replica=4, part=1, shard=2)
 SPECS = [

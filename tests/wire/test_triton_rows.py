@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_interpreted_they_give_loss_and_gradient():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted_rows"]
+    command = [sys.executable, "-m", "tests.wire.interpreted_rows"]
     subprocess.run(command, check=True, timeout=120, env=environment)
 
 
