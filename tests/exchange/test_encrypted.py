@@ -22,6 +22,7 @@ from tests.processes import run_replicas, wait_for_files
 from tests.sockets import listening
 
 import diloco
+from diloco.exchange.encrypted import tls
 from diloco.exchange.transport import Channel, Tag
 
 SECRET = "correct horse battery staple"
@@ -142,7 +143,7 @@ def come_with_the_other(folder: str) -> int:
 
 def prove_something_else(caplog_path: str, secrets: list[str | None]) -> str:
     """The error of a replica that has another secret than replica 0; both come together."""
-    replica = come_with_the_other(caplog_path)
+    replica, tls.SECONDS_TO_SHAKE_HANDS = come_with_the_other(caplog_path), 2.0
     logging.basicConfig(filename=f"{caplog_path}/{replica}", force=True)
     with pytest.raises(diloco.ExchangeError) as caught:
         diloco.connect(secret=secrets[replica], timeout_seconds=3)

@@ -160,7 +160,10 @@ def wait_in_vain(absent: int, ending: str) -> tuple[str, tuple[int, ...]] | None
         if ending == "dies meanwhile":
             store.wait(others)
         os._exit(1)
-    exchange._timeout_seconds = 0.5 if ending == "silent" else 600
+    if ending == "silent":
+        exchange._timeout_seconds, gloo._SECONDS_FOR_THE_CAUSE = 0.5, 0.1
+    else:
+        exchange._timeout_seconds = 600
     if ending == "dies before":
         wait_for_end(pids[absent])
     pending = exchange.start(payloads(exchange, (40, 90_000, 1)), payload_tag(40, 90_000, 1))
@@ -181,7 +184,8 @@ def test_an_absent_replica_is_named_within_the_time_limit(absent, ending):
 
 
 def wait_again_in_vain() -> None:
-    exchange = ProcessGroupExchange(timeout_seconds=0.5)
+    gloo._SECONDS_FOR_THE_CAUSE = 0.1
+    exchange = ProcessGroupExchange(timeout_seconds=0.3)
     if exchange.replica == 0:
         pending = exchange.start(payloads(exchange, (0, 1, 0)), payload_tag(0, 1))
         for _ in range(2):

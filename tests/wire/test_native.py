@@ -171,10 +171,12 @@ def test_native_code_is_sound_under_the_sanitizers(sanitizer, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["ctypes.CDLL", "diloco.wire.kernels.native.compiled_library"])
-def test_a_library_that_cannot_be_had_is_done_without_and_one_warning(part, monkeypatch):
+def test_a_library_that_cannot_be_had_is_done_without_and_one_warning(part, monkeypatch, tmp_path):
     def fail(*arguments: object) -> None:
         raise OSError("wrong architecture")
 
+    monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))  # compiled in less time
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(part, fail)
     message = r"native.c could not be compiled or loaded: using slower PyTorch code .* results .wrong architecture"
     with pytest.warns(RuntimeWarning, match=message) as warnings:
