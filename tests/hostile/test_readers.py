@@ -12,8 +12,7 @@ from hypothesis import settings
 from tests.hostile.mutations import generator, hostile_pickle, mutated_bytes, mutated_json
 
 from diloco.errors import CheckpointError, DilocoError, FileError
-from diloco.experiments.runner.result import read_results
-from diloco.experiments.runner.rows import read_rows
+from diloco.experiments.runner.rows import read_results, read_rows
 from diloco.files import sha256
 from diloco.report.html.run_section import read_run, run_section
 from diloco.schema import read_json

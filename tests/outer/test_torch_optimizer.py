@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_steps_on_theta_as_it_does_alone(name: str) -> None:
-    """Its state lives in the slots alone: each step begins with a new optimizer, as after a resume."""
+    """The slots alone hold the state: each step begins with a new optimizer, as after a resume."""
     kind, settings = OPTIMIZERS[name]
     rule = rule_of_optimizer(kind([torch.zeros(1, requires_grad=True)], **settings))
     vectors = {slot: torch.zeros(N) for slot in ("outer", *rule.slots)}

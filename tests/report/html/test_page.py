@@ -11,7 +11,7 @@ from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.experiments.papers.made_up import made_up
 
 from diloco.cli.main import main
-from diloco.experiments.papers.recipes import experiment
+from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
 from diloco.report.html import page as parts

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.simulator.tasks import task, with_replicas
+from tests.simulator.cases import task, with_replicas
 
 from diloco.report.terminal.plan import print_remedy
-from diloco.simulator.planner import Task, feasible
-from diloco.simulator.remedy import remedy
+from diloco.simulator.planner import Task, feasible, remedy
 
 
 def printed(wanted: Task) -> tuple[str, dict[str, float]]:

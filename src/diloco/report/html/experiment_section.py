@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
+from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.comparison import Row, finished
 from diloco.experiments.papers.experiment import Experiment
-from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import read_rows
-from diloco.report.figures.drawing import new_figure
-from diloco.report.figures.experiments import draw_panel
+from diloco.report.figures.drawing import draw_panel, new_figure
 from diloco.report.html.page import facts, figures, heading, paragraph, table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from diloco.experiments.runner.progress import GridProgress
+from diloco.experiments.runner.grid import GridProgress
 from diloco.report.terminal.training import duration
 from diloco.training.records.tail import RunFollower
 

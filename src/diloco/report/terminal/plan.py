@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.rendezvous.prices import PROVIDERS
-from diloco.simulator.planner import Plan, Task
-from diloco.simulator.remedy import Remedy
+from diloco.simulator.planner import Plan, Remedy, Task
 
 
 def plan_json(

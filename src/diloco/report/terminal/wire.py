@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from diloco.measure.wire import WireMeasurement
+from diloco.training.measure import WireMeasurement
 
 
 def wire_json(measurements: Iterable[WireMeasurement]) -> str:
