@@ -18,7 +18,7 @@ def gloo_backend(
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_seconds)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def timeout_seconds_of(group: dist.ProcessGroup) -> float:
