@@ -58,11 +58,10 @@ def compare(spec: str, num: int) -> None:
         assert wire.unpack(expected, expected_N, KEY, add=add)
         assert kernels.unpack(wire.block, body[:end], body[end:], decoded_N, add=add)
         assert same(decoded_N, expected_N), spec
-    for place in {0, num // 2, num - 1}:
-        for value in (torch.nan, torch.inf):
-            broken_N = delta_N.clone()
-            broken_N[place] = value
-            assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
+    for place, value in ((0, torch.nan), (num // 2, torch.inf), (num - 1, -torch.inf)):
+        broken_N = delta_N.clone()
+        broken_N[place] = value
+        assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
 
 
 def compare_damage(spec: str) -> None:
