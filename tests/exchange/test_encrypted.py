@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import socket
 from datetime import datetime
 from ipaddress import IPv4Address, IPv6Address
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from tests.exchange.test_connect import CASE, SHARES, connect_again, train_connected, train_with_ddp
 from tests.exchange.test_notices import fail
+from tests.exchange.test_process_group import assert_named, exchange_out_of_order, wait_in_vain
 from tests.ports import free_port
 from tests.processes import run_replicas, wait_for_files
 from tests.sockets import listening
@@ -27,6 +27,8 @@ from diloco.exchange.transport import Channel, Tag
 
 SECRET = "correct horse battery staple"
 SIZES = (0, 1, 7, 65_537, 3 << 20, (5 << 20) + 3)
+LENGTHS = {key: SIZES[key[0]] for key in product(range(len(SIZES)), (1, 90_000), (0, 1))}
+"""Lengths of payloads by (fragment, round, phase)."""
 
 
 def secretly(function, *arguments):
@@ -55,33 +57,11 @@ def test_sites_with_a_leader_train_as_without_a_secret(tmp_path):
     assert len({digest for result in results for digest, _, _ in result}) == 1
 
 
-def exchange_out_of_order() -> float:
-    """Messages of many sizes in flight together, started and waited for in another order by each replica."""
-    exchange = diloco.connect(timeout_seconds=30, num_connections=2)
-    keys = list(product(range(len(SIZES)), (1, 90_000), (0, 1)))
-    shuffle = random.Random(exchange.replica)
-    others = [replica for replica in range(exchange.num_replicas) if replica != exchange.replica]
-
-    def content(key: tuple[int, int, int], sender: int, receiver: int) -> torch.Tensor:
-        seed = torch.Generator().manual_seed(hash((*key, sender, receiver)))
-        return torch.randint(0, 256, (SIZES[key[0]],), generator=seed, dtype=torch.uint8)
-
-    pending = {
-        key: exchange.start(
-            {other: content(key, exchange.replica, other) for other in others}, Tag(Channel.PAYLOAD, *key)
-        )
-        for key in shuffle.sample(keys, len(keys))
-    }
-    for key in shuffle.sample(keys, len(keys)):
-        for sender, payload in pending[key].wait().items():
-            assert torch.equal(payload, content(key, sender, exchange.replica)), (key, sender)
-    exchange.close()
-    return exchange.answers.heard_at.keys() == set(others)
-
-
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_messages_of_any_size_arrive_whole_in_whatever_order(num_replicas):
-    assert all(run_replicas(secretly, num_replicas, exchange_out_of_order, joined=False))
+    arguments = (exchange_out_of_order, 2, LENGTHS)
+    answered = run_replicas(secretly, num_replicas, *arguments, joined=False)
+    assert answered == [set(range(num_replicas)) - {replica} for replica in range(num_replicas)]
 
 
 @pytest.mark.slow
@@ -100,38 +80,13 @@ def test_a_failure_is_told_at_once():
         assert message in other and "replica 2 failed" in other
 
 
-HELD: list[object] = []
-"""Exchanges that stay until their process ends."""
-
-
-def wait_in_vain(absent: int, ending: str, folder: str) -> tuple[str, tuple[int, ...]] | None:
-    exchange = diloco.connect(timeout_seconds=20)
-    others = [replica for replica in range(3) if replica != exchange.replica]
-    payloads = {other: torch.ones(9, dtype=torch.uint8) for other in others}
-    exchange.start(payloads, Tag(Channel.PAYLOAD, 0, 1)).wait()
-    if exchange.replica == absent:
-        if ending == "dies":
-            wait_for_files(*(Path(folder, str(other)) for other in others))
-            os._exit(1)
-        HELD.append(exchange)
-        return None
-    exchange._timeout_seconds = 0.5 if ending == "silent" else 600
-    pending = exchange.start(payloads, Tag(Channel.PAYLOAD, 40, 9))
-    Path(folder, str(exchange.replica)).touch()
-    with pytest.raises(diloco.ExchangeError) as caught:
-        pending.wait()
-    return str(caught.value), caught.value.missing
-
-
-@pytest.mark.parametrize(("absent", "ending"), [(1, "dies"), (1, "silent"), (0, "dies")])
+@pytest.mark.parametrize(("absent", "ending"), [(1, "dies meanwhile"), (1, "silent"), (0, "dies meanwhile")])
 def test_an_absent_replica_is_named_within_the_time_limit(absent, ending, tmp_path):
     arguments = (wait_in_vain, absent, ending, str(tmp_path))
     results = run_replicas(secretly, 3, *arguments, mortal=(absent,), joined=False)
-    for replica in {0, 1, 2} - {absent}:
-        message, missing = results[replica]
-        assert "fragment 40, round 9" in message and f"replica {absent}" in message
-        assert missing == (absent,)
-        assert ("nothing came or went within" in message) == (ending == "silent")
+    assert_named(absent, results)
+    message, _ = results[2]
+    assert ("nothing came or went within" in message) == (ending == "silent")
 
 
 def come_with_the_other(folder: str) -> int:
