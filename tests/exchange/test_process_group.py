@@ -21,7 +21,7 @@ from diloco.exchange.transport import Channel, Tag, Transport, agree, share
 KEYS = list(product((0, 1, 40), (1, 90_000), (0, 1)))
 """(fragment, round, phase) of exchanges that are in flight together."""
 LENGTHS = dict(zip(KEYS, (1, 100_003, 7, 300_000, 513, 7) * 2, strict=True))
-"""How long their payloads are."""
+"""The length of their payloads."""
 
 
 def payload_tag(fragment: int, round: int, phase: int = 0) -> Tag:

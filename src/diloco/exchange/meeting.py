@@ -209,7 +209,7 @@ class Meeting:
 
 
 SECONDS_FOR_THE_LAST_ANSWER = 1.0
-"""How much longer than the time of the meeting a store may take to answer."""
+"""The time by which a store may answer later than the meeting ends."""
 
 
 _MOST_PROCESSES = 1 << 16
