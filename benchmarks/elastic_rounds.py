@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -139,7 +140,10 @@ def _replicas(
     ]
     processes = [
         subprocess.Popen(
-            [sys.executable, script, json.dumps(plan)], env=environment, stdout=subprocess.PIPE, text=True
+            [sys.executable, script, json.dumps(plan)],
+            env=os.environ | (environment or {}),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for plan, environment in zip(plans, environments, strict=True)
     ]
