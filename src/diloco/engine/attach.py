@@ -18,8 +18,8 @@ class Attachment:
     Args:
         count: the function.
         optimizer: a torch optimizer, or a wrapper that holds one as `optimizer`, or several as `optimizers`, of
-            which the last counts. A step of a wrapper that is no Optimizer, such as DeepSpeed's, counts once, however
-            often it steps the inner one.
+            which the last counts. A step of a wrapper that is no Optimizer, such as DeepSpeed's, counts once,
+            however often it steps the inner one.
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
 
     Raises:
