@@ -46,7 +46,14 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"fragments": 3}, rf"fragments=3 is of the wrong type: {FRAGMENTS}"),
         ({"fragments": diloco.Fragment(("blocks.0.weight",))}, FRAGMENTS),
         ({"fragments": [("blocks.0.weight",)]}, FRAGMENTS),
-        ({"fragments": "striped"}, FRAGMENTS),
+        (
+            {"fragments": "striped"},
+            "fragments='striped' is none of strided, sequential, whole.*did you mean strided",
+        ),
+        (
+            {"sync_every": 3, "schedule": None},
+            "sync_every=3 must be above overlap_steps, which is 5 .* from 0 to 2",
+        ),
         ({"sync_every": 8}, r"sync_every=8 and schedule=Schedule\(.*: pass one of the two"),
         ({"overlap_steps": 1}, r"overlap_steps=1 and schedule=Schedule"),
         ({"exchange": None}, "exchange=None and rendezvous=None: pass one of them, exchange=diloco"),
@@ -66,6 +73,13 @@ def test_a_wrong_argument_is_refused_with_its_name_and_what_to_pass(changes, mes
     with pytest.raises(diloco.UserError, match=message) as caught:
         case.engine(case.model(), **changes)
     assert next(iter(changes)) in caught.value.fields
+
+
+def test_the_inner_optimizer_is_no_outer_rule():
+    case = Case()
+    model = case.model()
+    with pytest.raises(diloco.UserError, match="outer=AdamW holds the model's parameters, as the inner optimizer"):
+        case.engine(model, outer=torch.optim.AdamW(model.parameters()))
 
 
 def test_a_model_that_is_no_module_is_refused():

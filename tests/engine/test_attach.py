@@ -1,5 +1,6 @@
 """Counting the steps of optimizers, their subclasses and wrappers; each test counts with a real engine."""
 
+import copy
 from contextlib import nullcontext
 
 import numpy as np
@@ -104,12 +105,34 @@ def test_a_step_that_raised_leaves_the_next_ones_counted():
     model = linear()
     optimizer, engine = CallsSuper(model.parameters()), engine_of(model)
     engine.attach(optimizer)
-    optimizer.step()
-    for fails in (True, True, False, False, True, False):
+    for fails in (True, True, False, False, True, False, False):
         optimizer.fails = fails
         with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
             optimizer.step()
     assert engine.num_steps == 4
+
+
+def test_a_closure_that_raises_in_the_first_step_leaves_the_next_ones_counted():
+    model = linear()
+    optimizer, engine = adamw(model), engine_of(model)
+    engine.attach(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    for _ in range(3):
+        optimizer.step()
+    assert engine.num_steps == 3
+
+
+def test_a_schedule_and_a_copy_of_the_optimizer_keep_the_count():
+    model = linear()
+    optimizer, engine = adamw(model), engine_of(model)
+    with engine.attach(optimizer):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        schedule.step()
+        copy.deepcopy(optimizer).step()
+    optimizer.step()
+    assert engine.num_steps == 1
 
 
 @pytest.mark.slow
@@ -167,6 +190,27 @@ def test_a_container_of_optimizers_counts_once_a_step():
             optimizers.step()
         optimizers.step()
     assert engine.num_steps == 4
+
+
+class StepsTwice:
+    """A wrapper that is no optimizer and steps once per group of parameters, as DeepSpeed's may."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.zero_grad = optimizer, optimizer.zero_grad
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.step()
+
+
+def test_a_step_of_a_wrapper_that_is_no_optimizer_counts_once():
+    model = linear()
+    wrapper, engine = StepsTwice(adamw(model)), engine_of(model)
+    with engine.attach(wrapper):
+        wrapper.step()
+        wrapper.step()
+    wrapper.step()
+    assert engine.num_steps == 2
 
 
 def test_the_optimizer_in_a_wrapper_is_the_one_that_counts():
@@ -254,16 +298,17 @@ def test_a_wrapper_brings_its_scaler():
     assert engine.num_steps == 1
 
 
-def test_engines_that_share_a_scaler_are_removed_in_any_order():
+@pytest.mark.parametrize("removed", [0, 1])
+def test_engines_that_share_a_scaler_are_removed_in_any_order(removed):
     models = [linear(), linear()]
     optimizers, engines = [adamw(model) for model in models], [engine_of(model) for model in models]
     scaler = torch.amp.GradScaler("cpu")
     handles = [engine.attach(optimizer, scaler) for engine, optimizer in zip(engines, optimizers, strict=True)]
-    handles[0].remove()
+    handles[removed].remove()
     for model, optimizer in zip(models, optimizers, strict=True):
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.scale(model(torch.ones(1, 2)).sum() * torch.inf).backward()
         scaler.step(optimizer)
-    assert [engine.num_steps for engine in engines] == [0, 1]
+    assert [engine.num_steps for engine in engines] == [removed, 1 - removed]
 
 
 def test_an_engine_is_attached_once_at_a_time():

@@ -68,9 +68,62 @@ class Odd(torch.optim.SGD):
                 self.state[theta]["odd"] = torch.zeros(len(theta) + 1)
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"):
-        rule_of_optimizer(Odd)
+class Counts(torch.optim.SGD):
+    """SGD that counts its steps where settings are kept."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+class Halves(torch.optim.SGD):
+    """SGD that takes half of its learning rate."""
+
+    def __init__(self, params, lr=1e-3, **kwargs):
+        super().__init__(params, lr=lr / 2, **kwargs)
+
+
+class PassesOn(torch.optim.AdamW):
+    """AdamW whose own signature names no setting."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [
+        (Odd, r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"),
+        (Counts, "outer=Counts keeps state in its k"),
+        (Halves([torch.zeros(1)], lr=0.5), "outer=Halves takes lr otherwise"),
+        (torch.optim.LBFGS, "outer=LBFGS can't take a step"),
+        (torch.optim.Muon, "outer=Muon can't be built"),
+    ],
+)
+def test_an_optimizer_that_can_be_no_rule_is_refused(outer: object, expected: str) -> None:
+    with pytest.raises(diloco.UserError, match=expected):
+        rule_of_optimizer(outer)
+
+
+def test_settings_that_a_class_passes_on_are_kept() -> None:
+    facts = rule_of_optimizer(PassesOn([torch.zeros(1)], lr=0.7)).facts()
+    assert facts["lr"] == 0.7 and facts["betas"] == [0.9, 0.999]
+    assert rule_of_optimizer(torch.optim.Adafactor).facts()["eps"] == [None, 0.001]
+
+
+def test_the_dtype_of_new_tensors_is_no_matter() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert set(rule_of_optimizer(torch.optim.AdamW).slots) == {"exp_avg", "exp_avg_sq", "step"}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    case = Case()
+    engine = case.engine(case.model(), exchange=diloco.LoopbackExchange(), outer=torch.optim.Adam)
+    other = case.engine(case.model(), exchange=diloco.LoopbackExchange(), outer=torch.optim.RAdam)
+    with pytest.raises(diloco.UserError, match="outer_rule"):
+        other.load_state_dict(engine.state_dict())
 
 
 def trained(case: Case, outer: object) -> tuple[bytes, dict]:

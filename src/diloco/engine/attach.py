@@ -1,6 +1,7 @@
 """The inner steps of a torch optimizer, counted by its hooks; a step that a GradScaler skips is counted too."""
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ class Attachment:
     Args:
         count: the function.
         optimizer: a torch optimizer, or a wrapper that holds one as `optimizer`, or several as `optimizers`, of
-            which the last counts.
+            which the last counts. A step of a wrapper that is no Optimizer, such as DeepSpeed's, counts once,
+            however often it steps the inner one.
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
 
     Raises:
@@ -25,25 +27,27 @@ class Attachment:
     """
 
     def __init__(self, count: Callable[[], object], optimizer: object, scaler: object = None) -> None:
-        self._optimizer = _innermost(optimizer)
-        self._scaler: Any = getattr(optimizer, "scaler", None) if scaler is None else scaler
-        if not isinstance(self._scaler, torch.amp.GradScaler | None):
+        self._optimizer, wrappers = _unwrapped(optimizer)
+        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
+        if not isinstance(scaler, torch.amp.GradScaler | None):
             raise UserError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None", "scaler")
         self._count = count
         self.is_counting = False
         """True while the function runs."""
-        self._num_counted = 0
         # torch calls hooks for the step of each class whose step calls super's: the outermost one counts.
-        self._depth = self._most_depth = 0
-        self._num_levels = 0  # steps in each other, known after the first one
+        self._depth = 0
+        self._num_around = 0  # calls of a wrapper's or the scaler's step that are running
+        self._is_due = False
         # Called as they are where torch.compile traces the optimizer's step.
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._before_handle = self._optimizer.register_step_pre_hook(cast(Any, before))
         self._after_handle = self._optimizer.register_step_post_hook(cast(Any, after))
-        if self._scaler is not None:
-            step = self._scaler.step
-            self._scaler_step = functools.wraps(step)(functools.partial(self._step_of_scaler, step))
-            self._scaler.step = self._scaler_step
+        self._replaced: list[tuple[Any, object, object]] = []
+        self._replace_step(self._optimizer, self._step_of_optimizer)
+        for wrapper in wrappers:
+            self._replace_step(wrapper, self._step_of_wrapper)
+        if scaler is not None:
+            self._replace_step(scaler, self._step_of_scaler)
 
     @property
     def is_attached(self) -> bool:
@@ -54,9 +58,14 @@ class Attachment:
         """Count no more."""
         self._before_handle.remove()
         self._after_handle.remove()
-        # If another attachment has replaced the scaler's step since, ours stays, and only passes calls on.
-        if self._scaler is not None and vars(self._scaler).get("step") is self._scaler_step:
-            del self._scaler.step
+        for owner, step, before in self._replaced:
+            if vars(owner).get("step") is not step:
+                continue  # it was replaced again since: ours stays, and only passes calls on
+            if before is None:
+                del owner.step
+            else:
+                owner.step = before
+        self._replaced.clear()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -66,26 +75,58 @@ class Attachment:
 
     def _before(self, *_: object) -> None:
         self._depth += 1
-        if self._num_levels and self._depth > self._num_levels:
-            self._depth = self._num_levels  # a step that raised has left it too high
-        self._most_depth = max(self._most_depth, self._depth)
 
     def _after(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth:
-            self._num_levels = self._most_depth
+        if self._depth > 0:
+            return
+        self._depth = 0
+        if self._num_around:
+            self._is_due = True
+        else:
             self._counted()
 
+    def _replace_step(self, owner: Any, around: Callable[..., Any]) -> None:
+        """Call `around` with the owner's step, and its arguments, in the place of the step."""
+        before, step = vars(owner).get("step"), owner.step
+
+        @functools.wraps(step)
+        def replacing(_: object, *args: Any, **kwargs: Any) -> Any:
+            return around(step, *args, **kwargs)
+
+        # Bound, since a learning-rate schedule binds it again.
+        owner.step = types.MethodType(replacing, owner)
+        self._replaced.append((owner, owner.step, before))
+
+    def _step_of_optimizer(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._depth = 0  # an earlier step that raised has left it
+        return step(*args, **kwargs)
+
+    def _step_of_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._counted_once(functools.partial(step, *args, **kwargs), is_due=False)
+
     def _step_of_scaler(self, step: Callable[..., Any], optimizer: object, *args: Any, **kwargs: Any) -> Any:
-        """The scaler's step; it is counted if it skipped ours, so that replicas stay in step."""
-        before = self._num_counted
-        result = step(optimizer, *args, **kwargs)
-        if self.is_attached and _innermost(optimizer) is self._optimizer and self._num_counted == before:
+        """The scaler's step; it counts although it may skip ours, so that replicas stay in step."""
+        call = functools.partial(step, optimizer, *args, **kwargs)
+        is_ours = _unwrapped(optimizer)[0] is self._optimizer
+        return self._counted_once(call, is_due=True) if is_ours else call()
+
+    def _counted_once(self, call: Callable[[], Any], *, is_due: bool) -> Any:
+        """Make the call, and count one step if the optimizer has stepped in it, or if it is due anyway."""
+        if not self.is_attached:
+            return call()
+        self._is_due = is_due or (self._is_due and self._num_around > 0)
+        self._num_around += 1
+        try:
+            result = call()
+        finally:
+            self._num_around -= 1
+        if self._is_due and not self._num_around:
+            self._is_due = False
             self._counted()
         return result
 
     def _counted(self) -> None:
-        self._num_counted += 1
         self.is_counting = True
         try:
             self._count()
@@ -93,9 +134,13 @@ class Attachment:
             self.is_counting = False
 
 
-def _innermost(optimizer: object) -> Optimizer:
-    """The torch optimizer in wrappers, such as accelerate's, which is an Optimizer that has no hooks."""
-    inner = optimizer
+def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:
+    """The torch optimizer inside any wrappers, and those wrappers whose step is no optimizer's.
+
+    accelerate's AcceleratedOptimizer is an Optimizer that has no hooks, and may step nothing. Others, such as
+    DeepSpeed's and containers of several optimizers, may step several times.
+    """
+    wrappers, inner = [], optimizer
     while not _takes_hooks(inner):
         if inner is None or isinstance(inner, nn.Module | type) or not hasattr(inner, "zero_grad"):
             raise UserError(
@@ -104,10 +149,12 @@ def _innermost(optimizer: object) -> Optimizer:
                 "step",
                 "optimizer",
             )
+        if not isinstance(inner, Optimizer):
+            wrappers.append(inner)
         several = getattr(inner, "optimizers", None)
         last = several[-1] if isinstance(several, Sequence) and several else None
         inner = getattr(inner, "optimizer", last)
-    return cast(Optimizer, inner)
+    return cast(Optimizer, inner), wrappers
 
 
 def _takes_hooks(optimizer: object) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from diloco.engine.parameters import local
-from diloco.errors import UserError, setting
+from diloco.errors import UserError, nearest, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
 from diloco.fragments import Fragment, check_partition, sequential, strided, whole
@@ -139,7 +139,7 @@ class Settings:
             "schedule": ", ".join(f"{name}={value}" for name, value in schedule.items()),
             "own_overlap_steps": self.schedule.overlap(replica),
             "replica": replica,
-            "outer_rule": type(self.outer).__name__,
+            "outer_rule": str(self.outer.facts().get("class", type(self.outer).__name__)),
         }
 
     def _facts_of_schedule(self, num_replicas: int) -> dict[str, object]:
@@ -249,7 +249,7 @@ def settings_of(
     return Settings(
         fragments=partition,
         schedule=_schedule(schedule, sync_every, overlap_steps, len(partition)),
-        outer=_outer_rule(outer),
+        outer=_outer_rule(outer, model),
         mixing=_merge_rule(mixing),
         wire=of_payloads,
         combine=combine,
@@ -267,6 +267,10 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     ways = {"strided": strided, "sequential": sequential, "whole": whole}
     if isinstance(fragments, str) and fragments in ways:
         return ways[fragments](model)
+    if isinstance(fragments, str):
+        raise UserError(
+            f"fragments={fragments!r} is none of {', '.join(ways)}{nearest(fragments, ways)}", "fragments"
+        )
     listed: tuple[Any, ...] = tuple(fragments) if isinstance(fragments, Iterable) else ()
     if not listed or not all(isinstance(fragment, Fragment) for fragment in listed):
         raise _wrong("fragments", fragments, f"{', '.join(ways)}, or a sequence of diloco.Fragment")
@@ -281,6 +285,12 @@ def _schedule(
 ) -> Schedule:
     if schedule is None:
         sync_every = SYNC_EVERY if sync_every is None else sync_every
+        if overlap_steps is None and isinstance(sync_every, int) and 0 < sync_every <= OVERLAP_STEPS:
+            raise UserError(
+                f"sync_every={sync_every} must be above overlap_steps, which is {OVERLAP_STEPS} where it is left "
+                f"out: pass overlap_steps from 0 to {sync_every - 1}, too",
+                *("sync_every", "overlap_steps"),
+            )
         overlap_steps = OVERLAP_STEPS if overlap_steps is None else overlap_steps
         return Schedule(sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps)
     _expect("schedule", schedule, Schedule, "diloco.Schedule(sync_every=…, num_fragments=…), or none")
@@ -290,9 +300,18 @@ def _schedule(
     return schedule
 
 
-def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None) -> OuterRule:
+def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None, model: nn.Module) -> OuterRule:
     if outer is None:
         return Nesterov()
+    if isinstance(outer, Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) in own for group in outer.param_groups for parameter in group["params"]):
+            raise UserError(
+                f"outer={type(outer).__name__} holds the model's parameters, as the inner optimizer does, which "
+                "is passed to engine.attach: build the outer one on another tensor, such as [torch.zeros(1)]: "
+                "its class and settings alone are taken",
+                "outer",
+            )
     if isinstance(outer, Optimizer) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
         return rule_of_optimizer(outer)
     if not _offers(outer, OuterRule):

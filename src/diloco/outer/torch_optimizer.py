@@ -29,7 +29,7 @@ class TorchOptimizer:
     Each fragment is one flat parameter of an optimizer of its own: a norm over a parameter is one over a fragment.
     A tensor of s with an element for each of Θ's is a slot. So is a scalar, such as Adam's number of steps: each
     element of its slot holds it, so that a saved state may be cut into other fragments or shards. Θ has the same
-    bits on all replicas if they compute on the same kind of device.
+    bits on all replicas if they have the same torch, and the same model of processor or GPU.
 
     Args:
         kind: the class of the optimizer.
@@ -45,24 +45,35 @@ class TorchOptimizer:
         self._kind = kind
         self._settings = {name: value for name, value in settings.items() if name not in _WAYS}
         self._vectors, self._scalars = self._slots_of_step()
+        self.facts()  # refuse now what replicas could not compare
         scalars = self._scalars if _NUM_STEPS in self._scalars else (*self._scalars, _NUM_STEPS)
         self.slots = (*self._vectors, *scalars)
         """The names of the optimizer's tensors and scalars; without a count of steps, one of ours."""
 
     def _slots_of_step(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the vectors and of the scalars in the state after one step."""
-        theta_N = torch.zeros(7, requires_grad=True)
-        theta_N.grad = torch.ones(7)
+        theta_N = torch.zeros(7, dtype=torch.float32, device="cpu", requires_grad=True)
+        theta_N.grad = torch.ones_like(theta_N)
         name = self._kind.__name__
         try:
             optimizer = self._kind([theta_N], **self._settings)
+            begun = _settings_of(optimizer)
             optimizer.step()
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # of somebody's own class, anything
             raise UserError(
                 f"outer={name} can't take a step on a flat vector with its gradient alone ({error}): take another "
                 "optimizer, or write an outer rule",
                 "outer",
             ) from error
+        lost = {n: value for n, value in self._settings.items() if n in begun and begun[n] != value}
+        changed = {n for n, value in _settings_of(optimizer).items() if n not in begun or begun[n] != value}
+        if lost or changed:
+            reason = f"takes {', '.join(lost)} otherwise" if lost else f"keeps state in its {', '.join(changed)}"
+            raise UserError(
+                f"outer={name} {reason}, which an outer rule made of its class and settings can't: take another "
+                "optimizer, or write an outer rule",
+                "outer",
+            )
         vectors, scalars = [], []
         for slot, value in optimizer.state[theta_N].items():
             if isinstance(value, Tensor) and value.shape == theta_N.shape and value.dtype == torch.float32:
@@ -82,19 +93,16 @@ class TorchOptimizer:
 
     def facts(self) -> Mapping[str, JSON]:
         """The class and its settings."""
-        settings: dict[str, JSON] = {"class": f"{self._kind.__module__}.{self._kind.__qualname__}"}
-        for name, value in self._settings.items():
-            if isinstance(value, tuple | list):
-                settings[name] = [float(number) for number in value]
-            else:
-                settings[name] = value if isinstance(value, str | bool | None) else float(value)
-        return settings
+        settings = {name: _json(name, value) for name, value in self._settings.items()}
+        return {"class": f"{self._kind.__module__}.{self._kind.__qualname__}", **settings}
 
     def on_send(self, fragment: FragmentState, own: Callable[[], Tensor], sync: Sync) -> None:
         """Do nothing: the average of all is what counts."""
 
     def on_average(self, fragment: FragmentState, average: Average, sync: Sync, cohort: Cohort) -> None:
-        """Take the outer step."""
+        """Take the outer step; a process that holds nothing of the fragment has none to take."""
+        if not fragment.use("outer").numel():
+            return
         outer_N = fragment.use("outer").detach().requires_grad_()
         outer_N.grad = average.divided()
         optimizer = self._kind([outer_N], **self._settings)
@@ -123,7 +131,7 @@ def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     Raises:
         UserError: if the optimizer has several groups of parameters with other settings, or can't be a rule.
     """
-    optimizer = cast(Any, outer)([torch.zeros(1, requires_grad=True)]) if isinstance(outer, type) else outer
+    optimizer = _built(outer) if isinstance(outer, type) else outer
     first, *others = ({n: group[n] for n in optimizer.defaults} for group in optimizer.param_groups)
     if any(other != first for other in others):
         raise UserError(
@@ -135,5 +143,45 @@ def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     if is_nesterov and not (first["dampening"] or first["weight_decay"] or first["maximize"]):
         return Nesterov(lr=float(first["lr"]), momentum=float(first["momentum"]))
     # A group may hold more than the class takes: AdamW says there that it is Adam with decoupled weight decay.
-    arguments = inspect.signature(type(optimizer)).parameters
+    arguments = _arguments_of(type(optimizer))
     return TorchOptimizer(type(optimizer), {name: value for name, value in first.items() if name in arguments})
+
+
+def _arguments_of(kind: type) -> set[str]:
+    """The names of a class's arguments, those that it passes on to the class above included."""
+    arguments = inspect.signature(kind.__init__).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in arguments.values()) and kind is not Optimizer:
+        return {*arguments, *_arguments_of(kind.__mro__[1])}
+    return {*arguments}
+
+
+def _built(kind: type[Optimizer]) -> Optimizer:
+    """An optimizer of a class with its own defaults."""
+    try:
+        return cast(Any, kind)([torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)])
+    except Exception as error:  # of somebody's own class, anything
+        raise UserError(
+            f"outer={kind.__name__} can't be built for a flat vector ({error}): pass an optimizer with its "
+            "settings, another class, or an outer rule",
+            "outer",
+        ) from error
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """All that an optimizer's one group of parameters holds besides them."""
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+
+def _json(name: str, value: Any) -> JSON:
+    """A setting as replicas compare it."""
+    if isinstance(value, tuple | list):
+        return [_json(name, each) for each in value]
+    if isinstance(value, str | bool | None):
+        return value
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise UserError(
+        f"outer={name}={type(value).__name__} is a setting that replicas can't compare: take numbers, words and "
+        "truth values, or write an outer rule",
+        "outer",
+    )
