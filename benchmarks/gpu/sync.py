@@ -70,7 +70,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     plain_ms = _mean_ms(place, train, 2 * _SYNC_EVERY)
     engine = engine_of(model, sync_every=_SYNC_EVERY, **settings)
     if not apart:
-        engine._rounds.lane, engine._rounds.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
+        engine._replica.lane, engine._membership.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
 
     def step() -> None:

@@ -355,7 +355,7 @@ def what_is_masked() -> list[int]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
         wire="feddropout:density=0.1",
     )
-    key, wire = engine._rounds.key(Sync(0, 1, 1)), engine.settings.wire
+    key, wire = engine._membership.key(Sync(0, 1, 1)), engine.settings.wire
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
@@ -386,7 +386,7 @@ def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
         engine.step()
     with torch.no_grad():
         before = logits(model, windows(0))
-        with engine.outer_in_place():
+        with engine.outer_parameters_applied():
             outer = logits(model, windows(0))
         assert torch.equal(logits(model, windows(0)), before)
     return outer, before

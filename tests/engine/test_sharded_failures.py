@@ -158,7 +158,7 @@ def split_one_shard() -> tuple[int, str, bool]:
             kept = all(map(torch.equal, before, map(local, model.parameters())))
             return step, f"{type(error).__name__}: {error}", kept
         if step == 2 and tuple(mesh.get_coordinate()) == (1, 0):
-            engine._rounds.state.at_home("outer")[0].view(torch.int32)[0] ^= 1
+            engine._replica.state.at_home("outer")[0].view(torch.int32)[0] ^= 1
     return 0, "merged", False
 
 

@@ -72,7 +72,7 @@ def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
         losses,
         {name: value.numpy() for name, value in parameters.items()},
         outer_hash,
-        state.sync.counters(),
+        state.sync.logs(computed=False),
         same,
     )
 

@@ -186,7 +186,7 @@ def swap() -> tuple[bool, bool]:
         for name, outer in state.sync.outer_parameters().items():
             outer.mul_(2 if name.startswith("embedding") else 1)
         own = [state.model(tokens)]
-        with state.sync.outer_in_place():
+        with state.sync.outer_parameters_applied():
             outer = [state.model(tokens)]
         own.append(state.model(tokens))
     return torch.equal(*own), torch.equal(outer[0], own[0])

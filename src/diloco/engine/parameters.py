@@ -230,7 +230,7 @@ class FragmentParameters:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
 
-    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
         return all_shards_or_none(self.shard_group, self.device, another)
 

@@ -207,7 +207,7 @@ class Abortable(Protocol):
 
 
 @contextmanager
-def failing_together(transport: Abortable) -> Iterator[None]:
+def fail_together(transport: Abortable) -> Iterator[None]:
     """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
     try:
         yield

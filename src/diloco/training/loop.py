@@ -13,7 +13,7 @@ import torch.distributed as dist
 from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
-from diloco.exchange.transport import agree, failing_together
+from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.config.config import TrainConfig, flat_json
@@ -165,7 +165,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
-        stack.enter_context(failing_together(world.exchange))
+        stack.enter_context(fail_together(world.exchange))
         stack.enter_context(lack_of_memory_explained(config, world))
         corpus, held_out = _open_corpus(config, world)
         state = initial_state(config, world)

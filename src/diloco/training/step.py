@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.engine.shards import gathered
+from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.metrics import StepMetrics, describe
-from diloco.training.state import TrainState
+from diloco.training.state import Synchronizer, TrainState
 from diloco.training.world import World, model_flops_utilization, peak_memory_bytes
 from diloco.wire.kernels.memory import begin_to_host, to_device
 
@@ -82,8 +84,15 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
         bytes_received=sync.bytes_received - received_before,
         sends=sends,
         outer_steps=outer_steps,
-        read_logs=sync.begin_logs() if any(o.sync.fragment == 0 for o in outer_steps) else dict,
+        read_logs=_begin_logs(sync, outer_steps),
     )
+
+
+def _begin_logs(sync: Synchronizer, outer_steps: Sequence[OuterStep]) -> Callable[[], dict[str, float]]:
+    """The logs after an outer step of fragment 0, and else none."""
+    if not any(outer_step.sync.fragment == 0 for outer_step in outer_steps):
+        return dict
+    return begin_logs(cast(StreamingDiLoCo, sync))  # nothing else takes outer steps
 
 
 def end_step(

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from diloco.data.index import INDEX_FILE, Split
 from diloco.errors import FileError, UserError
-from diloco.exchange.transport import failing_together, share
+from diloco.exchange.transport import fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing
 from diloco.rendezvous.log.log import is_store
 from diloco.rendezvous.store import CREDENTIALS
@@ -98,7 +98,7 @@ def claim_together(config: TrainConfig, world: World) -> None:
         UserError: if this machine's directory already holds a run.
         ExchangeError: if that of another machine does.
     """
-    with failing_together(world.everyone):
+    with fail_together(world.everyone):
         if world.is_first_on_machine:
             check_unclaimed(config)
         share(world.everyone, "no run is in the directory of this machine")

@@ -105,7 +105,7 @@ def evaluate(
     mine = windows[rank::num_ranks]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
-    with state.sync.outer_in_place():
+    with state.sync.outer_parameters_applied():
         batches = held_out_batches(held_out, padded, config)
         losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:
