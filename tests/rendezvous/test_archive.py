@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Handwritten:
 
 
 def joined_from(run: Handwritten) -> RunState:
-    first = begun((run.directory / entry_name(0)).read_bytes())
+    _, first = begun((run.directory / entry_name(0)).read_bytes())
     return asyncio.run(newest_state(Store.open(str(run.directory)), first))
 
 
