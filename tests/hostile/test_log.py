@@ -73,7 +73,7 @@ def index_numbers() -> list[int]:
 
 def resealed(word: str, value: dict, key: str) -> bytes:
     """A JSON value in our own form, signed as a kind of object by somebody who has the key."""
-    line = json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+    line = json.dumps(value, separators=(",", ":")).encode()
     return object_of(line, FakeSigner(key).sign(word.encode() + b"\n" + line).encode())
 
 

@@ -131,7 +131,7 @@ HEADERS = {
 @pytest.mark.parametrize("wrong", HEADERS)
 def test_a_header_that_no_entry_could_count_is_refused(wrong: str, step: CutStep) -> None:
     fields, reason = HEADERS[wrong]
-    text = json.dumps(asdict(step.headers[0]) | fields, separators=(",", ":"), sort_keys=True).encode()
+    text = json.dumps(asdict(step.headers[0]) | fields, separators=(",", ":")).encode()
     data = resealed(text, b"", step.signers[0], b"payload")
     with pytest.raises(PayloadError, match=f"payload payloads/0/00000001.*{reason}"):
         opened(step, data)
@@ -172,7 +172,7 @@ def mutated_averages(step: CutStep) -> Iterator[tuple[bytes, bool]]:
         if example % 2:
             changed, is_signed = mutated_bytes(data, rng), False
         else:
-            text = json.dumps(mutated_json(asdict(header), rng), separators=(",", ":"), sort_keys=True).encode()
+            text = json.dumps(mutated_json(asdict(header), rng), separators=(",", ":")).encode()
             text = mutated_bytes(text, rng) if rng.random() < 0.2 else text
             changed, is_signed = resealed(text, body, step.signers[0], b"average"), True
         if changed != data:

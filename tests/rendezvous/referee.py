@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import Contribution, Entry, Join, Keys, Leave, Outer
+from diloco.rendezvous.log.keys import Opened
 from diloco.rendezvous.log.log import ENTRY, source_of
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.log.signed import Opened
 
 Vector = NDArray[np.float32]
 NUM_ELEMENTS = 3

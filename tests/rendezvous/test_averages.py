@@ -11,7 +11,9 @@ from tests.rendezvous.shares import SEED, CutStep, N, R
 from tests.wire import reference as wire_reference
 
 from diloco.errors import PayloadError
-from diloco.rendezvous.contract import Payload
+from diloco.outer.averages import add_up
+from diloco.outer.cohort import Cohort
+from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.log.entries import MOST_NORM, MOST_REPLICAS
 from diloco.rendezvous.log.keys import KeyFile, NoKeys, write_key
 from diloco.rendezvous.objects import AVERAGE, PAYLOAD, average_of, join_averages
@@ -76,6 +78,21 @@ def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second)
     header = replace(header, left_out=())
     assert (header.norm > 1.2 * MOST_NORM) == (second == "e3m0"), "the second codec rounds it up"
     assert step.opened(step.sealed(header, payload), 0)[0] == header
+
+
+@pytest.mark.parametrize(
+    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "dare:density=0.5"]
+)
+def test_a_sum_has_the_same_bits_whether_values_are_known_or_decoded(wire) -> None:
+    form = Form(codec=codec(wire), sizes=(3000,), seed=SEED)
+    generator, keys = torch.Generator().manual_seed(1), [form.key(0, 2, m) for m in range(3)]
+    sent = {m: form.codec.encode(torch.randn(3000, generator=generator), keys[m]) for m in range(3)}
+    values = {m: form.codec.decode(payload, 3000, keys[m]) for m, payload in sent.items()}
+    for cohort in (Cohort.equal(3), Cohort.weighted({0: 100, 1: 70, 2: 30})):
+        decoded_N = add_up(form.codec, sent, torch.empty(3000), keys, cohort)[0]
+        for known in (values, {1: values[1]}):
+            assert torch.equal(add_up(form.codec, sent, torch.empty(3000), keys, cohort, known)[0], decoded_N)
+            assert torch.equal(values[1], form.codec.decode(sent[1], 3000, keys[1])), "values are read alone"
 
 
 def test_averages_join_to_the_average_of_the_fragment(step) -> None:

@@ -51,7 +51,7 @@ def test_an_entry_comes_back_as_it_was_and_its_digest_is_of_all_of_it(body):
 
 def line_of(**changes) -> bytes:
     value = json.loads(ENTRY.line(new_entry(Join(name="a", key=""), author=0, previous=A)))
-    return json.dumps(value | changes, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(value | changes, separators=(",", ":")).encode()
 
 
 def object_of(line: bytes, signature: bytes = b"") -> bytes:
@@ -71,7 +71,7 @@ REFUSED = {
     "capitals": object_of(REAL, b"AB" * 64),
     "a short signature": object_of(REAL, b"ab"),
     "a loose line": object_of(REAL.replace(b":", b": ")),
-    "another order": object_of(b'{"nonce":"' + b"0" * 32 + b'","author":0' + REAL.split(b'"author":0')[1]),
+    "another order": object_of(REAL.replace(b'"kind":"join","author":0', b'"author":0,"kind":"join"')),
     "another kind": object_of(line_of(kind="merge")),
     "another field": object_of(line_of(more=1)),
     "a short nonce": object_of(line_of(nonce="0" * 31)),

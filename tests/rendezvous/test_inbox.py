@@ -1,16 +1,19 @@
 """The payloads of another replica, as a store shows them to one that was away, or that learns late of a leave."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.test_elastic import counted, until
+from tests.rendezvous.replicas import Replica
 
 from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.payloads import Inbox, Memory
-from diloco.wire.payload import codec
+from diloco.wire.payload import MAGIC, Codec, codec
 
 P = 3
 
@@ -107,6 +110,22 @@ def test_the_last_payload_before_a_leave_is_taken():
         return inbox
 
     assert asyncio.run(watch()).taken == [PAYLOAD.name(0, 0)]
+
+
+def test_a_receiver_decodes_a_payload_once_and_the_sender_never_what_it_has_sent(tmp_path, monkeypatch):
+    decode, counts = Codec.decode_into, Counter[bytes]()
+
+    def counting(self: Codec, to_N: torch.Tensor, payload: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if payload[:3].numpy().tobytes() == MAGIC[:3]:  # else its header is not written yet
+            counts[payload[:32].numpy().tobytes()] += 1
+        return decode(self, to_N, payload, *arguments, **options)
+
+    monkeypatch.setattr(Codec, "decode_into", counting)
+    a, b = (Replica(str(tmp_path), name=name, wire="e3m0") for name in "ab")
+    until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
+    a.vanish()
+    b.vanish()
+    assert len(counts) >= 2 * P and set(counts.values()) == {1}
 
 
 def test_payloads_and_values_beyond_the_memory_are_given_up_the_oldest_first():

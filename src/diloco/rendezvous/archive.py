@@ -16,10 +16,9 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import Keys, LogError, Snapshot
-from diloco.rendezvous.log.keys import Signer
+from diloco.rendezvous.log.keys import Opened, Signed, Signer
 from diloco.rendezvous.log.log import ENTRY, FOR_EVER, Log, source_of, stored_entry
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.log.signed import Opened, Signed
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 from diloco.rendezvous.store import Store, StoreError
 

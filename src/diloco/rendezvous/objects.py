@@ -19,7 +19,7 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
@@ -45,9 +45,9 @@ from diloco.rendezvous.log.entries import (
     Outer,
     Positive,
 )
+from diloco.rendezvous.log.keys import Signed
 from diloco.rendezvous.log.log import FOR_EVER, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
-from diloco.rendezvous.log.signed import Signed
 from diloco.rendezvous.store import Store, TooLargeError
 from diloco.schema import Count, decoded
 from diloco.wire.kernels.memory import empty
@@ -563,6 +563,14 @@ def _refuse(name: str, reason: str) -> NoReturn:
     raise SnapshotError(f"{name} can't be used: {reason}")
 
 
+class Fetched(NamedTuple):
+    """A payload from the store, after all checks."""
+
+    header: Header
+    payload: Payload | None
+    """The bytes and the values; None if its shares are objects."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Objects:
     """Downloads, checks and decodes the objects of a run: for a running replica, and for a replay."""
@@ -580,8 +588,8 @@ class Objects:
         async with self._working:
             return await asyncio.to_thread(function, *arguments, **keywords)
 
-    async def payload(self, replica: int, seq: int, public: str) -> tuple[Header, Payload | None] | None:
-        """A payload's header, and its bytes and values unless its shares are objects; None if it is not there.
+    async def payload(self, replica: int, seq: int, public: str) -> "Fetched | None":
+        """A payload; None if it is not there.
 
         Raises:
             PayloadError: naming the payload, if it is not sound.
@@ -594,28 +602,37 @@ class Objects:
         if (data := await self._get(name, most)) is None:
             return None
 
-        def checked() -> tuple[Header, Payload | None]:
+        def checked() -> Fetched:
             header, body = open_payload(data, name=name, run=self.run, public=public)
             check_header(header, form)
             payload = body_tensor(body)
-            return header, Payload(payload, checked_values(header, payload, form)) if is_whole else None
+            values_N = checked_values(header, payload, form) if is_whole else None
+            return Fetched(header, Payload(payload, values_N) if is_whole else None)
 
         return await self.work(checked)
 
     async def counted(
-        self, ref: OuterRef, part: Contribution, public: str
-    ) -> tuple[Header, Payload | None] | None:
-        """A payload that an outer entry counts, as `payload` gives it; None if it is not there.
+        self, ref: OuterRef, part: Contribution, fetching: "Awaitable[Fetched | None]"
+    ) -> "Fetched | None":
+        """A payload that an outer entry counts; None if it is not there.
+
+        Args:
+            ref: the entry.
+            part: its contribution.
+            fetching: gives what `payload` gives.
 
         Raises:
             LogError: if what lies in the store is not sound, or not what was counted.
         """
         try:
-            fetched = await self.payload(part.replica, part.seq, public)
+            fetched = await fetching
         except (PayloadError, TooLargeError) as error:
             raise LogError(f"{source_of(ref.number)} counts a payload that is not sound: {error}") from None
-        if fetched is not None and (fetched[0].fragment, fetched[0].contribution()) != (ref.body.fragment, part):
-            raise LogError(f"{source_of(ref.number)} does not count {fetched[0].name} as it lies in the store")
+        if fetched is not None and (fetched.header.fragment, fetched.header.contribution()) != (
+            ref.body.fragment,
+            part,
+        ):
+            raise LogError(f"{source_of(ref.number)} does not count {fetched.header.name} as it lies in the store")
         return fetched
 
     async def share(self, header: Header, share: int) -> Tensor:

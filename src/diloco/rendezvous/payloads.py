@@ -25,7 +25,16 @@ from diloco.rendezvous.log.entries import Claim, Contribution, LogError, Outer
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, of_the_run, turns
-from diloco.rendezvous.objects import AVERAGE, PAYLOAD, AbsentError, Header, Objects, average_of, header_of
+from diloco.rendezvous.objects import (
+    AVERAGE,
+    PAYLOAD,
+    AbsentError,
+    Fetched,
+    Header,
+    Objects,
+    average_of,
+    header_of,
+)
 from diloco.rendezvous.store import Store, TooLargeError
 
 _LOG = logging.getLogger("diloco")
@@ -114,6 +123,11 @@ class Inbox:
         self._objects, self._own = objects, own
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
         self._left_out: set[str] = set()
+        self._fetching: dict[str, asyncio.Task[Fetched | None]] = {}
+        self._looking_for: dict[int, int] = {}
+        """For each replica that is watched the number of the payload that is looked for."""
+        self._fetched_early: set[str] = set()
+        """Payloads that came for the entry which counts them, before they were looked for."""
 
     def put(self, header: Header, own: tuple[Payload, ...] = ()) -> None:
         """Take a payload that can be counted; an own one comes with its bytes."""
@@ -167,15 +181,21 @@ class Inbox:
         """Take a replica's payloads one after another, until it has left and there are no more."""
         seq = self._first_open(replica, state())
         while True:
+            self._looking_for[replica] = seq
+            if (name := PAYLOAD.name(replica, seq)) in self._fetched_early:
+                self._fetched_early.remove(name)
+                seq += 1
+                continue
             before = state().members[replica]  # who has left before an answer uploads nothing after it
             try:
-                fetched = await self._objects.payload(replica, seq, before.key)
+                fetched = await self._fetch(replica, seq, before.key)
             except (PayloadError, TooLargeError) as error:
                 _LOG.warning("%s: it is left out", error)
                 seq += 1
                 continue
             if fetched is not None:
                 seq += 1
+                self._fetched_early.discard(name)
                 header, payload = fetched
                 if payload is not None:
                     self.memory.keep(header.name, payload)
@@ -186,6 +206,21 @@ class Inbox:
                 return
             else:
                 await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
+
+    async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
+        """A payload from the store, downloaded and decoded once, whoever asks for it meanwhile."""
+        name = PAYLOAD.name(replica, seq)
+        if (task := self._fetching.get(name)) is None:
+            task = self._fetching[name] = asyncio.create_task(self._objects.payload(replica, seq, public))
+            task.add_done_callback(lambda _: self._fetching.pop(name))
+        return await asyncio.shield(task)
+
+    async def _counted(self, ref: OuterRef, part: Contribution, public: str) -> Fetched | None:
+        """A payload that an entry counts and that has not arrived; None if it was deleted."""
+        fetched = await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
+        if fetched is not None and self._looking_for.get(part.replica, part.seq + 1) <= part.seq:
+            self._fetched_early.add(fetched.header.name)
+        return fetched
 
     def _first_open(self, replica: int, state: RunState) -> int:
         """The first of a replica's payloads that the log may still count: one per fragment is on its way."""
@@ -214,9 +249,9 @@ class Inbox:
             return arrived.own[0]
         if arrived is not None and (payload := self.memory.get(arrived.header.name)) is not None:
             return payload
-        if (fetched := await self._objects.counted(ref, part, public)) is None:
+        if (fetched := await self._counted(ref, part, public)) is None:
             return None
-        payload = fetched[1]
+        payload = fetched.payload
         assert payload is not None, "no fragment is cut"
         self.memory.keep_values(payload)
         return payload
@@ -229,8 +264,8 @@ class Inbox:
         """
         if (arrived := self.arrived(ref, part)) is not None:
             return arrived.header
-        fetched = await self._objects.counted(ref, part, public)
-        return None if fetched is None else fetched[0]
+        fetched = await self._counted(ref, part, public)
+        return None if fetched is None else fetched.header
 
     def arrived(self, ref: OuterRef, part: Contribution) -> Arrived | None:
         """A contribution, if it is here."""

@@ -31,6 +31,7 @@ from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
     AVERAGE,
     PAYLOAD,
+    Fetched,
     Header,
     Objects,
     average_of,
@@ -245,17 +246,16 @@ class CountedPayloads:
         fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
         return await self._averaged(ref, fetched)
 
-    async def _averaged(
-        self, ref: OuterRef, fetched: Sequence[tuple[Header, Payload | None]]
-    ) -> dict[int, Payload]:
+    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
         """The payloads or averages of an entry, from the objects that it names."""
         return {header.replica: payload for header, payload in fetched if payload is not None}
 
-    async def _contribution(self, ref: OuterRef, counted: Contribution) -> tuple[Header, Payload | None]:
+    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
         """The header of a contribution, and its payload unless its shares are objects."""
         p, entry, name = ref.body.fragment, source_of(ref.number), PAYLOAD.name(counted.replica, counted.seq)
-        fetched = await self.objects.counted(ref, counted, self.state.members[counted.replica].key)
-        if fetched is None:
+        public = self.state.members[counted.replica].key
+        fetching = self.objects.payload(counted.replica, counted.seq, public)
+        if (fetched := await self.objects.counted(ref, counted, fetching)) is None:
             raise LogError(f"{entry} counts {name}, which is not in the store")
         header, payload = fetched
         base = self.bases[p].get(counted.base_round)
@@ -265,7 +265,7 @@ class CountedPayloads:
                 f"{counted.base_round}"
             )
         self.sizes.append(0 if payload is None else payload.data.numel())
-        return header, payload
+        return fetched
 
 
 class CountedShares(CountedPayloads):
@@ -282,9 +282,7 @@ class CountedShares(CountedPayloads):
         in_order = [payloads[share] for share in range(self.objects.form.num_shares)]
         return join_averages(self.objects.form, body.fragment, body.round, cohort, in_order, to_N)
 
-    async def _averaged(
-        self, ref: OuterRef, fetched: Sequence[tuple[Header, Payload | None]]
-    ) -> dict[int, Payload]:
+    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
         headers = [header for header, _ in fetched]
         return {share: await self._share(ref, headers, share) for share in range(self.objects.form.num_shares)}
 

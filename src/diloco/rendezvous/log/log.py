@@ -10,9 +10,8 @@ import msgspec
 from diloco.errors import UserError
 from diloco.files import expanded, sha256
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, entry_name, new_entry
-from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.keys import NoKeys, Signed, Signer
 from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.log.signed import Signed
 from diloco.rendezvous.store import Store
 from diloco.schema import converted, decoded
 
