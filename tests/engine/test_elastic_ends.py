@@ -271,7 +271,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
         flushed.result()
     assert str(list(range(P))) in str(warned[0].message)
     # The others are so far ahead that a payload against slow's Θ would be too late again.
-    until(lambda: min(map(slow.exchange.newest_round, range(P))) > max(membership.rounds) + 8, fast)
+    until(lambda: min(log.round for log in slow.exchange.state.fragments) > max(membership.rounds) + 8, fast)
     slow.engine.finish(flush=True)
     assert not membership.uncounted_fragments()
     fast.finish()
