@@ -11,7 +11,7 @@ import tyro
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, UserError
 from diloco.files import expanded
-from diloco.rendezvous.log.entries import Keys, entry_name
+from diloco.rendezvous.log.entries import Keys
 from diloco.rendezvous.log.keys import VARIABLE, KeyFile, Signer, signer_of_environment, write_key
 from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
@@ -108,7 +108,8 @@ async def _changed(store: Store, signer: Signer, change: Keys) -> tuple[int | No
     log = Log(store, first, signer, patience_seconds=_PATIENCE_SECONDS)
     _check_creator(log.state, signer)
     for _ in range(_MOST_RACES):
-        await _read_whole(log, store)
+        await log.read_all()
+        await log.check_no_gap()  # an entry that was deleted: what is written into its place would be another log
         allowed = log.state.allowed
         known = {*allowed, *(member.key for member in log.state.members)}
         if unknown := [key for key in change.revoked if key not in known]:
@@ -132,14 +133,3 @@ def _check_creator(state: RunState, signer: Signer) -> None:
             f"the run's creator has the key {state.creator}, and {VARIABLE} names that of {signer.public}: "
             "the creator alone changes who may join"
         )
-
-
-async def _read_whole(log: Log, store: Store) -> None:
-    """Read all entries; refuse to write into a gap, which an entry that was deleted has left."""
-    await log.read_all()
-    names = await store.list("log")
-    if names and names[-1][0] >= entry_name(log.state.number):
-        before = log.state.number
-        await log.read_all()
-        if log.state.number == before:
-            raise UserError(f"{entry_name(before)} is missing in {store.url}, and later entries are there")

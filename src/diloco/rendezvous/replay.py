@@ -25,8 +25,8 @@ from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, FragmentState, OuterRule
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
 from diloco.rendezvous.contract import Form, Payload
-from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer, entry_name
-from diloco.rendezvous.log.log import Log, first_entry, open_run, source_of, stored_entry
+from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer
+from diloco.rendezvous.log.log import Log, first_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
     AVERAGE,
@@ -466,9 +466,7 @@ class Replay:
                 await self._check_index(self.state)
         for ref in self._outers:
             self._bases[ref.body.fragment][ref.body.round - 1] = ref.body.before
-        later = [name for name, _ in await self._store.list("log") if name > entry_name(self.state.number)]
-        if later and await stored_entry(self._store, self.state.number) is None:
-            raise LogError(f"{source_of(self.state.number)} is missing, and {later[0]} is there")
+        await log.check_no_gap()
 
     async def _check_index(self, state: RunState) -> None:
         data = await self._store.get(INDEX.name(state.number), most_bytes=MOST_INDEX_BYTES)

@@ -121,6 +121,18 @@ class Log:
             pass
         return self.state
 
+    async def check_no_gap(self) -> None:
+        """Refuse a log in which entries are missing before later ones, however many.
+
+        Raises:
+            LogError: naming the first that is missing.
+            StoreError: if the store can't be listed.
+        """
+        number = self.state.number
+        later = [name for name, _ in await self._store.list("log") if name > ENTRY.name(number)]
+        if later and await self._get(number) is None:
+            raise LogError(f"{source_of(number)} is missing, and {later[0]} is there")
+
     async def append(self, body: Body, *, author: int) -> tuple[tuple[int, Entry], bool]:
         """Try to write the next entry.
 
