@@ -95,6 +95,13 @@ def test_sharded_replicas_go_on_unsharded(tmp_path):
     assert end == pytest.approx(last, rel=0.3)
 
 
+def test_the_algorithm_learns_and_its_replicas_agree(capsys):
+    runpy.run_path(str(EXAMPLES / "algorithm.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    first, *_, last = losses(output)
+    assert last < first / 2 and replicas_agree(output, num_processes=2)
+
+
 @pytest.mark.parametrize("example", ["outer_rule.py", "sign_codec.py"])
 def test_an_extension_of_ones_own_learns(example, capsys):
     runpy.run_path(str(EXAMPLES / example), run_name="__main__")

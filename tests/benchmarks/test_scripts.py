@@ -114,6 +114,22 @@ def test_engine_overhead():
     assert re.search(r"engine.step\(\) [0-9.]+ ms: [0-9.]+%", run("engine_overhead.py", "--steps", 8))
 
 
+def test_walks_count_the_files_that_run():
+    output = run("walks.py", "--repeats", 1, "--files")
+    values = dict(re.split(r"  +", line) for line in output.splitlines() if re.search(r"\S  +\S", line))
+    walks = {
+        name: set(files.split()) for name, files in re.findall(r"^(\w+):\n((?:  \S+\n?)+)", output, re.MULTILINE)
+    }
+    send, store, train, imported = (walks[name] for name in ("send", "store", "train", "imported"))
+    assert int(values["send and merge, two replicas of gloo: files that run"]) == len(send)
+    assert int(values["the same through a store: files that run"]) == len(store)
+    assert (
+        values["diloco train tiny to its first step: files that run, imported"] == f"{len(train)}, {len(imported)}"
+    )
+    assert "schedule.py" in send & store & train and "cli/train.py" in train - send
+    assert train - imported <= {"__main__.py"} and len(send) < len(store)
+
+
 def test_engine_memory():
     output = run("engine_memory.py", "--width", 64)
     assert "H = 8, P = 4, τ = 2" in output and "of the largest fragment" in output

@@ -52,6 +52,10 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
         ({"exchange": None}, "exchange=None and rendezvous=None: pass one of them, exchange=diloco"),
         ({"rendezvous": "s3://bucket/run"}, "exchange=.* and rendezvous=s3://bucket/run: pass one of them"),
         ({"exchange": "host:29500"}, EXCHANGE),
+        (
+            {"rendezvous": "s3://bucket/run", "exchange": None},
+            r"rendezvous='s3://bucket/run' .*StoreRendezvous\(url\)",
+        ),
         ({"exchange": diloco.LoopbackExchange}, EXCHANGE),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -74,6 +78,17 @@ def test_a_model_that_is_no_module_is_refused():
             schedule=case.schedule(),
             exchange=diloco.LoopbackExchange(),
         )
+
+
+def test_the_shortest_call_cuts_the_model_in_strides_and_derives_the_number_of_fragments():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(7)])
+    engine = diloco.StreamingDiLoCo(model, exchange=diloco.LoopbackExchange())
+    assert engine.settings.fragments == diloco.strided(model)
+    assert engine.settings.schedule == diloco.Schedule(sync_every=100, num_fragments=3, overlap_steps=5)
+    engine = diloco.StreamingDiLoCo(
+        model, fragments="whole", sync_every=7, overlap_steps=0, exchange=diloco.LoopbackExchange()
+    )
+    assert engine.settings.schedule == diloco.Schedule(sync_every=7, num_fragments=1)
 
 
 def test_numbers_and_rules_of_any_type_go_on_working():

@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_a_cpu_and_the_host_never_waits(M):
 
 def wait_for_sends(engine: diloco.StreamingDiLoCo) -> None:
     deadline = time.monotonic() + 20
-    while not all(flight.exchanged.has_ended() for flight in engine._membership.in_flight):
+    while not all(flight.sent.done() for flight in engine._membership.in_flight):
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

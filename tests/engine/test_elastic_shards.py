@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import diloco
 from diloco.engine.elastic_shards import cut
-from diloco.engine.shards import gathered, is_sharded, local
+from diloco.engine.parameters import gathered, is_sharded, local
 
 P, H, T = 3, 4, 14
 CASES = [("fp32", None, "gather"), ("e3m0", 0.5, "gather"), ("e3m0", 0.5, "reduce_scatter:bf16")]

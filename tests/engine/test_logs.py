@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 
 SLOWER_SECONDS = 1.5
 

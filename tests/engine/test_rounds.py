@@ -345,14 +345,14 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     )
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
-    pending = bring(exchange, ThreadLane(), offer_of(delta, reduction, key, cohort))
+    wait = bring(exchange, ThreadLane(), offer_of(delta, reduction, key, cohort))
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
-        pending.wait()
+        wait()
         return True
     start = time.monotonic()
-    received = pending.wait()
+    received = wait()
     in_time = time.monotonic() - start < seconds / 2
     dist.barrier()
     average = reduction.average(received, torch.empty(5), key, cohort)
@@ -374,9 +374,9 @@ def reduce_without_the_last_replica() -> str:
     if exchange.replica == 2:
         time.sleep(5)
         return ""
-    pending = bring(exchange, ThreadLane(), offer_of(torch.ones(5), reduction, key, cohort))
+    wait = bring(exchange, ThreadLane(), offer_of(torch.ones(5), reduction, key, cohort))
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
-        pending.wait()
+        wait()
     return str(caught.value.missing)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 import diloco
-from diloco.engine.shards import gathered, local
+from diloco.engine.parameters import gathered, local
 from diloco.models.decoder import Decoder, DecoderConfig
 from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.shards import all_shards_or_none, local
+from diloco.engine.parameters import local
+from diloco.exchange.group import TorchGroup
 from diloco.exchange.transport import Channel
 from diloco.models.decoder import Decoder, DecoderConfig
 
@@ -43,7 +44,7 @@ def tell_each_other() -> list[str]:
     heard = []
     for failing in (None, 0, 1, None):
         try:
-            with all_shards_or_none(dist.group.WORLD, torch.device("cuda"), "another shard"):
+            with TorchGroup(dist.group.WORLD, torch.device("cuda")).fail_together("another shard"):
                 if dist.get_rank() == failing:
                     raise ZeroDivisionError
             heard.append("well")

@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_steps_on_theta_as_it_does_alone(name: str) -> None:
-    """Its state lives in the slots alone: each step begins with a new optimizer, as after a resume."""
+    """The slots alone hold the state: each step begins with a new optimizer, as after a resume."""
     kind, settings = OPTIMIZERS[name]
     rule = rule_of_optimizer(kind([torch.zeros(1, requires_grad=True)], **settings))
     vectors = {slot: torch.zeros(N) for slot in ("outer", *rule.slots)}
@@ -57,6 +57,20 @@ def test_the_groups_of_an_optimizer_must_be_alike() -> None:
     groups = [{"params": theta[:1], "lr": 0.1}, {"params": theta[1:], "lr": 0.2}]
     with pytest.raises(diloco.UserError, match="outer=SGD has groups of parameters with other settings"):
         rule_of_optimizer(torch.optim.SGD(groups, momentum=0.9))
+
+
+class Odd(torch.optim.SGD):
+    """SGD that keeps one number more than there are parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for theta in group["params"]:
+                self.state[theta]["odd"] = torch.zeros(len(theta) + 1)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"):
+        rule_of_optimizer(Odd)
 
 
 def trained(case: Case, outer: object) -> tuple[bytes, dict]:

@@ -9,7 +9,7 @@ from diloco.training.state import AdamW
 
 STEPS = """
 import sys, torch
-from diloco.training.adamw import AdamW
+from diloco.training.state import AdamW
 parameter = torch.nn.Parameter(torch.ones(3))
 optimizer = AdamW([parameter], fused=True)
 parameter.grad = torch.ones(3)

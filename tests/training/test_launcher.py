@@ -53,7 +53,7 @@ _LAUNCH = """
 import os
 import sys
 from diloco.errors import ReplicaFailedError
-from diloco.training.launcher import launch
+from diloco.training.processes import launch
 from tests.training import test_launcher
 
 if __name__ == "__main__":

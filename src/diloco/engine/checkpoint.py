@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER
+from diloco.engine.parameters import local
 from diloco.engine.replica import Replica
 from diloco.engine.settings import Settings
-from diloco.engine.shards import local
 from diloco.errors import DisagreementError, FileError, UserError
 from diloco.exchange.transport import Transport, agree, share
 from diloco.outer.digest import parameters_hash
@@ -237,12 +237,12 @@ def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dic
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
     with replica.fail_together():
-        refuse_together(transport, {"why the state can't be loaded": refusal} | facts, refusal)
+        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal)
         _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
 
 
-def refuse_together(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
+def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
     """Raise the refusal, and on the replicas that have none, the difference.
 
     Raises:

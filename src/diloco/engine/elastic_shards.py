@@ -20,11 +20,11 @@ from diloco.engine.elastic import (
     vectors_of,
 )
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
-from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, sharded_like
 from diloco.engine.replica import Replica, outer_state
 from diloco.engine.settings import Settings
-from diloco.engine.shards import is_sharded, joined, local, sharded_like
 from diloco.errors import ExchangeError
+from diloco.exchange.group import TorchGroup
 from diloco.exchange.notices import first_sentence
 from diloco.exchange.process_group import Group, Work, group_like, wait_for
 from diloco.fragments import Fragment
@@ -262,9 +262,10 @@ class GatheredParameters(FragmentParameters):
         timeout_seconds: float,
     ) -> None:
         super().__init__(model, fragments, masters)
-        assert self.shard_group is not None, "the model is sharded"
-        self.shard_group = group_like(self.shard_group, timeout_seconds)
-        self.inside = Inside(self.shard_group, timeout_seconds)
+        assert isinstance(self.group, TorchGroup), "the model is sharded"
+        group = group_like(self.group.group, timeout_seconds)
+        self.group = TorchGroup(group, torch.device("cpu"))
+        self.inside = Inside(group, timeout_seconds)
         """The replica's processes."""
         self.part, self.device = (0, 1), torch.device("cpu")
 

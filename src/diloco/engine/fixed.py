@@ -5,6 +5,7 @@ Shapes: N elements of one fragment that this process holds.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 
 from diloco.engine import checkpoint
-from diloco.engine.checkpoint import loadable, refuse_together
+from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import refuse_equal_payloads
-from diloco.engine.lanes import Handle, HereLane, Lane, QueueLane, Started, ThreadLane
+from diloco.engine.lanes import HereLane, Lane, QueueLane, ThreadLane
 from diloco.engine.outer_state import ERROR, OUTER
 from diloco.engine.replica import Offer, Replica
-from diloco.engine.shards import shard_index, sum_over_shards
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
@@ -32,13 +32,13 @@ from diloco.wire import codec
 from diloco.wire.payload import Key, Unsealed
 
 
-def exchange(transport: Transport, relays: Lane, offer: Offer) -> Handle[dict[int, Tensor]]:
+def exchange(transport: Transport, relays: Lane, offer: Offer) -> Callable[[], dict[int, Tensor]]:
     """Start to bring every member what it needs of an offer that is sealed.
 
     A second phase follows on the lane `relays` as soon as the first is over.
 
     Returns:
-        The last phase's payload of every member, this replica's own included.
+        A function that waits for the last phase's payload of every member, this replica's own included.
     """
     reduction, size, key, cohort = offer.reduction, offer.num_elements, offer.key, offer.cohort
     tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=offer.sync.step)
@@ -46,13 +46,13 @@ def exchange(transport: Transport, relays: Lane, offer: Offer) -> Handle[dict[in
     addressed = reduction.addressed(offer.payloads, cohort)
     first = _Phase(transport, addressed, tag, check if tag.round == 1 else None)
     if reduction.num_phases == 1:
-        return first
+        return first.wait
 
     def relay() -> dict[int, Tensor]:
         average = reduction.relay(first.wait(), size, key, cohort)
         return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
 
-    return relays.run(relay)
+    return relays.run(relay).result
 
 
 class _Phase:
@@ -82,8 +82,8 @@ class Flight:
     """An offer on its way, from its send until no replica needs its payloads any more."""
 
     offer: Offer
-    exchanged: Started[Handle[dict[int, Tensor]]]
-    """The send, which waits for a GPU until it has encoded the outer gradient; its result is the exchange."""
+    sent: "Future[Callable[[], dict[int, Tensor]]]"
+    """The send, which waits for a GPU until it has encoded the outer gradient; its result waits for the others."""
     received: bool = False
     """True once the payloads of all members have come."""
     started: float = field(default_factory=time.perf_counter)
@@ -118,7 +118,7 @@ class FixedMembership:
         self.drained_step = 0
         """The last step at which `finish` merged everything that was sent."""
         self._schedule, self._due = replica.settings.schedule, Due((), ())
-        self._shard = shard_index(replica.shard_group)
+        self._shard = replica.parameters.group.index
         self._fragment_bytes = self._bytes_by_fragment()
         initial = replica.state.at_home(OUTER)
         agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
@@ -129,7 +129,7 @@ class FixedMembership:
         sizes = [replica.state.num_elements(p) for p in range(replica.state.num_fragments)]
         num_bytes = [replica.reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
         of_shard = torch.tensor(num_bytes, device=replica.parameters.device)
-        return sum_over_shards(of_shard, replica.shard_group).tolist()
+        return replica.parameters.group.reduce(of_shard).tolist()
 
     @property
     def failure(self) -> str | None:
@@ -221,7 +221,7 @@ class FixedMembership:
     def _start(self, offer: Offer) -> None:
         """Send an offer as soon as it is sealed."""
 
-        def send() -> Handle[dict[int, Tensor]]:
+        def send() -> Callable[[], dict[int, Tensor]]:
             offer.seal()
             return exchange(self.transport, self.relays, offer)
 
@@ -233,15 +233,15 @@ class FixedMembership:
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
         """
-        for flight in self.in_flight if self.replica.shard_group is None else ():
-            if flight.exchanged.has_ended():
+        for flight in self.in_flight if self.replica.parameters.group.size == 1 else ():
+            if flight.sent.done():
                 with self._naming(flight.sync):
                     self._wait_for_send(flight)
 
-    def _wait_for_send(self, flight: Flight) -> Handle[dict[int, Tensor]]:
-        """The exchange of an offer, when it is sealed and sent."""
+    def _wait_for_send(self, flight: Flight) -> Callable[[], dict[int, Tensor]]:
+        """Wait until an offer is sealed and sent; returns the function that waits for all members' payloads."""
         with self.replica.naming_non_finite(flight.sync):
-            return flight.exchanged.wait()
+            return flight.sent.result()
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
@@ -282,7 +282,7 @@ class FixedMembership:
         """The payloads of all members, and the seconds that training waited for them."""
         start = time.perf_counter()
         with self._naming(flight.sync):
-            payloads = self._wait_for_send(flight).wait()
+            payloads = self._wait_for_send(flight)()
         blocked_seconds = time.perf_counter() - start
         flight.received = True
         self.replica.blocked_seconds += blocked_seconds
@@ -364,7 +364,7 @@ class FixedMembership:
             ],
         }
         with self.replica.fail_together():
-            refuse_together(self.transport, facts, refusal)
+            agree_or_refuse(self.transport, facts, refusal)
         for kind in state.kinds:
             for p, vector_N in enumerate(state.at_home(kind)):
                 if kind == OUTER:

@@ -18,7 +18,6 @@ from diloco.engine.lanes import DeviceLane, SameLane
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
-from diloco.engine.shards import sum_over_shards
 from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
@@ -183,8 +182,6 @@ class Replica:
         self.last_sent = [0] * len(sizes)
         self.reduction = self.settings.reduction
         """The way from payloads to an average."""
-        self.shard_group = self.parameters.shard_group
-        """The processes that hold this replica's shards; None if it is one process."""
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
 
     def scratch(self, p: int) -> Tensor:
@@ -337,8 +334,7 @@ class Replica:
         cohort: Cohort | None = None,
     ) -> OuterStep:
         """An outer step, from what makes its vectors again; see `OuterStep`."""
-        add_up = partial(sum_over_shards, group=self.shard_group)
-        spans = self.parameters.spans[sync.fragment]
+        spans, add_up = self.parameters.spans[sync.fragment], self.parameters.group.reduce
         return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
 
     @contextmanager

@@ -1,11 +1,10 @@
 """The engine's settings, and the arguments that it refuses."""
 
-import operator
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from diloco.engine.shards import local
+from diloco.engine.parameters import local
 from diloco.errors import UserError, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
@@ -268,7 +267,7 @@ def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[F
     ways = {"strided": strided, "sequential": sequential, "whole": whole}
     if isinstance(fragments, str) and fragments in ways:
         return ways[fragments](model)
-    listed = tuple(fragments) if isinstance(fragments, Iterable) else ()
+    listed: tuple[Any, ...] = tuple(fragments) if isinstance(fragments, Iterable) else ()
     if not listed or not all(isinstance(fragment, Fragment) for fragment in listed):
         raise _wrong("fragments", fragments, f"{', '.join(ways)}, or a sequence of diloco.Fragment")
     return listed
@@ -376,21 +375,6 @@ def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport |
             "process_group=… with the processes of this replica alone",
             "model",
         )
-
-
-def checked_tokens(tokens: object) -> int:
-    """The tokens of an inner step; None is 0.
-
-    Raises:
-        UserError: if it is no whole number of 0 or more.
-    """
-    if tokens is None:
-        return 0
-    if isinstance(tokens, torch.Tensor):  # whose number may still be on its way from a GPU
-        raise UserError("tokens must be a whole number of 0 or more, not a tensor: call .item()", "tokens")
-    if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
-        raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
-    return operator.index(tokens)
 
 
 def _offers(candidate: object, protocol: type) -> bool:

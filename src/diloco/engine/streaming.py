@@ -4,13 +4,14 @@ Shapes: N elements of one fragment.
 """
 
 import math
+import operator
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,9 @@ from diloco.engine.attach import Attachment
 from diloco.engine.fixed import FixedMembership
 from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
-from diloco.engine.parameters import FragmentParameters, Masters
+from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
 from diloco.engine.replica import Membership, Replica, outer_state
-from diloco.engine.settings import Settings, check_exchange, check_model, checked_tokens, settings_of
-from diloco.engine.shards import gathered, is_sharded, sum_over_shards
+from diloco.engine.settings import Settings, check_exchange, check_model, settings_of
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Abortable, Transport, fail_together
@@ -270,7 +270,11 @@ class StreamingDiLoCo:
                 seed=seed,
             )
             """The arguments that decide what is computed."""
-            join = partial(_fixed, exchange) if exchange is not None else partial(_elastic, rendezvous)
+            join = (
+                partial(_fixed, exchange)
+                if exchange is not None
+                else partial(_elastic, cast(Rendezvous, rendezvous))
+            )
             self._membership = join(self.settings, model, masters, offload=offload)
         self._replica = self._membership.replica
         self._attachment: Attachment | None = None
@@ -301,12 +305,12 @@ class StreamingDiLoCo:
         self._check_going_on()
         if self._loads.pending:
             self._loads.check()
-        num_tokens = checked_tokens(tokens)
+        num_tokens = _checked_tokens(tokens)
         self._replica.num_steps += 1
         self._replica.tokens += num_tokens
         if not self._membership.is_due():
             return ()  # most steps
-        with self._whole():
+        with self._fail_together():
             return self._membership.advance()
 
     def attach(self, optimizer: Any, scaler: GradScaler | None = None, *, tokens: int | None = None) -> Attachment:
@@ -317,7 +321,7 @@ class StreamingDiLoCo:
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
             tokens: of each inner step, as in `step()`.
         """
-        checked_tokens(tokens)
+        _checked_tokens(tokens)
         if self._attachment is not None and self._attachment.is_attached:
             raise UserError(
                 "the engine is attached already, and would count every inner step twice: attach it alone to the "
@@ -343,7 +347,7 @@ class StreamingDiLoCo:
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
-        with self._whole():
+        with self._fail_together():
             merged = self._membership.finish(flush=flush)
         self._warn_of_unsent()
         if flush:
@@ -391,7 +395,7 @@ class StreamingDiLoCo:
                 has read into Θ and the slots before: build a new engine then.
         """
         accepted, unfrozen = self._membership.accepted(state)
-        with self._whole():
+        with self._fail_together():
             self._membership.load(accepted)
         self._loads.accept(until_next_step=not unfrozen)
 
@@ -493,7 +497,7 @@ class StreamingDiLoCo:
             )
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _fail_together(self) -> Iterator[None]:
         """Work that is done whole, or else ends this engine, and tells the other replicas so."""
         self._check_sound()
         self._sound = False
@@ -513,6 +517,21 @@ class StreamingDiLoCo:
         self._check_sound()
         if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
+
+
+def _checked_tokens(tokens: object) -> int:
+    """The tokens of an inner step; None is 0.
+
+    Raises:
+        UserError: if it is no whole number of 0 or more.
+    """
+    if tokens is None:
+        return 0
+    if isinstance(tokens, torch.Tensor):  # whose number may still be on its way from a GPU
+        raise UserError("tokens must be a whole number of 0 or more, not a tensor: call .item()", "tokens")
+    if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
+        raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
+    return operator.index(tokens)
 
 
 def _counters(membership: Membership) -> dict[str, float]:
@@ -542,7 +561,7 @@ def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
     errors = replica.record.codec_errors(replica.settings.wire)
     none = torch.zeros(2, device=replica.parameters.device)
     squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
-    squares, counted = begin_to_host(sum_over_shards(squares, replica.shard_group)), _counters(membership)
+    squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
 
     def read() -> dict[str, float]:
         distance, error, delta = squares().tolist()

@@ -18,7 +18,6 @@ from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.nesterov import Nesterov
-from diloco.schedule import Schedule
 
 with requiring("torchtitan", extra="torchtitan"):
     from torchtitan import config
@@ -28,7 +27,7 @@ with requiring("torchtitan", extra="torchtitan"):
 
 @dataclass
 class DiLoCo:
-    """The section `[diloco]`: the arguments of `diloco.connect`, `Schedule`, `Nesterov` and `StreamingDiLoCo`."""
+    """The section `[diloco]`: the arguments of `diloco.connect`, `Nesterov` and `StreamingDiLoCo`."""
 
     address: str | None = None
     """host:port of replica 0; None is DILOCO_ADDRESS in the environment."""
@@ -107,15 +106,11 @@ class DiLoCoTrainer(Trainer):
     def build_engine(self, model: nn.Module) -> StreamingDiLoCo:
         """The engine of the section [diloco]; override it for what a config can't say."""
         settings = self._settings
-        fragments = _fragments(model, settings)
         return StreamingDiLoCo(
             model,
-            fragments=fragments,
-            schedule=Schedule(
-                sync_every=settings.sync_every,
-                num_fragments=len(fragments),
-                overlap_steps=settings.overlap_steps,
-            ),
+            fragments=_fragments(model, settings),
+            sync_every=settings.sync_every,
+            overlap_steps=settings.overlap_steps,
             exchange=self._exchange,
             outer=Nesterov(lr=settings.outer_learning_rate, momentum=settings.outer_momentum),
             mixing=settings.mixing,

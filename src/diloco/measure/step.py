@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
@@ -63,7 +62,7 @@ def measure_machines(config: TrainConfig) -> Machines:
     """
     with join(config) as world:
         gbit_s, latency_seconds = measure_link(world.exchange, beside=world.everyone)
-        gbit_s = world.over_ranks(gbit_s, dist.ReduceOp.SUM)
+        gbit_s = world.over_ranks(gbit_s)
         rows = share(world.exchange, [_step_seconds(config, world), gbit_s, latency_seconds], list[float])
     return Machines(*map(tuple, zip(*rows, strict=True)))
 

@@ -5,7 +5,7 @@ Shapes: N elements of one fragment.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def rule_of_optimizer(outer: Optimizer | type[Optimizer]) -> OuterRule:
     Raises:
         UserError: if the optimizer has several groups of parameters with other settings, or can't be a rule.
     """
-    optimizer = outer([torch.zeros(1, requires_grad=True)]) if isinstance(outer, type) else outer
+    optimizer = cast(Any, outer)([torch.zeros(1, requires_grad=True)]) if isinstance(outer, type) else outer
     first, *others = ({n: group[n] for n in optimizer.defaults} for group in optimizer.param_groups)
     if any(other != first for other in others):
         raise UserError(

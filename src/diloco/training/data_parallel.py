@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.engine.shards import gathered, local
+from diloco.engine.parameters import gathered, local
 from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 

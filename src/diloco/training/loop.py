@@ -138,8 +138,7 @@ class _Run:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
         measured = evaluate(self.state, self.config, self.world, self.held_out, together=False)
         total, count = (
-            self.world.over_ranks(value, dist.ReduceOp.SUM)
-            for value in (measured.loss * measured.num_tokens, measured.num_tokens)
+            self.world.over_ranks(value) for value in (measured.loss * measured.num_tokens, measured.num_tokens)
         )
         return total / count
 
@@ -173,7 +172,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             claim_together(config, world)
         assert config.checkpoint.keep is not None, "the config is resolved"
         checkpoints = stack.enter_context(
-            Checkpoints(config.checkpoints, world.replica, world.own_group, keep=config.checkpoint.keep)
+            Checkpoints(config.checkpoints, world.replica, world.host_group, keep=config.checkpoint.keep)
         )
         stack.enter_context(lost_processes_named(state))
         if resume:

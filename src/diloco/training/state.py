@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
+from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
@@ -229,8 +230,7 @@ class TrainState:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
-        # An older checkpoint has what was in flight, and no zeros for the rest.
-        checkpoints.load(step, tensors, optional="sync.sent.")
+        checkpoints.load(step, tensors)
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))
@@ -270,7 +270,7 @@ class _Facts:
     seconds: Seconds
     blocked_seconds: Seconds
     sync: dict[str, Any]
-    mean_loss: MeanLossState | None = None  # an earlier checkpoint has none
+    mean_loss: MeanLossState | None
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
@@ -311,7 +311,8 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
     state = TrainState(model, forward, optimizer, engine, FixedProgress(config), mean_loss=mean_loss)
     if config.num_ddp > 1:
-        state.forward = inside = data_parallel(forward, world.own_device_group)
+        assert isinstance(world.group, TorchGroup), "a replica is several processes"
+        state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
         state.passes = lambda is_last: nullcontext() if is_last else inside.no_sync()
     if config.diloco.freeze:

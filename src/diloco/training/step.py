@@ -13,10 +13,9 @@ from typing import cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
@@ -73,7 +72,7 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
         outer_step.begin(layer_cosine=config.log_layer_cosine)
     blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
     if world.num_ranks > 1:
-        blocked = world.reduced(to_device(blocked, world.device), dist.ReduceOp.MAX)
+        blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
     return BegunStep(
         step=step,
         tokens=state.standing.tokens,
@@ -204,7 +203,7 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    loss = world.reduced(torch.stack(losses).mean().double(), dist.ReduceOp.SUM) / world.num_ranks
+    loss = world.group.reduce(torch.stack(losses).mean().double()) / world.num_ranks
     return torch.stack([loss, gathered(grad_norm).double()])
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from diloco.data.index import INDEX_FILE, Split
 from diloco.errors import FileError, UserError
-from diloco.exchange.transport import fail_together, share
+from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing
 from diloco.rendezvous.log.log import is_store
 from diloco.rendezvous.store import CREDENTIALS
@@ -101,13 +101,13 @@ def claim_together(config: TrainConfig, world: World) -> None:
     with fail_together(world.everyone):
         if world.is_first_on_machine:
             check_unclaimed(config)
-        share(world.everyone, "no run is in the directory of this machine")
+        barrier(world.everyone)
         if world.everyone.replica == 0:
             claim(config)
-        share(world.everyone, "replica 0 has claimed its directory")
+        barrier(world.everyone)
         if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
             claim(config)
-        share(world.everyone, "every machine has")
+        barrier(world.everyone)
 
 
 def read_config(directory: Path) -> TrainConfig:
@@ -433,7 +433,7 @@ def continued(config: TrainConfig, world: World, step: int) -> TrainConfig:
     saved = read_config(config.directory)
     if not schedule_changes(saved, config):
         return config
-    share(world.everyone, "the run's config was read")
+    barrier(world.everyone)
     config = with_phase(saved, config, step)
     if world.is_first_on_machine:
         for name in (OUTER_FILE, SUMMARY_FILE):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.data.shards import TokenShards
 from diloco.data.tokenizers import load_tokenizer
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.errors import UserError
 from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share

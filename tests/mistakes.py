@@ -1,42 +1,49 @@
-"""Makes the mistakes of a newcomer, and writes what diloco says to each into reference/mistakes.md.
+"""Mistakes of a newcomer: command lines that can't work, typed anew.
 
-python docs/mistakes.py [PAGE]
+`tests/mistakes.jsonl` holds one mistake per line: what is typed, the sentence that ends it after `diloco: `, and
+the exit code. `python -m tests.mistakes` writes today's sentences into that file.
 
-Each mistake has a process of its own, forked from this one, which has imported torch, and a folder of its own.
+Each mistake has a process of its own, forked from one that has imported torch, and a folder of its own. The folder
+has `text.jsonl`, which is as it should be, and files whose names say what is wrong with them; `runs/first` is a
+finished run of `tiny`, and `store` holds the finished run of the replica `a`.
 """
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts threads: as many mistakes as there are cores are made
-
 import gc
-import html
+import json
+import os
 import re
 import resource
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from mistakes_list import PREPARED, SECTIONS, Mistake, write_files
-
 from diloco.cli.main import main as diloco
 from diloco.cli.main import verbs
+from diloco.training.records.runs import running
 
-PAGE = Path(__file__).parent / "reference" / "mistakes.md"
+LIST = Path(__file__).with_suffix(".jsonl")
 HOME = "/home/me"
-"""The folder of every mistake, on the page."""
+"""The folder of every mistake, in the list."""
 MOST_SECONDS = 60.0
 MOST_LINES = 5
+PREPARED = (
+    "diloco train tiny --data.train text.jsonl --num-tokens 10240 --name first",
+    "diloco train tiny --data.train text.jsonl --num-tokens 10240 --rendezvous store --name a",
+    "diloco data prepare --train stdlib --max-train-bytes 100000 --output prepared",
+)
+"""The runs that are there before a mistake is made."""
 _ALSO_IMPORTED = (
     *(
         "diloco.training.records.finished",
@@ -46,6 +53,34 @@ _ALSO_IMPORTED = (
     ),
     *("diloco.report.terminal.training", "diloco.rendezvous.store_rendezvous", "torch.distributed.run"),
 )
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A line of the list."""
+
+    typed: str
+    """The line as one types it in a shell, of which `NAME=value`, `ulimit -f N;` and `> FILE` are understood."""
+    sentence: str = ""
+    """The sentence that ends it."""
+    exit_code: int = 0
+    remark: str = ""
+    """Words for what the command line does not show."""
+    meanwhile: str = ""
+    """Key of `_MEANWHILE`: what goes on while the line is typed."""
+    has_report: bool = False
+    """Another program adds lines to the sentence."""
+
+
+def read_list() -> list[Mistake]:
+    """All mistakes, with the sentences that the list expects."""
+    return [Mistake(**json.loads(line)) for line in LIST.read_text().splitlines()]
+
+
+def write_list(mistakes: Sequence[Mistake], path: Path = LIST) -> None:
+    """Write mistakes as the list has them."""
+    fields = ({name: value for name, value in asdict(mistake).items() if value} for mistake in mistakes)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in fields))
 
 
 @dataclass(frozen=True)
@@ -63,26 +98,27 @@ class Answer:
         return self.errors.partition("\n")[0].removeprefix("diloco: ")
 
 
-def main(page: Path = PAGE) -> None:
-    """Make all mistakes, and write the page."""
+def make_all(path: Path) -> None:
+    """Make all mistakes of the list, and write them with today's sentences."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # as many mistakes as there are cores are made at a time
     for module in (*(f"diloco.cli.{verb}" for verb in verbs()), *_ALSO_IMPORTED):
         import_module(module)
-    mistakes = [mistake for rows in SECTIONS.values() for mistake in rows]
+    mistakes = read_list()
     with tempfile.TemporaryDirectory() as root:
         home = Path(root).resolve() / "home"
         home.mkdir()
         with chdir(home):
             write_files()
-        for command, answer in zip(
-            PREPARED, answers(list(map(Mistake, PREPARED)), [home] * len(PREPARED)), strict=True
-        ):
+        preparing = answers(list(map(Mistake, PREPARED)), [home] * len(PREPARED))
+        for command, answer in zip(PREPARED, preparing, strict=True):
             if answer.exit_code != 0:
                 raise SystemExit(f"{command}: {answer}")
         gc.freeze()  # no process then copies the pages of what has been imported
-        made = dict(zip(mistakes, answers(mistakes, list(_copies(home, len(mistakes)))), strict=True))
-    if complaints := [f"{one.typed}: {text}" for one, answer in made.items() for text in faults(one, answer)]:
+        made = answers(mistakes, list(_copies(home, len(mistakes))))
+    pairs = list(zip(mistakes, made, strict=True))
+    if complaints := [f"{one.typed}: {text}" for one, answer in pairs for text in faults(one, answer)]:
         raise SystemExit("\n".join(complaints))
-    page.write_text(page_of(made))
+    write_list([replace(one, sentence=answer.sentence, exit_code=answer.exit_code) for one, answer in pairs], path)
 
 
 def _copies(folder: Path, number: int) -> Iterator[Path]:
@@ -124,7 +160,7 @@ class _Attempt:
         self._folder, self._began, self._during = folder, time.monotonic(), ExitStack()
         self._streams = Path(tempfile.mkdtemp(dir=folder.parent))
         with chdir(folder):
-            self._during.enter_context(mistake.during())
+            self._during.enter_context(_MEANWHILE[mistake.meanwhile]())
         self.process = get_context("fork").Process(target=_make, args=(mistake.typed, folder, self._streams))
         self.process.start()
 
@@ -194,37 +230,74 @@ def faults(mistake: Mistake, answer: Answer) -> Iterator[str]:
         yield f"too much beside it: {answer.output}"
 
 
-def page_of(answers: Mapping[Mistake, Answer]) -> str:
-    """The page: a table a section."""
-    tables = []
-    for title, mistakes in SECTIONS.items():
-        rows = [
-            f"| {_code(one.typed)}{one.remark and f'<br>{one.remark}'} | {_code(answers[one].sentence)} "
-            f"| {answers[one].exit_code} |"
-            for one in mistakes
-        ]
-        tables.append("\n".join([f"## {title}", "", "| typed | said | exit code |", "|---|---|---|", *rows]))
-    return _HEAD.format(number=len(answers)) + "\n\n".join(tables) + "\n"
+def write_files() -> None:
+    """Write the files with which the mistakes are made into the working directory."""
+    subjects, verbs = ("the cat", "a ship", "my aunt"), ("sees", "carries", "forgets")
+    sentences = [
+        f"{s} {v} {o}, {i}." for i in range(40) for s in subjects for v in verbs for o in ("rain", "salt")
+    ]
+    rows = [{"text": " ".join(sentences[i : i + 30])} for i in range(0, len(sentences), 5)]
+    texts = {
+        "text.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "empty.txt": "",
+        "notes/README.md": "",
+        "chats.jsonl": json.dumps({"content": "Hello."}) + "\n",
+        "table.csv": "number,body\n1,Hello.\n",
+        "short.txt": "Hello.\n",
+        "notes.json": '{"a": 1}\n',
+        "broken.toml": 'recipe = "tiny"\n[diloco\nsync_every = 10\n',
+        "typo.toml": 'recipe = "tiny"\n[diloco]\nsync_evry = 10\n',
+        "section.toml": 'recipe = "tiny"\nsync_every = 10\n',
+        "gpt2.json": '{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 257}',
+        "old/model.safetensors": "",
+        "tables/overlap.csv": "tier,seed,run,eval_loss\nsmall,0,run-0123456789ab,1.7\n",
+    }
+    for name, text in texts.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("photo.txt").write_bytes(b"\x89PNG\r\n\x1a\n")
+    Path("photo.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    Path("notes.json").chmod(0o644)
+    for path in Path().rglob("*.*"):
+        os.utime(path, (1_700_000_000, 1_700_000_000))  # the names of prepared directories depend on them
 
 
-def _code(text: str) -> str:
-    """Text in a cell of a table, as it was written."""
-    if not set("`|") & set(text):
-        return f"`{text}`"
-    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;').replace('`', '&#96;')}</code>"
+@contextmanager
+def _busy(port: int) -> Iterator[None]:
+    with socket.socket() as other:
+        with suppress(OSError):  # then it is in use by somebody else
+            other.bind(("127.0.0.1", port))
+            other.listen()
+        yield
 
 
-_HEAD = """# Mistakes
+@contextmanager
+def _a_run_that_goes_on() -> Iterator[None]:
+    with running(Path("runs/first").absolute()):
+        yield
 
-{number} command lines that can't work, and the sentence with which each of them ends, after `diloco: `. Exit code
-2 is a user's mistake, 1 a failure that a resume may mend. `docs/mistakes.py` makes all of them to write this page,
-and a test compares.
 
-They were typed in a folder with `text.jsonl`, which is as it should be, and files whose names say what is wrong
-with them; `runs/first` is a finished run of `tiny`, and `store` holds the finished run of the replica `a`.
+@contextmanager
+def _moved_data() -> Iterator[None]:
+    shutil.move("data", "elsewhere")
+    yield
 
-"""
+
+@contextmanager
+def _checkpoints_elsewhere() -> Iterator[None]:
+    shutil.rmtree("runs/first/checkpoints/replica-1")
+    yield
+
+
+_MEANWHILE: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "": nullcontext,
+    "port 8899 is busy": partial(_busy, 8899),
+    "port 8898 is busy": partial(_busy, 8898),  # a second one: the process of another mistake may keep one open
+    "the run goes on": _a_run_that_goes_on,
+    "its data was moved": _moved_data,
+    "a checkpoint is elsewhere": _checkpoints_elsewhere,
+}
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    make_all(LIST)
