@@ -118,7 +118,7 @@ def replica(rank: int, folder: Path, *, through_store: bool) -> list[str]:
         model,
         fragments=[diloco.Fragment((f"{layer}.weight", f"{layer}.bias")) for layer in (0, 1)],
         schedule=diloco.Schedule(sync_every=2, num_fragments=2, overlap_steps=1),
-        exchange=exchange,
+        **{"rendezvous" if through_store else "exchange": exchange},
     )
     data = torch.Generator().manual_seed(rank)
     diloco.codec("e3m0").encode(torch.ones(1))  # what is compiled once is no part of a send
