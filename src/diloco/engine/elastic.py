@@ -379,7 +379,7 @@ class ElasticMembership:
         self.replica.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
         self._listen()
-        # Not those that come meanwhile: who receives more slowly than the others decide would never end.
+        # Not those that come meanwhile: a replica slower than the others' decisions would never end.
         newest, num_taken = self._newest_rounds, sum(self.rounds)
         for p in self.waiting.in_turn():
             for outer_step in self._take_waiting(p):
@@ -565,7 +565,7 @@ class ElasticMembership:
             "last_sent": list(replica.last_sent),
             "next_send": list(self._next_send),
             "counted": [list(pair) for pair in self.counted],
-            # Copies: whoever loads in place must not change the run's Θ.
+            # Copies: loading in place must not change the run's Θ.
             OUTER: named(outer_N.clone() for outer_N in known[OUTER]),
             ERROR: named(error_N.clone() for error_N in known[ERROR]),
         }

@@ -228,7 +228,7 @@ async def write_index(store: Store, signer: Signer, state: RunState, *, author: 
     try:
         names = [name for prefix in _RETIRED for name, _ in await store.list(prefix)]
         await store.delete(retirable(state, names))
-    except StoreError as error:  # training goes on; whoever writes the next index deletes more
+    except StoreError as error:  # training goes on; the writer of the next index deletes more
         _LOG.warning("%s: what nobody needs is deleted later", error)
 
 

@@ -229,9 +229,9 @@ class Pace:
     memory_bytes: int
     """Size of the others' payloads in memory, and of all values."""
     patience: int
-    """Inner steps after t + τ, from which on a replica decides with whoever is there."""
+    """Inner steps after t + τ, after which a replica decides with the payloads that are there."""
     drain_seconds: float
-    """Seconds after the last inner step, from which on a replica decides with whoever is there."""
+    """Seconds after the last inner step, after which a replica decides with the payloads that are there."""
 
 
 class Follower:

@@ -163,8 +163,8 @@ def _refusal(state: RunState, signer: Signer, url: str) -> str:
         return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
     if state.creator and signer.public not in state.allowed:
         return (
-            "the key of this replica is not among those that may join the run: whoever created the run allows it "
-            f"by: diloco keys allow {url} {signer.public}"
+            "the key of this replica is not among those that may join the run: its creator allows it by "
+            f"diloco keys allow {url} {signer.public}"
         )
     if signer.public and not state.creator:
         return f"the run was created without keys, and this replica has one: leave {VARIABLE} unset"

@@ -186,7 +186,7 @@ class Inbox:
                 self._fetched_early.remove(name)
                 seq += 1
                 continue
-            before = state().members[replica]  # who has left before an answer uploads nothing after it
+            before = state().members[replica]  # a replica that left before the answer uploads nothing more
             try:
                 fetched = await self._fetch(replica, seq, before.key)
             except (PayloadError, TooLargeError) as error:
@@ -208,7 +208,7 @@ class Inbox:
                 await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
 
     async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
-        """A payload from the store, downloaded and decoded once, whoever asks for it meanwhile."""
+        """A payload from the store, downloaded and decoded once for all that ask for it meanwhile."""
         name = PAYLOAD.name(replica, seq)
         if (task := self._fetching.get(name)) is None:
             task = self._fetching[name] = asyncio.create_task(self._objects.payload(replica, seq, public))
@@ -481,7 +481,7 @@ class Averager:
         """The number of replicas that try to make an average before this one."""
         members = [part.replica for part in ref.body.contributions]
         if self._own not in members:
-            return 2 * len(members)  # it can't sign for the entry, and makes the average for itself
+            return 2 * len(members)  # this one can't sign for the entry, and makes the average for itself alone
         order = turns(f"{state.run} {ref.number}", members)
         return (order.index(self._own) - share) % len(order)
 

@@ -196,7 +196,7 @@ class Entry:
     keys: int
     """Number of the newest entry before it that changes the allow-list; 0 if none does."""
     nonce: str
-    """Random, so that whoever lost the answer to a request knows its own entry again."""
+    """Random: a replica that lost the answer to a request recognizes its own entry by it."""
     body: Body
 
     @property

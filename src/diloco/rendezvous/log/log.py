@@ -73,7 +73,7 @@ def source_of(number: int) -> str:
 class Log:
     """The entries of a run, from a state on.
 
-    Whoever calls it does so from one task at a time.
+    One task at a time calls it.
 
     Args:
         store: the run's.
