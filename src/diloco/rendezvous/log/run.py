@@ -33,7 +33,7 @@ _MOST_TOKENS = 1 << 40
 """Largest number of tokens, or steps, of one contribution."""
 
 
-MOST_NORMS = 64
+_MOST_NORMS = 64
 """Norms of which the running median is taken."""
 
 
@@ -394,7 +394,7 @@ class RunState:
             log,
             round=body.round,
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
-            norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
+            norms=(*log.norms, *(c.norm for c in body.contributions))[-_MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
             last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
