@@ -25,10 +25,10 @@ from link_study.synchronizers import DDP, Alone, Torchft
 
 from diloco.data.shards import open_split
 from diloco.exchange.transport import Channel, Tag, barrier
-from diloco.measure.link import measure_link
 from diloco.presets import PRESETS
 from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
+from diloco.training.measure import measure_link
 from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import gradients, inner_step, learning_rate

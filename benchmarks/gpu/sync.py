@@ -30,7 +30,7 @@ def _training(place: Place, dtype: torch.dtype = torch.float32) -> tuple[torch.n
     model = place.model("180M").to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = place.size(2048, 16)
-    window = place.window(place.size(8, 2), length, model.config.vocab_size)
+    window = place.window(place.size(8, 2), length, model.embedding.num_embeddings)
 
     def step() -> None:
         with torch.autocast(place.device.type, torch.bfloat16, enabled=dtype == torch.float32):

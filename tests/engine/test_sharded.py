@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_module
 
 import diloco
 from diloco.engine.parameters import gathered, local
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
@@ -37,7 +37,7 @@ def sharded(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh) -> nn.Mod
 
 
 def decoder(mesh: DeviceMesh) -> nn.Module:
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     return sharded(model, model.blocks, mesh)
 
 
@@ -368,7 +368,7 @@ def test_shards_mask_other_places_and_replicas_the_same():
 def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of Θ, and of the replica's own parameters before and after; FSDP keeps the outermost gathered."""
     mesh = processes(S)
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     if S > 1:
         fully_shard(model.blocks[0], mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])

@@ -17,11 +17,11 @@ import diloco
 from diloco.engine.parameters import local
 from diloco.exchange.group import TorchGroup
 from diloco.exchange.transport import Channel
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 
 
 def one_mesh_for_all() -> str:
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     fully_shard(model)
     with pytest.raises(diloco.DisagreementError) as caught:
         diloco.StreamingDiLoCo(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
 from diloco.exchange.group import OneProcess, TorchGroup
 from diloco.exchange.leader import LeaderExchange

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
-from diloco.data.index import INDEX_FILE, Split
+from diloco.data.shards import INDEX_FILE, Split
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing

@@ -14,7 +14,7 @@ from diloco.data.shards import TokenShards
 from diloco.data.tokenizers import load_tokenizer
 from diloco.engine.parameters import gathered
 from diloco.errors import UserError
-from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
+from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
