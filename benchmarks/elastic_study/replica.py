@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import diloco
 from diloco.fragments import Fragment
@@ -39,11 +39,11 @@ class Timed(diloco.StoreRendezvous):
         """Join, and note how much is replayed."""
         joined = super().join(facts, form, sync_every=sync_every)
         self.num_replayed, seat = joined.num_decisions, joined.seat
-        offer, step = seat.offer, seat.step
+        start, step = seat.offer, seat.step
 
-        def noted_offer(one: Offer, *contents: Any) -> None:
-            self.sends.append({"fragment": one.fragment, "at": time.monotonic()})
-            offer(one, *contents)
+        def noted_offer(offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+            self.sends.append({"fragment": offer.fragment, "at": time.monotonic()})
+            start(offer, payloads, values_N)
 
         def noted_step(*arguments: Any, **keywords: Any) -> News:
             news = step(*arguments, **keywords)
