@@ -64,14 +64,14 @@ class Memory:
 
     def keep_values(self, payload: Payload) -> None:
         """Keep the values of a payload for as long as somebody keeps it."""
-        values = [(kept, kept.values) for ref in self._with_values if (kept := ref()) is not None]
-        values = [*(pair for pair in values if pair[1] is not None), (payload, payload.values)]
-        excess = sum(0 if values_N is None else values_N.nbytes for _, values_N in values) - self._most_bytes
-        for kept, values_N in values:
-            if excess > 0 and values_N is not None:
+        payloads = dict.fromkeys(kept for ref in self._with_values if (kept := ref()) is not None)
+        payloads[payload] = None
+        num_bytes = sum(kept.values.nbytes for kept in payloads if kept.values is not None)
+        for kept in payloads:
+            if num_bytes > self._most_bytes and kept.values is not None:
+                num_bytes -= kept.values.nbytes
                 kept.values = None
-                excess -= values_N.nbytes
-        self._with_values = [weakref.ref(kept) for kept, _ in values if kept.values is not None]
+        self._with_values = [weakref.ref(kept) for kept in payloads if kept.values is not None]
 
     def get(self, name: str) -> Payload | None:
         """A payload; None if it is not here any more."""
@@ -218,7 +218,8 @@ class Inbox:
     async def _counted(self, ref: OuterRef, part: Contribution, public: str) -> Fetched | None:
         """A payload that an entry counts and that has not arrived; None if it was deleted."""
         fetched = await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
-        if fetched is not None and self._looking_for.get(part.replica, part.seq + 1) <= part.seq:
+        is_early = self._looking_for.get(part.replica, part.seq + 1) <= part.seq
+        if fetched is not None and fetched.payload is not None and is_early:
             self._fetched_early.add(fetched.header.name)
         return fetched
 
