@@ -58,6 +58,32 @@ def test_a_revoked_replica_can_not_hide_its_revocation(run: Handwritten) -> None
         joined_from(run)
 
 
+def unfenced(run: Handwritten) -> dict:
+    return {"members": tuple(replace(member, fenced=False) for member in run.state.members)}
+
+
+FORGERIES = {
+    "another run": (0, lambda run: {"run": "0" * 64}, "is of another run"),
+    "a revoked author": (1, unfenced, "is by a replica whose key the run's creator has not allowed"),
+    "another chain": (0, lambda run: {"previous": "0" * 64}, "does not follow entry 4"),
+    "a longer list": (0, lambda run: {"allowed": run.states[0].allowed}, "has another allow-list than"),
+    "a lost change": (
+        0,
+        lambda run: {"kept": (4, 40)},
+        "entry 40 of the log, which changes the allow-list, is not",
+    ),
+    "a wrong change": (0, lambda run: {"kept": (0,)}, "entry 0 of the log does not change the allow-list"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_an_index_that_contradicts_the_creators_entries_is_refused(forgery: str, run: Handwritten) -> None:
+    author, changes, reason = FORGERIES[forgery]
+    run.index(author=author, **changes(run))
+    with pytest.raises(LogError, match=reason):
+        joined_from(run)
+
+
 def test_a_stray_file_and_an_index_that_was_deleted_keep_nobody_out(run: Handwritten, monkeypatch) -> None:
     run.index()
     for name in ("notes.txt", "0000000099.bak"):
