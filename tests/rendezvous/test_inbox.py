@@ -13,7 +13,8 @@ from tests.rendezvous.replicas import Replica
 from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.payloads import Inbox, Memory
-from diloco.wire.payload import MAGIC, Codec, codec
+from diloco.wire import codec
+from diloco.wire.payload import MAGIC, Codec
 
 P = 3
 

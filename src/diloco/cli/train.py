@@ -174,8 +174,7 @@ def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | N
 
 def _train(config: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
-    from diloco.training.processes import launch, under_a_launcher
-    from diloco.training.state import slow_imports
+    from diloco.training.processes import launch, slow_imports, under_a_launcher
 
     if under_a_launcher():
         _replica(config, is_resume)
