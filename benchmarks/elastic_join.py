@@ -162,7 +162,7 @@ def _make_run(run: Path, model: Row) -> None:
     replica.engine.finish()  # who takes round 3 uploads the snapshot of round 2
     deadline = time.monotonic() + 120
     while not all(log.snapshots for log in replica.exchange.state.fragments) or not any((run / "index").glob("*")):
-        assert time.monotonic() < deadline, replica.exchange.failure
+        assert time.monotonic() < deadline, replica.exchange._seated.failure
         time.sleep(0.01)
     replica.exchange.leave()
 

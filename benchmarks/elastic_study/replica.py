@@ -3,17 +3,17 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import diloco
 from diloco.fragments import Fragment
-from diloco.rendezvous.contract import Decision, Form, Joined, Offer
+from diloco.rendezvous.contract import Form, Joined, News, Offer
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -38,28 +38,29 @@ class Timed(diloco.StoreRendezvous):
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
         """Join, and note how much is replayed."""
         joined = super().join(facts, form, sync_every=sync_every)
-        self.num_replayed = joined.num_decisions
+        self.num_replayed, seat = joined.num_decisions, joined.seat
+        start, step = seat.offer, seat.step
+
+        def noted_offer(offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+            self.sends.append({"fragment": offer.fragment, "at": time.monotonic()})
+            start(offer, payloads, values_N)
+
+        def noted_step(*arguments: Any, **keywords: Any) -> News:
+            news = step(*arguments, **keywords)
+            self.decisions += (
+                {
+                    "fragment": decision.fragment,
+                    "round": decision.round,
+                    "at": time.monotonic(),
+                    "members": list(decision.cohort.members),
+                    "is_own": self.replica in decision.cohort.members,
+                }
+                for decision in news.decisions
+            )
+            return news
+
+        seat.offer, seat.step = noted_offer, noted_step
         return joined
-
-    def offer(self, offer: Offer) -> None:
-        """Note the time, and offer."""
-        self.sends.append({"fragment": offer.fragment, "at": time.monotonic()})
-        super().offer(offer)
-
-    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
-        """The decisions since the last call, noted."""
-        decisions = super().decided(wait_for=wait_for)
-        self.decisions += (
-            {
-                "fragment": decision.fragment,
-                "round": decision.round,
-                "at": time.monotonic(),
-                "members": list(decision.cohort.members),
-                "is_own": decision.is_own,
-            }
-            for decision in decisions
-        )
-        return decisions
 
 
 class Replica:

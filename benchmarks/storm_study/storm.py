@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.rendezvous.log.entries import entry_name
-from diloco.rendezvous.log.log import entries_after, first_entry
+from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.training.config.config import TrainConfig
@@ -202,11 +202,11 @@ def _loss_at(mirror: Path, config: TrainConfig, num_tokens: float) -> float:
 async def _num_entries(store: Store, num_tokens: float) -> int:
     """The number of entries before the one that counts more tokens than so many."""
     _, state = await first_entry(store)
-    async for number, _, after in entries_after(store, state):
-        state = after
-        if state.tokens > num_tokens * len(state.fragments):
+    log = Log(store, state)
+    async for number, _ in log.read():
+        if log.state.tokens > num_tokens * len(log.state.fragments):
             return number
-    return state.number
+    return log.state.number
 
 
 def _rate(lines: Sequence[dict[str, Any]], count: str, unit: str) -> float:

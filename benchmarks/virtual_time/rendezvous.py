@@ -11,10 +11,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.files import sha256
-from diloco.rendezvous import objects as snapshots
-from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
-from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Entry, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.contract import Content, Decision, Form, Joined, News, Offer, Payload, StoredSnapshot
+from diloco.rendezvous.log.entries import (
+    FORMAT,
+    Body,
+    Claim,
+    Contribution,
+    Create,
+    Entry,
+    Join,
+    Outer,
+    Rules,
+    Snapshot,
+)
+from diloco.rendezvous.log.log import ENTRY
 from diloco.rendezvous.log.run import RunState, may_decide
+from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 
 
 class Arrival(Protocol):
@@ -48,7 +60,7 @@ class VirtualLog:
     def __post_init__(self) -> None:
         body = Create(format=FORMAT, rules=self.rules, facts={}, creator="")
         entry = _entry(body, author=-1, previous="")
-        self.state = RunState.begin(entry, sha256(entry.line()))
+        self.state = RunState.begin(entry, sha256(ENTRY.line(entry)))
         self.decisions: list[Decision] = []
         """The decisions since the last snapshots, for joiners."""
         self.snapshots: dict[int, StoredSnapshot] = {}
@@ -60,7 +72,7 @@ class VirtualLog:
     def append(self, body: Body, author: int) -> None:
         """Write an entry, which the state machine checks."""
         entry = _entry(body, author=author, previous=self.state.previous)
-        self.state = self.state.after(entry, sha256(entry.line()))
+        self.state = self.state.after(entry, sha256(ENTRY.line(entry)))
 
     def arrived(self, p: int) -> dict[int, Contribution]:
         """The payloads of a fragment that have arrived and were not counted, by replica."""
@@ -82,7 +94,7 @@ class VirtualLog:
         for seat in self.seats:
             if p not in seat.sent or seat.rounds[p] != log.round:
                 continue
-            elapsed = seat.step - seat.sent[p].step - seat.sent[p].overlap_steps
+            elapsed = seat.num_steps - seat.sent[p].step - seat.sent[p].overlap_steps
             parts = may_decide(
                 self.state,
                 p,
@@ -101,28 +113,28 @@ class VirtualLog:
         number, p, parts = self.state.number, body.fragment, body.contributions
         self.append(body, author.replica)
         self.entries.append(body)
-        payloads = {c.replica: self._payloads.pop((c.replica, c.seq)) for c in parts}
+        payloads = {c.replica: Payload(self._payloads.pop((c.replica, c.seq))) for c in parts}
         decision = Decision(
             number=number,
             fragment=p,
             round=body.round,
             before=int(body.before, 16),
             cohort=self.state.cohort(parts),
-            content=Content(payloads=payloads, bytes_received=sum(x.numel() for x in payloads.values())),
+            content=Content(payloads=payloads, bytes_received=sum(x.data.numel() for x in payloads.values())),
             base_rounds={c.replica: c.base_round for c in parts},
-            is_own=False,
+            own_seq=-1,
             with_snapshot=False,
         )
         self.decisions.append(decision)
         is_kept = self.rules.is_kept(body.round - 1)
         for seat in self.seats:
-            is_own = seat.replica in payloads
-            if is_own:
+            own_seq = next((c.seq for c in parts if c.replica == seat.replica), -1)
+            if own_seq >= 0:
                 del seat.offers[p], seat.sent[p]
-            received = sum(x.numel() for m, x in payloads.items() if m != seat.replica)
+            received = sum(x.data.numel() for m, x in payloads.items() if m != seat.replica)
             content = Content(payloads=payloads, bytes_received=received)
             with_snapshot = is_kept and seat is author
-            seat.news.append(replace(decision, content=content, is_own=is_own, with_snapshot=with_snapshot))
+            seat.news.append(replace(decision, content=content, own_seq=own_seq, with_snapshot=with_snapshot))
 
 
 @dataclass(eq=False)
@@ -132,14 +144,13 @@ class Seat:
     log: VirtualLog
     name: str
     replica: int = -1
-    step: int = 0
+    num_steps: int = 0
     news: list[Decision] = field(default_factory=list)
     offers: dict[int, Contribution] = field(default_factory=dict)
     """The own payload of each fragment that was not counted yet."""
     sent: dict[int, Offer] = field(default_factory=dict)
     """The same as the engine offered it."""
     failure: str | None = None
-    waits: bool = False
     timeout_seconds: float = 600.0
 
     @property
@@ -153,14 +164,6 @@ class Seat:
     @property
     def start(self) -> int:
         return self.state.members[self.replica].start
-
-    @property
-    def max_stale(self) -> int:
-        return self.log.rules.max_stale
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.news)
 
     @property
     def counted_tokens(self) -> int:
@@ -180,37 +183,43 @@ class Seat:
         """Outer steps of each fragment that this replica has taken."""
         self.news = list(log.decisions)
         return Joined(
+            seat=self,
             run=log.state.run,
+            rules=log.rules,
             replica=self.replica,
             slot=self.slot,
+            start=self.start,
+            slot_rounds=[fragment.last_round.get(self.slot, 0) for fragment in log.state.fragments],
             snapshots=dict(log.snapshots),
             form=form,
             num_decisions=len(self.news),
         )
 
-    def offer(self, offer: Offer) -> None:
-        contribution = Contribution(
-            replica=self.replica,
-            seq=offer.seq,
-            sha256=sha256(offer.payloads[0].numpy().data),
-            base_round=offer.base_round,
-            tokens=offer.tokens,
-            steps=offer.steps,
-            position=self.start + offer.position,
-            norm=offer.norms[0],
-        )
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+        claim = {name: getattr(offer, name) for name in Claim.__dataclass_fields__}
+        contribution = Contribution(**claim, sha256=sha256(payloads[0].numpy().data), norm=offer.norms[0])
         self.offers[offer.fragment], self.sent[offer.fragment] = contribution, offer
-        self.log.keep_payload(contribution, offer.payloads[0], self.replica)
+        self.log.keep_payload(contribution, payloads[0], self.replica)
 
-    def at_step(self, step: int) -> None:
-        self.step = step
+    def step(
+        self,
+        num_steps: int,
+        applied: Sequence[tuple[int, int]],
+        *,
+        room: int,
+        wait_for: int | None = None,
+        is_last: bool = False,
+    ) -> News:
+        assert wait_for is None or self.news, "virtual time stands still while a replica waits"
+        self.num_steps = num_steps
+        for p, (last_round, checksum) in enumerate(applied):
+            self.rounds[p] = last_round
+            known = self.log.checksums.setdefault((p, last_round), checksum)
+            assert known == checksum, "Θ_p has the same bits on all replicas"
+        taken, self.news = self.news, []
+        return News(decisions=taken, wanted=self._wanted(), rounds=[log.round for log in self.state.fragments])
 
-    def applied(self, fragment: int, round: int, checksum: int) -> None:
-        self.rounds[fragment] = round
-        known = self.log.checksums.setdefault((fragment, round), checksum)
-        assert known == checksum, "Θ_p has the same bits on all replicas"
-
-    def wanted(self) -> Sequence[int]:
+    def _wanted(self) -> Sequence[int]:
         fragments = self.state.fragments
         return [
             p
@@ -220,28 +229,11 @@ class Seat:
             )
         ]
 
-    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
-        assert wait_for is None or self.news, "virtual time stands still while a replica waits"
-        taken, self.news = self.news, []
-        return taken
-
-    def last_counted(self, replica: int, fragment: int) -> int:
-        return self.state.fragments[fragment].last_seq.get(replica, -1)
-
-    def newest_round(self, fragment: int) -> int:
-        return self.state.fragments[fragment].round
-
-    def last_round(self, slot: int, fragment: int) -> int:
-        return self.state.fragments[fragment].last_round.get(slot, 0)
-
-    def drain(self) -> None:
-        pass
-
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
-        buffers, sha256 = snapshots.seal_snapshot(vectors)
-        self.log.append(Snapshot(fragment=fragment, round=round, sha256=(sha256,)), self.replica)
-        name = snapshots.snapshot_name(fragment, round, sha256)
-        self.log.snapshots[fragment] = StoredSnapshot(round=round, name=name, data=b"".join(buffers))
+        _, digest = seal_snapshot(vectors)
+        self.log.append(Snapshot(fragment=fragment, round=round, sha256=(digest,)), self.replica)
+        name = snapshot_name(fragment, round, digest)
+        self.log.snapshots[fragment] = StoredSnapshot(round=round, name=name, vectors=vectors)
         later = [d for d in self.log.decisions if d.fragment != fragment or d.round > round]
         self.log.decisions = later
 

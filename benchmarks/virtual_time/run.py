@@ -134,7 +134,7 @@ class Run:
         lag = self.setting.lags[seat.slot]
         if not lag:
             return 0
-        if self.setting.all_lag and seat.last_counted(seat.replica, fragment) < 0:
+        if self.setting.all_lag and seat.replica not in seat.state.fragments[fragment].last_seq:
             lag = seat.slot % (lag + 1)  # so that replicas take turns
         return TICK * (self.schedule.send_step(fragment) + (base_round + lag) * self.schedule.sync_every)
 

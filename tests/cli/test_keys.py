@@ -1,3 +1,4 @@
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,11 @@ from diloco.rendezvous.log.entries import (
     Keys,
     Leave,
     Rules,
-    entry_name,
-    new_entry,
-    open_entry,
-    seal_entry,
 )
 from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
-from diloco.rendezvous.log.log import begun
+from diloco.rendezvous.log.log import ENTRY, Log, first_entry, sealed_entry
+from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.store import Store
 
 
 class Run:
@@ -35,9 +34,8 @@ class Run:
         self.previous, self.number, self.keys = "", 0, 0
 
     def write(self, body, author: int, signer: Signer) -> bytes:
-        entry = new_entry(body, author=author, previous=self.previous, keys=self.keys)
-        data = seal_entry(entry, signer.sign(entry.line()))
-        (self.url / entry_name(self.number)).write_bytes(data)
+        data = sealed_entry(body, signer, author=author, previous=self.previous, keys=self.keys)
+        (self.url / ENTRY.name(self.number)).write_bytes(data)
         self.keys = self.number if isinstance(body, Keys) else self.keys
         self.previous, self.number = sha256(data), self.number + 1
         return data
@@ -52,7 +50,12 @@ class Run:
         return self.signers[name].public
 
     def entry(self, number: int) -> Keys:
-        return open_entry((self.url / entry_name(number)).read_bytes(), number=number)[0].body
+        return ENTRY.open((self.url / ENTRY.name(number)).read_bytes(), "").header.body
+
+
+async def state_of(url: str) -> RunState:
+    store = Store.open(url)
+    return await Log(store, (await first_entry(store))[1]).read_all()
 
 
 @pytest.fixture
@@ -96,10 +99,7 @@ def test_keys_are_allowed_and_revoked_by_signed_entries(run, capsys):
     main(["keys", "revoke", str(run.url), first])
     assert capsys.readouterr().out.startswith("nothing to change")
     assert run.entry(2) == Keys(allowed=(second, first)) and run.entry(3) == Keys(revoked=(first,))
-    state = begun((run.url / entry_name(0)).read_bytes())
-    for number in (1, 2, 3):
-        data = (run.url / entry_name(number)).read_bytes()
-        state = state.after(open_entry(data, number=number)[0], sha256(data))
+    state = asyncio.run(state_of(str(run.url)))
     assert state.allowed == (second,) and state.members[0].fenced and state.kept == (2, 3)
 
 
@@ -127,7 +127,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("DILOCO_KEY", str(tmp_path / "creator"))
     (tmp_path / "creator").chmod(0o644)
     assert "run chmod 600" in refusal(capsys, *command)
-    assert not (run.url / entry_name(2)).exists()
+    assert not (run.url / ENTRY.name(2)).exists()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
         (["allow", "URL", "abc"], "'abc' is no public key of 64 hexadecimal digits"),
         (["allow", "URL", "A" * 64], "is no public key of 64"),
         (["revoke", "URL", "a" * 64], f"the key {'a' * 64} is not among those that may join the run"),
-        (["allow", "EMPTY", "a" * 64], "there is no run in"),
+        (["allow", "EMPTY", "a" * 64], "holds no run"),
         (["allow", "ftp://x/y", "a" * 64], "ftp://x/y: give a directory, or s3://bucket/prefix"),
         (["show", "nowhere"], "the key nowhere can't be read: No such file"),
     ],
@@ -145,7 +145,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
 def test_a_mistake_is_one_sentence(run, arguments, reason, capsys):
     places = {"URL": str(run.url), "EMPTY": str(run.url.parent)}
     assert reason in refusal(capsys, "keys", *(places.get(word, word) for word in arguments))
-    assert not (run.url / entry_name(2)).exists()
+    assert not (run.url / ENTRY.name(2)).exists()
 
 
 def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
@@ -157,15 +157,17 @@ def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
 
 def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):
     command = ["keys", "allow", str(run.url), run.key("second")]
-    data = run.write(Leave(finished=False), 0, run.signers["first"])
-    path = run.url / entry_name(2)
+    body, previous = Leave(finished=False), run.previous
+    data = run.write(body, 0, run.signers["first"])
+    path, at = run.url / ENTRY.name(2), data.index(b'"nonce":"') + 9
+    other = b"1" if data[at : at + 1] == b"0" else b"0"
     for content, reason in [
-        (data.replace(b"false", b"true"), "entry 2 of the log is forged: its signature is not that of the key"),
-        (data[:-129] + b"\n", "entry 2 of the log is not signed"),
-        (data[:50], "entry 2 of the log can't be read"),
+        (data[:at] + other + data[at + 1 :], "entry 2 of the log is forged: its signature is not that of the key"),
+        (sealed_entry(body, NoKeys(), author=0, previous=previous), "entry 2 of the log is not signed"),
+        (data[:50], "entry 2 of the log can't be used"),
     ]:
         path.write_bytes(content)
         assert reason in refusal(capsys, *command)
-    path.rename(run.url / entry_name(3))
-    assert "log/0000000002 is missing in" in refusal(capsys, *command)
+    path.rename(run.url / ENTRY.name(3))
+    assert "entry 2 of the log is missing" in refusal(capsys, *command)
     assert not path.exists()

@@ -56,7 +56,7 @@ def test_a_store_that_is_damaged_is_trouble_in_the_terminal_and_refused_by_the_r
     damaged = Sources([str(run.directory)])
     damaged.again()
     (store,) = damaged.stores
-    assert "can't be read" in store.standing and store.trouble and not damaged.is_over
+    assert "can't be used" in store.standing and store.trouble and not damaged.is_over
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run.directory), "--output", str(tmp_path / "report.html")])
     assert capsys.readouterr().err.strip().endswith(store.trouble)

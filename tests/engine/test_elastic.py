@@ -16,9 +16,8 @@ from tests.rendezvous.replicas import P, Replica, theta0
 import diloco
 from diloco.engine.elastic import ElasticMembership
 from diloco.errors import ExchangeError, NonFiniteError, UserError
-from diloco.rendezvous import objects as payloads
-from diloco.rendezvous.contract import Decision
-from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
+from diloco.rendezvous.contract import MOST_DECISIONS_PER_FRAGMENT, Decision
+from diloco.rendezvous.objects import PAYLOAD
 
 ALPHA = 0.5
 
@@ -88,15 +87,15 @@ def left_behind(folder: Path, *, num_rounds: int, **settings) -> tuple[Replica, 
     until(lambda: min(fast.rounds) >= 2 and min(slow.rounds) >= 2, fast, slow)
     last_round = max(slow.rounds) + num_rounds
     until(lambda: min(fast.rounds) >= last_round, fast)
-    until(lambda: len(slow.exchange._following.decisions) >= MOST_DECISIONS_A_FRAGMENT * P, fast)
+    until(lambda: len(slow.exchange._seated.follower.decisions) >= MOST_DECISIONS_PER_FRAGMENT * P, fast)
     return fast, slow
 
 
 def test_few_decisions_wait_for_a_replica_that_takes_no_steps_and_then_all_are_taken(tmp_path) -> None:
     # Each payload is downloaded again.
     fast, slow = left_behind(tmp_path, num_rounds=10, memory_bytes=1)
-    waiting = slow.exchange._following.decisions
-    assert len(waiting) == MOST_DECISIONS_A_FRAGMENT * P, "as in a long evaluation"
+    waiting = slow.exchange._seated.follower.decisions
+    assert len(waiting) == MOST_DECISIONS_PER_FRAGMENT * P, "as in a long evaluation"
     until(lambda: slow.rounds >= fast.rounds, slow)
     run = replayed(tmp_path, theta0())
     for p, number in enumerate(slow.rounds):
@@ -141,8 +140,8 @@ def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, 
     membership = slow.engine._membership
     until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     # More outer steps than wait for it have lost their payloads.
-    num_waiting = MOST_DECISIONS_A_FRAGMENT * P + 4 * P
-    until_deleted(tmp_path / payloads.payload_name(0, fast.engine._membership.next_seq + num_waiting), fast)
+    num_waiting = MOST_DECISIONS_PER_FRAGMENT * P + 4 * P
+    until_deleted(tmp_path / PAYLOAD.name(0, fast.engine._membership.next_seq + num_waiting), fast)
     while any(map(int.__lt__, slow.rounds, fast.rounds)):
         counts, num_jumps, uncounted_then = list(membership.counted), len(jumps), uncounted(slow)
         moved = [np.copy(progress) for progress in slow.progress]
@@ -169,16 +168,16 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     may_upload = held_payloads(slow)
     until(lambda: 0 in membership.in_flight, slow)
-    flight = membership.in_flight[0]
+    flight, then = membership.in_flight[0], membership.counted[0][0]
     num_rounds = max(slow.rounds) + 12
     until(lambda: min(fast.rounds) >= num_rounds, fast)
     may_upload.set()
-    until(lambda: fast.exchange.last_counted(1, 0) == flight.seq, fast)
+    until(lambda: fast.exchange.state.fragments[0].last_seq.get(1) == flight.seq, fast)
     together = fast.exchange.state.fragments[0].since[-1].body.contributions
     assert [counted.replica for counted in together] == [0, 1]
-    until_deleted(tmp_path / payloads.payload_name(0, together[0].seq), fast)
+    until_deleted(tmp_path / PAYLOAD.name(0, together[0].seq), fast)
     until(lambda: 0 in jumps, slow)
-    assert membership.counted[0] == (flight.tokens, flight.step)
+    assert membership.counted[0] == (then + flight.tokens, flight.step)
     assert membership.in_flight.get(0) is not flight
     fast.finish()
     slow.finish()

@@ -95,7 +95,9 @@ def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> No
 def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
     settings = {"patience": 100_000, "snapshot_rounds": 4}
     a, b, c = members = [Replica(str(tmp_path), name=name, **settings) for name in "abc"]
-    deciding = [(member.exchange._following, member.exchange._following._decision) for member in (a, b)]
+    deciding = [
+        (member.exchange._seated.follower, member.exchange._seated.follower._decision) for member in (a, b)
+    ]
     for follower, _ in deciding:
         follower._decision = lambda: None
     until(lambda: c.rounds[0] == 3, *members)  # c writes one round after another, once it has taken the last
@@ -110,17 +112,22 @@ def test_no_snapshot_holds_the_other_bits_of_an_entrys_author(tmp_path) -> None:
 
 def held_offers(replica: Replica, *, after: int) -> tuple[list[Offer], Callable[[], None]]:
     """Hold back a replica's payloads of fragment 0 that were taken after a round; the call lets them go."""
-    offer, held = replica.exchange.offer, list[Offer]()
+    seat = replica.engine._membership.joined.seat
+    offer, held, arguments = seat.offer, list[Offer](), []
 
-    def held_offer(one: Offer) -> None:
-        (held.append if one.fragment == 0 and one.base_round > after else offer)(one)
+    def held_offer(one: Offer, *contents) -> None:
+        if one.fragment == 0 and one.base_round > after:
+            held.append(one)
+            arguments.append((one, *contents))
+        else:
+            offer(one, *contents)
 
     def let_go() -> None:
-        replica.exchange.offer = offer
-        for one in held:
-            offer(one)
+        seat.offer = offer
+        for several in arguments:
+            offer(*several)
 
-    replica.exchange.offer = held_offer
+    seat.offer = held_offer
     return held, let_go
 
 
@@ -133,12 +140,14 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
     gives_other_bits(c)
     _, let_go_of_b = held_offers(b, after=last_round)
     until(lambda: min(member.rounds[0] for member in members) > last_round, *members)
-    deciding = [(member.exchange._following, member.exchange._following._decision) for member in (a, b)]
+    deciding = [
+        (member.exchange._seated.follower, member.exchange._seated.follower._decision) for member in (a, b)
+    ]
     for follower, _ in deciding:
         follower._decision = lambda: None
     let_go_of_a()
     # c has its own payload, and a's, which was taken against an older Θ: a majority.
-    here = c.exchange._following.inbox.here[0]
+    here = c.exchange._seated.follower.inbox.here[0]
     until(lambda: len(here) >= 2, *members)
     state, late = c.exchange.state, here[a.exchange.replica].contribution
     assert len(state.active) == 3 and late.base_round <= last_round and state.refusal(0, late) is None
@@ -155,7 +164,7 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
 def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, caplog) -> None:
     a, b = members = [Replica(str(tmp_path), name=name, patience=100) for name in "ab"]
     until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._membership.in_flight, *members)
-    b.exchange._following._decision = lambda: None
+    b.exchange._seated.follower._decision = lambda: None
     b.engine._replica.state.use("outer", 0).add_(1.0)
     b.engine._replica.keep("outer", 0)
     seq = counted(b)[0]
@@ -262,7 +271,7 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
         flushed.result()
     assert str(list(range(P))) in str(warned[0].message)
     # The others are so far ahead that a payload against slow's Θ would be too late again.
-    until(lambda: min(map(slow.exchange.newest_round, range(P))) > max(membership.rounds) + 8, fast)
+    until(lambda: min(log.round for log in slow.exchange.state.fragments) > max(membership.rounds) + 8, fast)
     slow.engine.finish(flush=True)
     assert not membership.uncounted_fragments()
     fast.finish()

@@ -15,40 +15,39 @@ from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica, outer_state
 from diloco.engine.settings import settings_of
 from diloco.outer.cohort import Cohort
-from diloco.rendezvous import objects as snapshots
-from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
+from diloco.rendezvous.contract import Content, Decision, Form, Joined, News, Offer, Payload, StoredSnapshot
+from diloco.rendezvous.log.entries import Rules
 
 N, SLOT, ALPHA = 4, 7, 0.25
 
 
 class Script:
-    """A rendezvous whose log is written by a test; its newest entries are those that the follower has read."""
-
-    replica, max_stale, waits = 0, 3, False
+    """A rendezvous, and a seat in it, whose log is written by a test."""
 
     def __init__(self) -> None:
-        self.offers: list[Offer] = []
+        self.payloads: list[Tensor] = []
         self.decisions: list[Decision] = []
-        self.newest: tuple[int, int] = (-1, 0)
-        """The newest own payload that was counted, and its round."""
 
     def join(self, facts: object, form: Form, *, sync_every: int) -> Joined:
-        return Joined(run="", replica=self.replica, slot=SLOT, snapshots={}, form=form, num_decisions=0)
+        return Joined(
+            seat=self,
+            run="",
+            rules=Rules(num_fragments=1),
+            replica=0,
+            slot=SLOT,
+            start=0,
+            slot_rounds=[0],
+            snapshots={},
+            form=form,
+            num_decisions=0,
+        )
 
-    def offer(self, offer: Offer) -> None:
-        self.offers.append(offer)
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+        self.payloads += payloads
 
-    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
+    def step(self, num_steps: int, applied: Sequence[tuple[int, int]], *, room: int, **others: object) -> News:
         taken, self.decisions = self.decisions, []
-        return taken
-
-    def applied(self, fragment: int, round: int, checksum: int) -> None: ...
-
-    def last_counted(self, replica: int, fragment: int) -> int:
-        return self.newest[0]
-
-    def last_round(self, slot: int, fragment: int) -> int:
-        return self.newest[1] if slot == SLOT else 0
+        return News(decisions=taken, rounds=[0])
 
 
 def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
@@ -73,12 +72,13 @@ def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
 
 
 def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:
-    buffers, digest = snapshots.seal_snapshot({"outer": outer_N, "velocity": torch.zeros(N)})
-    return StoredSnapshot(round=round, name=snapshots.snapshot_name(0, round, digest), data=b"".join(buffers))
+    return StoredSnapshot(
+        round=round, name="snapshots/0/2-", vectors={"outer": outer_N, "velocity": torch.zeros(N)}
+    )
 
 
 def decision(
-    member: ElasticMembership, round: int, content: Content | StoredSnapshot, *, is_own: bool
+    member: ElasticMembership, round: int, content: Content | StoredSnapshot, *, own_seq: int
 ) -> Decision:
     return Decision(
         number=10 + round,
@@ -88,7 +88,7 @@ def decision(
         cohort=Cohort.weighted({0: 1}),
         content=content,
         base_rounds={0: 0},
-        is_own=is_own,
+        own_seq=own_seq,
         with_snapshot=False,
     )
 
@@ -107,9 +107,9 @@ def test_a_payload_is_merged_once_with_the_round_that_counted_it(counted_in: int
     first_N, move_N = theta_N.clone(), torch.arange(1.0, N + 1)
     theta_N += move_N
     member.send(0)
-    # The log is read up to round 3 when a snapshot of round 2 comes in the place of round 1.
-    script.newest, outer_N = (0, counted_in), first_N + 10
-    script.decisions = [decision(member, 1, snapshot_after(2, outer_N), is_own=False)]
+    # A snapshot of round 2 comes in the place of round 1.
+    outer_N, own_seq = first_N + 10, 0 if counted_in == 2 else -1
+    script.decisions = [decision(member, 1, snapshot_after(2, outer_N), own_seq=own_seq)]
     step(member)
     if counted_in == 2:
         assert member.counted[0] == (8, 1) and not member.in_flight
@@ -117,8 +117,8 @@ def test_a_payload_is_merged_once_with_the_round_that_counted_it(counted_in: int
         return
     torch.testing.assert_close(theta_N - outer_N, move_N)
     assert member.counted[0] == (0, 0) and not member.uncounted_fragments()
-    own = Content(payloads={0: script.offers[0].payloads[0]}, bytes_received=0)
-    script.decisions = [decision(member, 3, own, is_own=True)]
+    own = Content(payloads={0: Payload(script.payloads[0])}, bytes_received=0)
+    script.decisions = [decision(member, 3, own, own_seq=0)]
     step(member)
     assert member.counted[0] == (8, 1) and not member.in_flight
     new_N = outer_N + 0.5 * move_N

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.hostile.mutations import generator, mutated_bytes, mutated_json
-from tests.rendezvous.referee import public_key, signed
+from tests.rendezvous.referee import FakeSigner, is_signed, public_key
 from tests.rendezvous.simulated import Run, simulate
+from tests.rendezvous.test_entries import object_of
 
 from diloco.files import sha256
-from diloco.rendezvous import archive as index
-from diloco.rendezvous.log import entries
-from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, Index, open_index
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, LogError
+from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.log.log import ENTRY, source_of
 from diloco.rendezvous.log.run import RunState
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
@@ -28,40 +30,40 @@ def real_run() -> Run:
     rng = random.Random(0)
     while True:
         run = simulate(bytes([1, 1, 1, 3, 3, 0]) + rng.randbytes(600))
-        kinds = {entries.open_entry(data, number=0)[0].kind for data in log_of(run)}
+        kinds = {ENTRY.open(data, "").header.kind for data in log_of(run)}
         if kinds == KINDS:
             return run
 
 
 def log_of(run: Run) -> list[bytes]:
-    return [run.store.objects[entries.entry_name(number)] for number in range(len(run.referee.states))]
+    return [run.store.objects[ENTRY.name(number)] for number in range(len(run.referee.states))]
 
 
 def accept(number: int, data: bytes) -> RunState:
     """The state after an entry that takes the place of a real one."""
-    entry, signature = entries.open_entry(data, number=number)
+    opened = ENTRY.open(data, source_of(number))
+    entry = opened.header
     if number == 0:
-        if signature != signed(getattr(entry.body, "creator", ""), entry.line()):
+        if not is_signed(opened, getattr(entry.body, "creator", "")):
             raise LogError("forged")
         return RunState.begin(entry, sha256(data))
     state = real_run().referee.states[number - 1]
-    if signature != signed(state.signer(entry), entry.line()):
+    if not is_signed(opened, state.signer(entry)):
         raise LogError("forged")
     return state.after(entry, sha256(data))
 
 
-def accept_index(number: int, data: bytes) -> index.Index:
-    made, signature = index.open_index(data, number=number)
-    if signature != signed(made.state.members[made.author].key, made.line()):
+def accept_index(number: int, data: bytes) -> Index:
+    opened = open_index(data, number)
+    if not is_signed(opened, opened.header.state.members[opened.header.author].key):
         raise LogError("forged")
-    return made
+    return opened.header
 
 
 def real_index(number: int) -> bytes:
     state = real_run().referee.states[number - 1]
     author = next(replica for replica, member in enumerate(state.members) if not member.fenced)
-    made = index.Index(author=author, state=state)
-    return index.seal_index(made, signed(state.members[author].key, made.line()))
+    return INDEX.seal(Index(author=author, state=state), FakeSigner(state.members[author].key))
 
 
 def index_numbers() -> list[int]:
@@ -69,10 +71,10 @@ def index_numbers() -> list[int]:
     return [state.number for state in states if any(not member.fenced for member in state.members)]
 
 
-def resealed(value: dict, key: str) -> bytes:
-    """A JSON value in our own form, signed by somebody who has the key."""
-    line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-    return line + signed(key, line).encode() + b"\n"
+def resealed(word: str, value: dict, key: str) -> bytes:
+    """A JSON value in our own form, signed as a kind of object by somebody who has the key."""
+    line = json.dumps(value, separators=(",", ":")).encode()
+    return object_of(line, FakeSigner(key).sign(word.encode() + b"\n" + line).encode())
 
 
 def peak_mebibytes() -> float:
@@ -99,14 +101,14 @@ def test_a_member_can_write_no_entry_that_breaks_the_state():
         number = rng.randrange(len(log))
         value = mutated_json(json.loads(log[number].partition(b"\n")[0]), rng)
         try:
-            state = accept(number, resealed(value, rng.choice(keys)))
+            state = accept(number, resealed("entry", value, rng.choice(keys)))
         except LogError:
             continue
         num_accepted += 1
         author = next((replica for replica, member in enumerate(state.members) if not member.fenced), None)
         if author is not None:
-            made = index.Index(author=author, state=state)
-            assert index.open_index(index.seal_index(made, ""), number=state.number)[0] == made
+            made = Index(author=author, state=state)
+            assert open_index(INDEX.seal(made, NoKeys()), state.number).header == made
     assert num_accepted < NUM_EXAMPLES / 4 + 20
     assert peak_mebibytes() < peak + 200
 
@@ -131,7 +133,7 @@ def test_an_index_that_is_changed_and_signed_again_is_refused_or_a_possible_stat
         number = rng.choice(list(real))
         value = mutated_json(json.loads(real[number].partition(b"\n")[0]), rng)
         try:
-            state = accept_index(number, resealed(value, rng.choice(keys))).state
+            state = accept_index(number, resealed("index", value, rng.choice(keys))).state
         except LogError:
             continue
         assert state.num_outer == sum(log.round for log in state.fragments)
@@ -142,27 +144,28 @@ def test_an_index_that_is_changed_and_signed_again_is_refused_or_a_possible_stat
 @settings(settings.get_profile("hostile"))
 @given(st.one_of(st.binary(max_size=400), st.text(max_size=200).map(str.encode)))
 def test_random_bytes_are_no_entry_and_no_index(data):
-    for reader in (entries.open_entry, index.open_index):
-        with pytest.raises(LogError):
-            reader(data, number=1)
+    with pytest.raises(LogError):
+        ENTRY.open(data, source_of(1))
+    with pytest.raises(LogError):
+        open_index(data, 1)
 
 
 def create(**changes) -> bytes:
     value = json.loads(log_of(real_run())[0].partition(b"\n")[0])
     value["body"]["rules"] |= changes
-    return resealed(value, public_key("creator"))
+    return resealed("entry", value, public_key("creator"))
 
 
 BOMBS = {
     "deep": lambda: b'{"kind":' + b"[" * 1_000_000,
     "deep facts": lambda: b'{"kind":"create","author":-1,"body":{"facts":' + b'{"a":' * 100_000,
-    "lists": lambda: b'{"kind":"create","author":-1,"body":{"facts":[' + b"[]," * (entries.MOST_ENTRY_BYTES // 3),
+    "lists": lambda: b'{"kind":"create","author":-1,"body":{"facts":[' + b"[]," * (MOST_ENTRY_BYTES // 3),
     "digits": lambda: b'{"kind":"create","author":' + b"9" * 100_000 + b"}",
     "fragments": lambda: create(num_fragments=2**62),
     "stale": lambda: create(max_stale=2**62),
     "slots": lambda: create(num_slots=2**62),
     "shares": lambda: create(num_shares=2**62),
-    "long": lambda: b"x" * (index.MOST_INDEX_BYTES + 1),
+    "long": lambda: b"x" * (MOST_INDEX_BYTES + 1),
 }
 
 
@@ -174,5 +177,5 @@ def test_a_bomb_is_refused_in_bounded_memory(bomb):
     with pytest.raises(LogError):
         accept(0, data)
     with pytest.raises(LogError):
-        index.open_index(data, number=0)
+        open_index(data, 0)
     assert peak_mebibytes() < peak + 300

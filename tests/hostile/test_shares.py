@@ -16,14 +16,24 @@ from hypothesis import settings
 from tests import memory
 from tests.hostile.mutations import mutated_bytes, mutated_json
 from tests.rendezvous.shares import CutStep, N, R
+from tests.rendezvous.test_entries import object_of
 from tests.wire import reference as wire_reference
 from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
-from diloco.rendezvous.objects import AverageHeader, Header, check_header, verified
+from diloco.rendezvous.objects import (
+    AVERAGE,
+    PAYLOAD,
+    AverageHeader,
+    Header,
+    body_tensor,
+    check_header,
+    check_share,
+    checked_values,
+    open_payload,
+)
 
 NUM_EXAMPLES = settings.get_profile("hostile").max_examples
 MOST_BYTES = 4 << 20
@@ -43,9 +53,9 @@ def key_in(folder: Path, name: str) -> KeyFile:
 
 def taken(step: CutStep, header: Header, share: int, data: bytes) -> Tensor:
     """A share after all checks of the replica that averages it."""
-    payloads.check_share(header, share, data)
-    payload = payloads.body_tensor(memoryview(data))
-    verified(header, payload, form=step.form, share=share)
+    check_share(header, share, data)
+    payload = body_tensor(memoryview(data))
+    checked_values(header, payload, step.form, share)
     return payload
 
 
@@ -94,7 +104,7 @@ def test_a_member_that_lies_in_a_share_is_found_by_whoever_averages_it(lie: str,
 
 def test_a_norm_of_a_share_that_pleases_the_log_is_found_by_whoever_averages_it(step: CutStep) -> None:
     header = replace(step.headers[0], norms=(1e-3,) * R)
-    assert payloads.contribution(header).norm < 1e-2
+    assert header.contribution().norm < 1e-2
     with pytest.raises(
         PayloadError, match=r"payload payloads/0/00000001-3 has the norm .*, and its header says 0.001"
     ):
@@ -122,7 +132,7 @@ HEADERS = {
 def test_a_header_that_no_entry_could_count_is_refused(wrong: str, step: CutStep) -> None:
     fields, reason = HEADERS[wrong]
     text = json.dumps(asdict(step.headers[0]) | fields, separators=(",", ":")).encode()
-    data = resealed(text, b"", step.signers[0], b"DLP1", b"payload")
+    data = resealed(text, b"", step.signers[0], b"payload")
     with pytest.raises(PayloadError, match=f"payload payloads/0/00000001.*{reason}"):
         opened(step, data)
 
@@ -130,30 +140,28 @@ def test_a_header_that_no_entry_could_count_is_refused(wrong: str, step: CutStep
 def opened(step: CutStep, data: bytes) -> Header:
     """A header as whoever decides reads it."""
     public = step.signers[0].public
-    header, _ = payloads.open_payload(data, name="payloads/0/00000001", run=step.state.run, public=public)
-    check_header(header, form=step.form, fragment=1, replica=0)
+    header, _ = open_payload(data, name="payloads/0/00000001", run=step.state.run, public=public)
+    check_header(header, step.form)
     return header
 
 
 def test_a_header_of_another_cut_is_refused(step: CutStep) -> None:
     header = step.headers[0]
-    assert opened(step, payloads.seal_payload(header, step.signers[0])) == header
+    assert opened(step, PAYLOAD.seal(header, step.signers[0])) == header
     for fields, reason in [
         ({"norms": (1.0,) * 5, "sha256": ("ab" * 32,) * 5}, "has num_shares 5, where 4 is expected"),
         ({"num_bytes": 1 << 40}, "has num_bytes 1099511627776, where"),
         ({"num_elements": N - 1}, "has num_elements 299, where 300 is expected"),
     ]:
         with pytest.raises(PayloadError, match=reason):
-            opened(step, payloads.seal_payload(replace(header, **fields), step.signers[0]))
+            opened(step, PAYLOAD.seal(replace(header, **fields), step.signers[0]))
     with pytest.raises(PayloadError, match="it has a body of 3 bytes"):
-        opened(step, payloads.seal_payload(header, step.signers[0]) + b"abc")
+        opened(step, PAYLOAD.seal(header, step.signers[0]) + b"abc")
 
 
-def resealed(text: bytes, body: bytes, signer: Signer, magic: bytes, word: bytes) -> bytes:
+def resealed(text: bytes, body: bytes, signer: Signer, word: bytes) -> bytes:
     """An object with any text for a header, padded and signed by a member who means harm."""
-    line = text + b" " * (-(72 + len(text)) % 64)
-    signature = bytes.fromhex(signer.sign(word + b"\n" + line)) or bytes(64)
-    return magic + len(line).to_bytes(4, "little") + signature + line + body
+    return object_of(text, signer.sign(word + b"\n" + text).encode()) + body
 
 
 def mutated_averages(step: CutStep) -> Iterator[tuple[bytes, bool]]:
@@ -166,7 +174,7 @@ def mutated_averages(step: CutStep) -> Iterator[tuple[bytes, bool]]:
         else:
             text = json.dumps(mutated_json(asdict(header), rng), separators=(",", ":")).encode()
             text = mutated_bytes(text, rng) if rng.random() < 0.2 else text
-            changed, is_signed = resealed(text, body, step.signers[0], b"DLA1", b"average"), True
+            changed, is_signed = resealed(text, body, step.signers[0], b"average"), True
         if changed != data:
             yield changed, is_signed
 
@@ -185,7 +193,7 @@ def test_no_changed_average_is_taken_but_for_other_claims(step: CutStep) -> None
                 text = str(error)
                 assert "average averages/0000000003/1" in text and "\n" not in text and len(text) < 1000, error
             else:
-                assert is_signed and torch.equal(body, payload)
+                assert is_signed and torch.equal(body.data, payload)
                 claims: AverageHeader = replace(other, left_out=header.left_out, norm=header.norm)
                 assert claims == header != other
     assert num_tried > 0.9 * NUM_EXAMPLES and num_refused > 0.8 * num_tried
@@ -193,14 +201,14 @@ def test_no_changed_average_is_taken_but_for_other_claims(step: CutStep) -> None
 
 def test_an_average_of_another_kind_signer_or_share_is_not_taken(step: CutStep) -> None:
     header, payload = step.made(1)
-    body, text = payload.numpy().tobytes(), json.dumps(asdict(header), separators=(",", ":")).encode()
+    body, text = payload.numpy().tobytes(), AVERAGE.line(header)
     for data, reason in [
-        (resealed(text, body, step.signers[0], b"DLA1", b"payload"), "is forged"),
-        (resealed(text, body, step.signers[1], b"DLA1", b"average"), "is forged"),
-        (resealed(text, body, NoKeys(), b"DLA1", b"average"), "is not signed"),
-        (resealed(text, body, step.signers[0], b"DLP1", b"average"), "does not begin as one"),
+        (resealed(text, body, step.signers[0], b"payload"), "is forged"),
+        (resealed(text, body, step.signers[1], b"average"), "is forged"),
+        (resealed(text, body, NoKeys(), b"average"), "is not signed"),
+        (PAYLOAD.seal(step.headers[0], step.signers[0]), "can't be read"),
         (step.sealed(*step.made(0)), "it has share 0, where 1 is expected"),
     ]:
         with pytest.raises(PayloadError, match=f"average averages/0000000003/1 .*{reason}"):
             step.opened(data, 1)
-    assert step.opened(resealed(text, body, step.signers[0], b"DLA1", b"average"), 1)[0] == header
+    assert step.opened(resealed(text, body, step.signers[0], b"average"), 1)[0] == header

@@ -1,7 +1,7 @@
 """A log that a test writes entry by entry."""
 
 from diloco.files import sha256
-from diloco.rendezvous.log.entries import Body, Contribution, Create, Entry, Join, Outer, Rules
+from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Entry, Join, Outer, Rules
 from diloco.rendezvous.log.run import RunState
 
 
@@ -9,7 +9,7 @@ class Log:
     """A log and its state; entries are not sealed, and digests are made up."""
 
     def __init__(self, *, creator: str = "", allowed: tuple[str, ...] = (), **rules) -> None:
-        body = Create(format=2, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
+        body = Create(format=FORMAT, rules=Rules(**rules), facts={}, creator=creator, allowed=allowed)
         self.state = RunState.begin(self.entry(body, -1, ""), sha256(b"0"))
 
     @staticmethod

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
-from diloco.rendezvous import archive as index
-from diloco.rendezvous import objects as payloads
-from diloco.rendezvous import objects as snapshots
-from diloco.rendezvous.log import entries
-from diloco.rendezvous.log.entries import Body, Contribution, Create, Join, Outer, Rules, Snapshot
+from diloco.rendezvous.archive import INDEX, Index
+from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Join, Outer, Rules, Snapshot
 from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
+from diloco.rendezvous.objects import PAYLOAD, Header, seal_snapshot, snapshot_name
 from diloco.wire import codec
 from diloco.wire.payload import Key
 
@@ -73,7 +72,7 @@ class Handwritten:
         self.states: list[RunState] = []
         creator = self.signers[0] if self.signers else NoKeys()
         body = Create(
-            format=entries.FORMAT,
+            format=FORMAT,
             rules=Rules(num_fragments=len(self.outer), **rules),
             facts={**self._facts(wire), **(facts or {})},
             creator=creator.public,
@@ -114,9 +113,9 @@ class Handwritten:
         number = len(self.states)
         previous = self.states[-1].previous if self.states else ""
         keys = self.states[-1].keys if self.states else 0
-        entry = entries.new_entry(body, author=author, previous=previous, keys=keys)
-        data = entries.seal_entry(entry, (signer or self.signer(author)).sign(entry.line()))
-        self.path(entries.entry_name(number)).write_bytes(data)
+        data = sealed_entry(body, signer or self.signer(author), author=author, previous=previous, keys=keys)
+        entry = ENTRY.open(data, "").header
+        self.path(ENTRY.name(number)).write_bytes(data)
         digest = sha256(data)
         self.states.append(self.state.after(entry, digest) if number else RunState.begin(entry, digest))
         return number
@@ -136,7 +135,7 @@ class Handwritten:
         payload = self.codec.encode(delta_N, key, base=base)
         decoded_N = self.codec.decode(payload, len(delta_N), key)
         body = payload.numpy().data
-        header = payloads.Header(
+        header = Header(
             run=self.state.run,
             replica=replica,
             seq=p + nth * len(self.outer),
@@ -152,8 +151,8 @@ class Handwritten:
             norms=(float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),),
             sha256=(hashlib.sha256(body).hexdigest(),),
         )
-        self.path(header.name).write_bytes(payloads.seal_payload(header, self.signer(replica)) + bytes(body))
-        return payloads.contribution(header), decoded_N
+        self.path(header.name).write_bytes(PAYLOAD.seal(header, self.signer(replica)) + bytes(body))
+        return header.contribution(), decoded_N
 
     def step(self, p: int, sent: Sequence[tuple[Contribution, Tensor]]) -> int:
         """Append an outer entry, and take the outer step in NumPy."""
@@ -178,17 +177,14 @@ class Handwritten:
 
     def snapshot(self, p: int, *, author: int = 0, wrong: bool = False) -> int:
         vectors = {"outer": self.outer[p] + f32(wrong), "velocity": self.velocity[p]}
-        buffers, sha256 = snapshots.seal_snapshot(
-            {name: torch.from_numpy(v.copy()) for name, v in vectors.items()}
-        )
+        buffers, sha256 = seal_snapshot({name: torch.from_numpy(v.copy()) for name, v in vectors.items()})
         last_round = self.state.fragments[p].round
-        self.path(snapshots.snapshot_name(p, last_round, sha256)).write_bytes(b"".join(buffers))
+        self.path(snapshot_name(p, last_round, sha256)).write_bytes(b"".join(buffers))
         return self.append(Snapshot(fragment=p, round=last_round, sha256=(sha256,)), author=author)
 
     def index(self, *, author: int = 0, **changes) -> int:
-        one = index.Index(author=author, state=replace(self.state, **changes))
-        data = index.seal_index(one, self.signer(author).sign(one.line()))
-        self.path(index.index_name(self.state.number)).write_bytes(data)
+        made = Index(author=author, state=replace(self.state, **changes))
+        self.path(INDEX.name(self.state.number)).write_bytes(INDEX.seal(made, self.signer(author)))
         return self.state.number
 
     def train(self, rounds: int, *, snapshots_after: Sequence[int] = (), index_after: int | None = None) -> None:
@@ -217,14 +213,12 @@ class Handwritten:
     def retire(self) -> int:
         """Delete the payloads that nobody needs any more; returns how many."""
         needed = {
-            payloads.payload_name(c.replica, c.seq)
+            PAYLOAD.name(c.replica, c.seq)
             for log in self.state.fragments
             for ref in log.since
             for c in ref.body.contributions
         }
-        counted = {
-            payloads.payload_name(c.replica, c.seq) for ref in self.outer_refs() for c in ref.body.contributions
-        }
+        counted = {PAYLOAD.name(c.replica, c.seq) for ref in self.outer_refs() for c in ref.body.contributions}
         for name in counted - needed:
             self.path(name).unlink()
         return len(counted - needed)
@@ -232,7 +226,7 @@ class Handwritten:
     def outer_refs(self) -> list[OuterRef]:
         refs = []
         for number in range(len(self.states)):
-            entry, _ = entries.open_entry(self.path(entries.entry_name(number)).read_bytes(), number=number)
+            entry = ENTRY.open(self.path(ENTRY.name(number)).read_bytes(), "").header
             if isinstance(entry.body, Outer):
                 refs.append(OuterRef(number=number, body=entry.body))
         return refs

@@ -5,7 +5,6 @@ Legend: Θ the outer parameters, v the momentum, Δ the outer gradient; a float3
 
 import hashlib
 import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -120,12 +119,11 @@ def chain(folder: str | Path) -> list[dict]:
 def _header(folder: str | Path, c: dict) -> tuple[dict, bytes]:
     """The header and the body of a payload object."""
     data = Path(folder, "payloads", str(c["replica"]), f"{c['seq']:08d}").read_bytes()
-    magic, length, _ = struct.unpack_from("<4sI64s", data)
-    line = data[72 : 72 + length]
+    line, _, body = data.split(b"\n", 2)
     header = json.loads(line)
-    assert magic == b"DLP1" and hashlib.sha256(line).hexdigest() == c["sha256"]
+    assert hashlib.sha256(line).hexdigest() == c["sha256"]
     assert header["replica"] == c["replica"] and header["tokens"] == c["tokens"]
-    return header, data[72 + length :]
+    return header, body
 
 
 def _decoded(folder: str | Path, c: dict, wire: str, seed: int, p: int, num_elements: int) -> np.ndarray:

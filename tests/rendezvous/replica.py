@@ -7,21 +7,21 @@ import msgspec
 import numpy as np
 from tests.rendezvous.referee import (
     NUM_ELEMENTS,
+    FakeSigner,
     FakeStore,
     Fault,
     OuterParameters,
     Payload,
     Vector,
+    is_signed,
     opened,
     payload_digest,
-    signed,
 )
 
 from diloco.files import sha256
-from diloco.rendezvous import archive as index
-from diloco.rendezvous.archive import retirable
-from diloco.rendezvous.log import entries
-from diloco.rendezvous.log.entries import Body, Contribution, Join, Leave, Outer, Snapshot, new_entry, seal_entry
+from diloco.rendezvous.archive import INDEX, Index, open_index, retirable
+from diloco.rendezvous.log.entries import Body, Contribution, Join, Leave, Outer, Snapshot, new_entry
+from diloco.rendezvous.log.log import ENTRY
 from diloco.rendezvous.log.run import RunState, may_decide, turns
 
 OVERLAP, PATIENCE = 1, 3
@@ -44,8 +44,8 @@ class Replica:
         self.name, self.store, self.key = name, store, key
         self.number = -1
         self.living, self.asleep = True, False
-        first = store.objects[entries.entry_name(0)]
-        self.state = RunState.begin(opened(first, number=0)[0], sha256(first))
+        first = store.objects[ENTRY.name(0)]
+        self.state = RunState.begin(opened(first, 0).header, sha256(first))
         self.num_fragments = self.state.rules.num_fragments
         self.outer = OuterParameters.initial(self.num_fragments)
         self.theta = [value.copy() for value in self.outer.theta]
@@ -135,9 +135,8 @@ class Replica:
 
     def write_index(self, fault: Fault) -> None:
         """Write an index, and retire what it makes superfluous."""
-        made = index.Index(author=self.number, state=self.state)
-        name = index.index_name(self.state.number)
-        self.store.create(name, index.seal_index(made, signed(self.key, made.line())), fault)
+        made, name = Index(author=self.number, state=self.state), INDEX.name(self.state.number)
+        self.store.create(name, INDEX.seal(made, FakeSigner(self.key)), fault)
         if name == self.store.newest_index():
             for old in retirable(self.state, list(self.store.objects)):
                 del self.store.objects[old]
@@ -148,14 +147,14 @@ class Replica:
         if self.proposal is None or self.proposal[0] != number or isinstance(body, Leave):
             author = len(self.state.members) if isinstance(body, Join) else self.number
             entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
-            self.proposal = (number, entry.nonce, seal_entry(entry, signed(self.key, entry.line())))
-        self.store.create(entries.entry_name(number), self.proposal[2], fault)
+            self.proposal = (number, entry.nonce, ENTRY.seal(entry, FakeSigner(self.key)))
+        self.store.create(ENTRY.name(number), self.proposal[2], fault)
 
     # What a replica does with the log.
 
     def follow(self, fault: Fault = Fault.NONE) -> bool:
         """Take the next entry; whether there was one. Who has not joined asks to at the end of the log."""
-        data = self.store.objects.get(entries.entry_name(self.state.number))
+        data = self.store.objects.get(ENTRY.name(self.state.number))
         if data is None:
             if self.number < 0:
                 join = Join(name=self.name, key=self.key)
@@ -165,8 +164,9 @@ class Replica:
                     self.append(join, fault)
             return False
         number = self.state.number
-        entry, signature = opened(data, number=number)
-        assert signature == signed(self.state.signer(entry), entry.line())
+        one = opened(data, number)
+        entry = one.header
+        assert is_signed(one, self.state.signer(entry))
         before, self.state = self.state, self.state.after(entry, sha256(data))
         is_own = self.proposal is not None and entry.nonce == self.proposal[1]
         if isinstance(entry.body, Outer) and not self._stepped(before, entry.body):
@@ -217,8 +217,9 @@ class Replica:
         if name is None or int(name[6:]) < self.state.number:
             return False
         number = int(name[6:])
-        made, signature = index.open_index(self.store.objects[name], number=number)
-        assert signature == signed(made.state.members[made.author].key, made.line())
+        one = open_index(self.store.objects[name], number)
+        made = one.header
+        assert is_signed(one, made.state.members[made.author].key)
         assert made.state == self.store.referee.states[number - 1], "an index is the state, exactly"
         old, self.state = self.outer, made.state
         self.outer = OuterParameters.initial(self.num_fragments)

@@ -12,13 +12,19 @@ from tests.rendezvous.cases import Log
 from torch import Tensor
 
 from diloco.outer.averages import encode_shares
-from diloco.rendezvous import objects as averages
-from diloco.rendezvous import objects as payloads
-from diloco.rendezvous.contract import Form
+from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.log.entries import Outer
 from diloco.rendezvous.log.keys import NoKeys, Signer
 from diloco.rendezvous.log.run import OuterRef
-from diloco.rendezvous.objects import AverageHeader, Header, norm_of
+from diloco.rendezvous.objects import (
+    AVERAGE,
+    AverageHeader,
+    Header,
+    average_of,
+    header_of,
+    norm_of,
+    open_average,
+)
 from diloco.wire import codec
 
 N, R, SEED = 300, 4, 5
@@ -47,7 +53,7 @@ class CutStep:
         self.sent: list[tuple[Tensor, ...]] = []
         """The shares' payloads of each replica."""
         self.headers = [self._send(replica, torch.randn(N, generator=generator)) for replica in range(2)]
-        parts = tuple(map(payloads.contribution, self.headers))
+        parts = tuple(header.contribution() for header in self.headers)
         self.body = Outer(fragment=1, round=1, before="0" * 16, contributions=parts)
         self.ref = OuterRef(number=3, body=self.body)
 
@@ -78,18 +84,16 @@ class CutStep:
 
     def made(self, share: int, *, by: int = 0, members: Sequence[int] = (0, 1)) -> tuple[AverageHeader, Tensor]:
         """The average of a share over some of the members."""
-        several = {replica: self.sent[replica][share] for replica in members}
-        payload, norm = averages.average_of(self.state, self.form, self.body, share, several)
+        shares = {replica: (self.headers[replica], self.sent[replica][share]) for replica in members}
+        made = average_of(self.state, self.form, self.body, share, shares)
         left_out = {0, 1} - set(members)
-        header = averages.header_of(
-            self.state, self.form, self.ref, share, payload, norm=norm, replica=by, left_out=left_out
-        )
-        return header, payload
+        header = header_of(self.state, self.form, self.ref, share, made, replica=by, left_out=left_out)
+        return header, made.payload
 
     def sealed(self, header: AverageHeader, payload: Tensor) -> bytes:
         """The object of an average, signed by its author."""
-        return averages.seal_average(header, self.signers[header.replica]) + payload.numpy().tobytes()
+        return AVERAGE.seal(header, self.signers[header.replica]) + payload.numpy().tobytes()
 
-    def opened(self, data: bytes, share: int) -> tuple[AverageHeader, Tensor]:
+    def opened(self, data: bytes, share: int) -> tuple[AverageHeader, Payload]:
         """An average as a receiver takes it."""
-        return averages.open_average(data, state=self.state, form=self.form, ref=self.ref, share=share)
+        return open_average(data, state=self.state, form=self.form, ref=self.ref, share=share)

@@ -4,17 +4,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.rendezvous.referee import (
+    FakeSigner,
     FakeStore,
     Fault,
     NoAnswerError,
     Referee,
     public_key,
-    signed,
 )
 from tests.rendezvous.replica import OVERLAP, PATIENCE, Replica
 
-from diloco.rendezvous.log import entries
-from diloco.rendezvous.log.entries import Create, Keys, Leave, Rules, new_entry, seal_entry
+from diloco.rendezvous.log.entries import FORMAT, Create, Keys, Leave, Rules
+from diloco.rendezvous.log.log import ENTRY, sealed_entry
 
 FAULTS = (*(Fault.NONE,) * 5, Fault.LOST, Fault.ANSWER_LOST, Fault.LATE)
 
@@ -33,14 +33,13 @@ class Run:
         self.store = FakeStore(self.referee)
         self.creator = public_key("creator") if self.keyed else ""
         allowed = tuple(map(public_key, self.names)) if self.keyed else ()
-        body = Create(format=2, rules=self.rules, facts={"H": 4}, creator=self.creator, allowed=allowed)
+        body = Create(format=FORMAT, rules=self.rules, facts={"H": 4}, creator=self.creator, allowed=allowed)
         self._admit(body)
 
     def _admit(self, body: Create | Keys, *, previous: str = "", keys: int = 0) -> None:
         """Write an entry of the run's creator, who never loses a race here."""
-        entry = new_entry(body, author=-1, previous=previous, keys=keys)
-        name = entries.entry_name(len(self.referee.states))
-        self.store.create(name, seal_entry(entry, signed(self.creator, entry.line())), Fault.NONE)
+        data = sealed_entry(body, FakeSigner(self.creator), author=-1, previous=previous, keys=keys)
+        self.store.create(ENTRY.name(len(self.referee.states)), data, Fault.NONE)
 
     @property
     def living(self) -> list[Replica]:

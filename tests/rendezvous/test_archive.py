@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Handwritten:
 
 
 def joined_from(run: Handwritten) -> RunState:
-    first = begun((run.directory / entry_name(0)).read_bytes())
+    _, first = begun((run.directory / entry_name(0)).read_bytes())
     return asyncio.run(newest_state(Store.open(str(run.directory)), first))
 
 
@@ -55,6 +55,28 @@ def test_a_revoked_replica_can_not_hide_its_revocation(run: Handwritten) -> None
     run.step(0, [run.send(0, 0)])
     forge()
     with pytest.raises(LogError, match="index 6 of the log leaves out a change of the allow-list"):
+        joined_from(run)
+
+
+def unfenced(run: Handwritten) -> dict:
+    return {"members": tuple(replace(member, fenced=False) for member in run.state.members)}
+
+
+FORGERIES = {
+    "another run": (0, lambda run: {"run": "0" * 64}, "is of another run"),
+    "a revoked author": (1, unfenced, "is by a replica whose key the run's creator has not allowed"),
+    "another chain": (0, lambda run: {"previous": "0" * 64}, "does not follow entry 4"),
+    "a longer list": (0, lambda run: {"allowed": run.states[0].allowed}, "has another allow-list than"),
+    "a lost change": (0, lambda run: {"kept": (40,)}, "entry 40 of the log, which changes the allow-list, is"),
+    "a wrong change": (0, lambda run: {"kept": (0,)}, "entry 0 of the log does not change the allow-list"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_an_index_that_contradicts_the_creators_entries_is_refused(forgery: str, run: Handwritten) -> None:
+    author, changes, reason = FORGERIES[forgery]
+    run.index(author=author, **changes(run))
+    with pytest.raises(LogError, match=reason):
         joined_from(run)
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import diloco
 from diloco.outer.averages import share_size
-from diloco.rendezvous import objects as averages
-from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.log.run import turns
+from diloco.rendezvous.objects import AVERAGE, AverageHeader, open_average
+from diloco.rendezvous.payloads import Averager
 from diloco.rendezvous.replay import Replay
 from diloco.rendezvous.replay import replayed as verified
 from diloco.rendezvous.store import Store
@@ -30,7 +30,7 @@ CUT = {"combine": "reduce_scatter", "num_shares": R, "snapshot_rounds": 1000}
 
 
 def averager_of(replica: Replica) -> Averager:
-    return replica.exchange._following.averager
+    return replica.exchange._seated.follower.averager
 
 
 def stop_averaging(*replicas: Replica) -> None:
@@ -62,15 +62,15 @@ def initial(model: nn.Module) -> dict[str, np.ndarray]:
     return named
 
 
-def headers(folder: Path, replica: Replica, since: int = 0) -> Iterator[averages.AverageHeader]:
+def headers(folder: Path, replica: Replica, since: int = 0) -> Iterator[AverageHeader]:
     """The headers of the averages, in the store, of the entries from one on."""
-    form, state = averager_of(replica)._form, replica.exchange.state
+    form, state = averager_of(replica)._objects.form, replica.exchange.state
     for log in state.fragments:
         for ref in (ref for ref in log.since if ref.number >= since):
             for share in range(R):
-                path = folder / averages.average_name(ref.number, share)
+                path = folder / AVERAGE.name(ref.number, share)
                 if path.exists():
-                    yield averages.open_average(path.read_bytes(), state=state, form=form, ref=ref, share=share)[0]
+                    yield open_average(path.read_bytes(), state=state, form=form, ref=ref, share=share)[0]
 
 
 def authors(folder: Path, replica: Replica, since: int) -> set[int]:
@@ -186,8 +186,8 @@ def test_a_replica_that_comes_back_after_all_was_deleted_takes_the_snapshot(tmp_
     averager._share = late_share
     first = away.exchange.state.number  # the content of later entries comes late
     until(lambda: min(ours.rounds) >= max(away.rounds) + 4, ours)
-    folder = tmp_path / "averages"
-    until(lambda: min(int(path.name) for path in folder.iterdir() if any(path.iterdir())) > first + P, ours)
+    late = [AVERAGE.name(number, 0) for number in range(first, first + P + 1)]
+    until(lambda: not any((tmp_path / name).exists() for name in late), ours)
     gate.set()
     until(lambda: min(map(int.__sub__, away.rounds, ours.rounds)) >= 0, away)
     for p, outer_p in enumerate(away.outer()):
@@ -203,12 +203,14 @@ def test_an_entry_that_snapshots_stand_for_is_not_waited_for(tmp_path) -> None:
     first = []
     until(lambda: first or first.extend(replica.exchange.state.fragments[0].since), replica)
     until(lambda: first[0] not in replica.exchange.state.fragments[0].since, replica)
-    until(lambda: not list(tmp_path.glob(averages.average_name(first[0].number, 0))), replica)
+    until(lambda: not list(tmp_path.glob(AVERAGE.name(first[0].number, 0))), replica)
     averager, state = averager_of(replica), replica.exchange.state
     replica.finish()
-    averager._store.requests.clear()
+    averager._objects.store.requests.clear()
     averager._poll_seconds = 1000.0
-    assert asyncio.run(averager.of_entry(first[0], state)) is None and averager._store.requests == {"get": 1}
+    assert asyncio.run(averager.of_entry(first[0], state)) is None and averager._objects.store.requests == {
+        "get": 1
+    }
 
 
 class Member:
@@ -234,7 +236,7 @@ class Member:
 
 @pytest.mark.parametrize("combine", ["gather", "reduce_scatter"])
 def test_of_four_replicas_each_downloads_half_of_what_gather_takes(combine, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("diloco.rendezvous.averager._POLLS_A_TURN", 1e6)  # nobody is taken for dead
+    monkeypatch.setattr("diloco.rendezvous.payloads._POLLS_PER_TURN", 1e6)  # nobody is taken for dead
     M, num_rounds = 4, 3
     settings = {} if combine == "gather" else {"num_shares": M}
     several = [Member(str(tmp_path), name, combine, quorum="all", **settings) for name in "abcd"]

@@ -11,10 +11,13 @@ from tests.rendezvous.shares import SEED, CutStep, N, R
 from tests.wire import reference as wire_reference
 
 from diloco.errors import PayloadError
-from diloco.rendezvous import objects as averages
+from diloco.outer.averages import add_up
+from diloco.outer.cohort import Cohort
+from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.log.entries import MOST_NORM, MOST_REPLICAS
-from diloco.rendezvous.log.keys import KeyFile, write_key
-from diloco.wire import codec
+from diloco.rendezvous.log.keys import KeyFile, NoKeys, write_key
+from diloco.rendezvous.objects import AVERAGE, PAYLOAD, average_of, join_averages
+from diloco.wire import Key, codec
 from diloco.wire.payload import checksum
 
 f32 = np.float32
@@ -40,8 +43,18 @@ def test_an_average_is_its_definition_over_the_members_that_are_sound(members, s
         key = (SEED, 1, 1, 2, share)
         assert payload.numpy().tobytes() == wire_reference.encode(second, expected, key)
         assert header.left_out == tuple(m for m in (0, 1) if m not in members)
-        again, body = step.opened(step.sealed(header, payload), share)
-        assert again == header and torch.equal(body, payload)
+        again, opened = step.opened(step.sealed(header, payload), share)
+        assert again == header and torch.equal(opened.data, payload)
+        assert torch.equal(opened.values, step.form.second.decode(payload, S, Key(*key)))
+
+
+@pytest.mark.parametrize("unsound", [(0,), (1,), (0, 1)])
+def test_a_share_that_is_not_sound_is_left_out_with_its_weight(step, unsound) -> None:
+    shares = {m: (step.headers[m], step.sent[m][2]) for m in (0, 1)}
+    lies = {m: (replace(step.headers[m], norms=(9.0,) * R), step.sent[m][2]) for m in unsound}
+    made = average_of(step.state, step.form, step.body, 2, shares | lies)
+    assert torch.equal(made.payload, step.made(2, members=sorted({0, 1} - set(unsound)))[1])
+    assert made.unsound.keys() == set(unsound) and all("its header says 9" in x for x in made.unsound.values())
 
 
 @pytest.mark.parametrize("second", ["e3m0", "bf16"])
@@ -57,18 +70,39 @@ def test_the_largest_norms_that_an_entry_may_count_have_a_finite_average(second)
     share_S = torch.zeros(S)
     share_S[3] = MOST_NORM
     step.sent = [(step.form.codec.encode(share_S),)] * 5
+    step.headers = [
+        replace(step.headers[0], replica=member, seq=member, base="0" * 16, norms=(MOST_NORM, 0.0, 0.0, 0.0))
+        for member in range(5)
+    ]
     header, payload = step.made(0, members=range(5))
     header = replace(header, left_out=())
     assert (header.norm > 1.2 * MOST_NORM) == (second == "e3m0"), "the second codec rounds it up"
     assert step.opened(step.sealed(header, payload), 0)[0] == header
 
 
+@pytest.mark.parametrize(
+    "wire", ["fp32", "fp16", "e3m0", "int4:stochastic=true", "topk:density=0.1", "dare:density=0.5"]
+)
+def test_a_sum_has_the_same_bits_whether_values_are_known_or_decoded(wire) -> None:
+    form = Form(codec=codec(wire), sizes=(3000,), seed=SEED)
+    generator, keys = torch.Generator().manual_seed(1), [form.key(0, 2, m) for m in range(3)]
+    sent = {m: form.codec.encode(torch.randn(3000, generator=generator), keys[m]) for m in range(3)}
+    values = {m: form.codec.decode(payload, 3000, keys[m]) for m, payload in sent.items()}
+    for cohort in (Cohort.equal(3), Cohort.weighted({0: 100, 1: 70, 2: 30})):
+        decoded_N = add_up(form.codec, sent, torch.empty(3000), keys, cohort)[0]
+        for known in (values, {1: values[1]}):
+            assert torch.equal(add_up(form.codec, sent, torch.empty(3000), keys, cohort, known)[0], decoded_N)
+            assert torch.equal(values[1], form.codec.decode(sent[1], 3000, keys[1])), "values are read alone"
+
+
 def test_averages_join_to_the_average_of_the_fragment(step) -> None:
-    several = [step.made(share)[1] for share in range(R)]
+    payloads = [Payload(step.made(share)[1]) for share in range(R)]
+    values = [codec("bf16").decode(payload.data, S) for payload in payloads]
     cohort = step.state.cohort(step.body.contributions)
-    total_N, weight = averages.join_averages(step.form, 1, 1, cohort, several, torch.empty(N))
-    expected = [codec("bf16").decode(payload, S) for payload in several]
-    assert weight == 1 and torch.equal(total_N, torch.cat(expected))
+    for known in (None, values[1]):
+        payloads[1].values = known
+        total_N, weight = join_averages(step.form, 1, 1, cohort, payloads, torch.empty(N))
+        assert weight == 1 and torch.equal(total_N, torch.cat(values))
 
 
 @pytest.mark.parametrize(
@@ -91,17 +125,17 @@ def test_averages_join_to_the_average_of_the_fragment(step) -> None:
 def test_an_average_of_another_place_is_refused(step, fields, reason) -> None:
     header, payload = step.made(1)
     wrong = replace(header, **fields)
-    data = averages.seal_average(wrong, step.signers[0]) + payload.numpy().tobytes()
+    data = AVERAGE.seal(wrong, step.signers[0]) + payload.numpy().tobytes()
     with pytest.raises(PayloadError, match=f"average averages/0000000003/1 .*{reason}"):
         step.opened(data, 1)
 
 
 def test_an_average_that_was_cut_extended_or_changed_is_refused(step) -> None:
     data = step.sealed(*step.made(1))
-    payload_object = b"DLP1" + data[4:]
+    payload_object = PAYLOAD.seal(step.headers[0], NoKeys())
     flipped = data[:-1] + bytes([data[-1] ^ 1])
     for wrong in (data[:-1], data + b"\0", flipped, data[:60], b"", payload_object):
-        with pytest.raises(PayloadError, match="average averages/0000000003/1 can't be used"):
+        with pytest.raises(PayloadError, match="average averages/0000000003/1 can't be"):
             step.opened(wrong, 1)
 
 
@@ -140,6 +174,6 @@ def test_an_average_is_signed_by_the_member_who_made_it(tmp_path) -> None:
         header, payload = step.made(2, by=author)
         assert step.opened(step.sealed(header, payload), 2)[0].replica == author
         for forger in (keys["c"], keys["ba"[author]]):
-            data = averages.seal_average(header, forger) + payload.numpy().tobytes()
+            data = AVERAGE.seal(header, forger) + payload.numpy().tobytes()
             with pytest.raises(PayloadError, match="average averages/0000000003/2 is forged"):
                 step.opened(data, 2)

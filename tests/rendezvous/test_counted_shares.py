@@ -11,10 +11,9 @@ from tests.rendezvous.replicas import P, Replica
 from tests.rendezvous.test_averager import CUT, R, averager_of, check, headers, verify
 
 from diloco.errors import FileError
-from diloco.rendezvous import objects as averages
-from diloco.rendezvous import objects as payloads
-from diloco.rendezvous.averager import Averager
 from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.objects import AVERAGE, PAYLOAD, MadeAverage, average_of, header_of
+from diloco.rendezvous.payloads import Averager
 
 
 def two(folder: Path) -> tuple[Replica, Replica]:
@@ -71,7 +70,7 @@ def test_an_average_or_a_share_that_was_tampered_with_is_named(whole_run, tmp_pa
         verify(folder, a)
     average.write_bytes(true)
     seq = min(c["seq"] for c in check(folder).contributions if c["replica"] == 1)
-    share = folder / payloads.payload_name(1, seq, 1)
+    share = folder / f"{PAYLOAD.name(1, seq)}-1"
     damage(share)
     reason = f"counts a share that is not sound: payload payloads/1/{share.name} can't be used: its body does not"
     with pytest.raises(FileError, match=rf"entry \d+ of the log: averages/\d+/1, by replica \d, {reason}"):
@@ -85,14 +84,15 @@ def lie(averager: Averager) -> None:
     """Let a replica upload other averages than it should: with a sign changed."""
 
     async def made(ref, share, state):
-        form, members = averager._form, (c.replica for c in ref.body.contributions)
-        several = [await averager._contributed(ref, c, share, state) for c in ref.body.contributions]
-        payload, norm = averages.average_of(state, form, ref.body, share, dict(zip(members, several, strict=True)))
-        payload = form.second.encode(-form.second.decode(payload, form.share_size(ref.body.fragment)))
-        header = averages.header_of(state, form, ref, share, payload, norm=norm, replica=0, left_out=())
-        data = averages.seal_average(header, NoKeys()) + payload.numpy().tobytes()
-        other = await averager._store.create(averages.average_name(ref.number, share), data)
-        return await averager._taken(data if other is None else other, ref, share, state)
+        form, members = averager._objects.form, (c.replica for c in ref.body.contributions)
+        fetched = [await averager._contributed(ref, c, share, state) for c in ref.body.contributions]
+        made = average_of(state, form, ref.body, share, dict(zip(members, fetched, strict=True)))
+        payload = form.second.encode(-made.values)
+        false = MadeAverage(payload, -made.values, made.norm, {})
+        header = header_of(state, form, ref, share, false, replica=0, left_out=())
+        data = AVERAGE.seal(header, NoKeys()) + payload.numpy().tobytes()
+        await averager._objects.store.create(AVERAGE.name(ref.number, share), data)
+        return await averager._stored(ref, share, state)
 
     averager._made = made
 
@@ -124,5 +124,5 @@ def test_who_leaves_out_a_sound_share_is_noted(tmp_path) -> None:
     b.finish()
     replay = verify(tmp_path, a)
     assert replay.checked.steps == replay.state.num_outer
-    sentence = r"averages/\d+/2 leaves out replica 1, whose share is sound: either replica 0 could not read it, or"
+    sentence = r"averages/\d+/2, by replica 0, leaves out replica 1, whose share is sound: replica 0 could not"
     assert replay.notes and all(re.search(sentence, note) for note in replay.notes)

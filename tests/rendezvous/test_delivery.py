@@ -4,10 +4,18 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from diloco.rendezvous import objects as snapshots
+from diloco.rendezvous.contract import Form
 from diloco.rendezvous.follower import Delivery
 from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.log.run import SnapshotRef
+from diloco.rendezvous.objects import Objects, seal_snapshot, snapshot_name
+from diloco.wire import codec
+
+N = 3
+BUFFERS, DIGEST = seal_snapshot({"outer": torch.ones(N)})
+"""A snapshot, which stands for those of all rounds."""
 
 
 class OneObject:
@@ -19,11 +27,11 @@ class OneObject:
 
     async def get(self, name: str, **limits: float) -> bytes | None:
         self.num_reads += name == self.name
-        return b"Theta" if name == self.name else None
+        return b"".join(BUFFERS) if name == self.name else None
 
 
 def state_with(*rounds: int) -> SimpleNamespace:
-    refs = [SimpleNamespace(round=last_round, sha256=(f"{last_round:064x}",)) for last_round in rounds]
+    refs = [SnapshotRef(round=last_round, number=30 + last_round, sha256=(DIGEST,)) for last_round in rounds]
     return SimpleNamespace(fragments=[SimpleNamespace(snapshots=refs)])
 
 
@@ -32,8 +40,7 @@ def delivery_of(store: OneObject, state: SimpleNamespace, newest: SimpleNamespac
         return newest
 
     return Delivery(
-        store,
-        SimpleNamespace(sizes=[3]),
+        Objects(store=store, form=Form(codec=codec("fp32"), sizes=(N,), seed=0), run="0" * 64),
         None,
         own=0,
         content_of=None,
@@ -45,11 +52,13 @@ def delivery_of(store: OneObject, state: SimpleNamespace, newest: SimpleNamespac
 
 @pytest.mark.parametrize(("newest", "expected"), [(12, 12), (8, None)])
 def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected):
-    store = OneObject(snapshots.snapshot_name(0, 12, f"{12:064x}"))
+    store = OneObject(snapshot_name(0, 12, DIGEST))
     delivery = delivery_of(store, state_with(4, 8), state_with(4, newest))
     ref = SimpleNamespace(number=20, body=SimpleNamespace(fragment=0, round=7))
     if expected is None:
-        with pytest.raises(LogError, match=r"snapshots/0/8-0+8 is not in the store, though the log names it"):
+        with pytest.raises(
+            LogError, match=r"entry 38 of the log names snapshots/0/8-\w+, which is not in the store"
+        ):
             asyncio.run(delivery._snapshot_after(ref))
     else:
         assert asyncio.run(delivery._snapshot_after(ref)).round == expected
@@ -57,7 +66,7 @@ def test_a_snapshot_that_a_newer_one_has_replaced_is_not_missed(newest, expected
 
 @pytest.mark.parametrize("known", [(), (4,)])
 def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_outer_steps(known):
-    store = OneObject(snapshots.snapshot_name(0, 12, f"{12:064x}"))
+    store = OneObject(snapshot_name(0, 12, DIGEST))
     delivery = delivery_of(store, state_with(*known), state_with(8, 12))
 
     async def snapshots_after(*rounds: int) -> list[int]:
@@ -70,7 +79,7 @@ def test_a_snapshot_that_was_read_of_too_late_is_taken_and_stands_for_several_ou
 
 def test_a_snapshot_is_asked_for_again_as_long_as_newer_ones_take_its_place():
     """A slow reader: the run has written two more, and deleted the one it asked for, three times."""
-    delivery = delivery_of(OneObject(snapshots.snapshot_name(0, 20, f"{20:064x}")), state_with(4, 8), state_with())
+    delivery = delivery_of(OneObject(snapshot_name(0, 20, DIGEST)), state_with(4, 8), state_with())
     later = iter([state_with(8, 12), state_with(12, 16), state_with(16, 20)])
 
     async def newest() -> SimpleNamespace:

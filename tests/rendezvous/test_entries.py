@@ -4,9 +4,11 @@ import json
 
 import pytest
 from tests.rendezvous.cases import Log
+from tests.rendezvous.referee import FakeSigner
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import (
+    FORMAT,
     MOST_ENTRY_BYTES,
     Create,
     Join,
@@ -17,14 +19,13 @@ from diloco.rendezvous.log.entries import (
     Rules,
     Snapshot,
     new_entry,
-    open_entry,
-    seal_entry,
 )
+from diloco.rendezvous.log.log import ENTRY, source_of
 
 A = "a" * 64
 LOG = Log(num_fragments=2).join("a", "b")
 BODIES = [
-    Create(format=2, rules=Rules(num_fragments=3), facts={"H": [1, None, "é"]}, creator=A, allowed=(A,)),
+    Create(format=FORMAT, rules=Rules(num_fragments=3), facts={"H": [1, None, "é"]}, creator=A, allowed=(A,)),
     Join(name="gpu-0.home", key=A),
     Outer(fragment=1, round=1, before="0" * 16, contributions=(LOG.contribution(1, 1, norm=1e-7),)),
     Snapshot(fragment=0, round=3, sha256=(A, "b" * 64)),
@@ -34,48 +35,59 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_an_entry_comes_back_as_it_was(body):
+def test_an_entry_comes_back_as_it_was_and_its_digest_is_of_all_of_it(body):
     entry = new_entry(body, author=-1, previous=A)
-    for signature in ("", "01" * 64):
-        assert open_entry(seal_entry(entry, signature), number=3) == (entry, signature)
+    digests = set()
+    for signer in (FakeSigner(""), FakeSigner("somebody")):
+        data = ENTRY.seal(entry, signer)
+        opened = ENTRY.open(data, source_of(3))
+        assert opened.header == entry and not opened.body and len(data) % 64 == 0
+        assert opened.message == b"entry\n" + data.split(b"\n")[0]
+        assert opened.signature == signer.sign(opened.message)
+        digests.add(sha256(data))
+    assert len(digests) == 2
     assert entry.nonce != new_entry(body, author=-1, previous=A).nonce
 
 
 def line_of(**changes) -> bytes:
-    value = json.loads(new_entry(Join(name="a", key=""), author=0, previous=A).line())
-    return json.dumps(value | changes, separators=(",", ":")).encode() + b"\n"
+    value = json.loads(ENTRY.line(new_entry(Join(name="a", key=""), author=0, previous=A)))
+    return json.dumps(value | changes, separators=(",", ":")).encode()
+
+
+def object_of(line: bytes, signature: bytes = b"") -> bytes:
+    """The bytes of any line, padded as they should be."""
+    head = line + b"\n" + signature
+    return head + b" " * (-(len(head) + 1) % 64) + b"\n"
 
 
 REAL = line_of()
+REFUSED = {
+    "nothing": b"",
+    "one line": REAL,
+    "no end": object_of(REAL)[:-1],
+    "no spaces": REAL + b"\n\n",
+    "more spaces": REAL + b"\n" + b" " * 1000 + b"\n",
+    "a tail": object_of(REAL) + b"\n",
+    "capitals": object_of(REAL, b"AB" * 64),
+    "a short signature": object_of(REAL, b"ab"),
+    "a loose line": object_of(REAL.replace(b":", b": ")),
+    "another order": object_of(REAL.replace(b'"kind":"join","author":0', b'"author":0,"kind":"join"')),
+    "another kind": object_of(line_of(kind="merge")),
+    "another field": object_of(line_of(more=1)),
+    "a short nonce": object_of(line_of(nonce="0" * 31)),
+    "a bool": object_of(line_of(author=True)),
+    "a name with a line": object_of(line_of(body={"name": "a\n", "key": ""})),
+    "a name with a path": object_of(line_of(body={"name": "../a", "key": ""})),
+    "a key with a line": object_of(line_of(body={"name": "a", "key": A + "\n"})),
+    "a field in the body": object_of(line_of(body={"name": "a", "key": "", "slot": 1})),
+    "an empty key": object_of(line_of(kind="keys", body={"allowed": [""], "revoked": []})),
+    "no digests": object_of(line_of(kind="snapshot", body={"fragment": 0, "round": 1, "sha256": []})),
+    "a long line": object_of(REAL + b" " * MOST_ENTRY_BYTES),
+}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        REAL,
-        REAL + b"\n\n",
-        REAL + b"AB" * 64 + b"\n",
-        REAL + b"ab\n",
-        REAL.replace(b":", b": ") + b"\n",
-        line_of(kind="merge") + b"\n",
-        line_of(more=1) + b"\n",
-        line_of(nonce="0" * 31) + b"\n",
-        line_of(author=True) + b"\n",
-        line_of(body={"name": "a\n", "key": ""}) + b"\n",
-        line_of(body={"name": "../a", "key": ""}) + b"\n",
-        line_of(body={"name": "a", "key": A + "\n"}) + b"\n",
-        line_of(body={"name": "a", "key": "", "slot": 1}) + b"\n",
-        line_of(kind="keys", body={"allowed": [""], "revoked": []}) + b"\n",
-        line_of(kind="snapshot", body={"fragment": 0, "round": 1, "sha256": []}) + b"\n",
-        REAL.rstrip(b"\n") + b" " * MOST_ENTRY_BYTES + b"\n\n",
-    ],
-)
-def test_other_bytes_are_refused(data):
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_other_bytes_are_refused(wrong):
+    assert ENTRY.open(object_of(REAL), source_of(3)).header.body == Join(name="a", key="")
     with pytest.raises(LogError, match="entry 3 of the log"):
-        open_entry(data, number=3)
-
-
-def test_the_digest_is_of_both_lines():
-    entry = new_entry(Leave(finished=False), author=0, previous=A)
-    assert sha256(seal_entry(entry, "")) != sha256(seal_entry(entry, "01" * 64))
+        ENTRY.open(REFUSED[wrong], source_of(3))

@@ -1,15 +1,20 @@
 """The payloads of another replica, as a store shows them to one that was away, or that learns late of a leave."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tests.engine.test_elastic import counted, until
+from tests.rendezvous.replicas import Replica
 
-from diloco.rendezvous import objects as payloads
-from diloco.rendezvous.contract import Form
-from diloco.rendezvous.payloads import Inbox
+from diloco.rendezvous.contract import Form, Payload
+from diloco.rendezvous.objects import PAYLOAD
+from diloco.rendezvous.payloads import Inbox, Memory
 from diloco.wire import codec
+from diloco.wire.payload import MAGIC, Codec
 
 P = 3
 
@@ -23,20 +28,16 @@ class Taken(Inbox):
         self.asked: list[str] = []
         self.taken: list[str] = []
 
-        async def get(name: str, **limits: float) -> bytes | None:
+        async def payload(replica: int, seq: int, public: str) -> tuple[Any, None] | None:
+            name = PAYLOAD.name(replica, seq)
             self.asked.append(name)
-            answer = b"payload" if name in self.names else None
+            answer = (name, None) if name in self.names else None
             await asyncio.sleep(answer_seconds)
             return answer
 
         form = Form(codec=codec("fp32"), sizes=(2,) * P, seed=0)
-        store: Any = SimpleNamespace(get=get)
-        super().__init__(
-            store, form, "0" * 64, own=1, memory_bytes=1 << 10, poll_seconds=0.001, on_arrival=lambda: None
-        )
-
-    async def _opened(self, data: Any, name: str, public: str, *, keep: bool = False) -> Any:
-        return name, None
+        objects: Any = SimpleNamespace(payload=payload, form=form)
+        super().__init__(objects, own=1, memory_bytes=1 << 10, poll_seconds=0.001, on_arrival=lambda: None)
 
     def put(self, header: Any, own: Any = ()) -> None:
         self.taken.append(header)
@@ -55,7 +56,7 @@ class State:
 
 
 def names_of(*numbers: int) -> set[str]:
-    return {payloads.payload_name(0, number) for number in numbers}
+    return {PAYLOAD.name(0, number) for number in numbers}
 
 
 async def until_taken(inbox: Taken, state: Any, name: str) -> None:
@@ -72,8 +73,8 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
 
     async def watch() -> Taken:
         inbox, state = Taken(names_of(2, 3, 4)), State(2, 3, 4)
-        task = asyncio.create_task(until_taken(inbox, state, payloads.payload_name(0, 33)))
-        while payloads.payload_name(0, 5) not in inbox.asked:
+        task = asyncio.create_task(until_taken(inbox, state, PAYLOAD.name(0, 33)))
+        while PAYLOAD.name(0, 5) not in inbox.asked:
             await asyncio.sleep(0.001)
         inbox.names = names_of(31, 32, 33)
         state.fragments, state.active = State(*last_seq).fragments, active
@@ -81,21 +82,21 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
         return inbox
 
     inbox = asyncio.run(watch())
-    assert inbox.taken[-3:] == [payloads.payload_name(0, number) for number in (31, 32, 33)]
+    assert inbox.taken[-3:] == [PAYLOAD.name(0, number) for number in (31, 32, 33)]
     assert len({*inbox.asked}) < 10, "nothing in between is asked for"
 
 
 def test_a_payload_that_is_still_on_its_way_is_awaited_though_a_later_one_was_counted():
     async def watch() -> Taken:
         inbox, state = Taken(names_of()), State(2, 3, 6)
-        task = asyncio.create_task(until_taken(inbox, state, payloads.payload_name(0, 5)))
-        while inbox.asked.count(payloads.payload_name(0, 4)) < 3:
+        task = asyncio.create_task(until_taken(inbox, state, PAYLOAD.name(0, 5)))
+        while inbox.asked.count(PAYLOAD.name(0, 4)) < 3:
             await asyncio.sleep(0.001)
         inbox.names = names_of(4, 5)
         await task
         return inbox
 
-    assert asyncio.run(watch()).taken == [payloads.payload_name(0, number) for number in (4, 5)]
+    assert asyncio.run(watch()).taken == [PAYLOAD.name(0, number) for number in (4, 5)]
 
 
 def test_the_last_payload_before_a_leave_is_taken():
@@ -109,4 +110,36 @@ def test_the_last_payload_before_a_leave_is_taken():
         await asyncio.wait_for(task, 5)
         return inbox
 
-    assert asyncio.run(watch()).taken == [payloads.payload_name(0, 0)]
+    assert asyncio.run(watch()).taken == [PAYLOAD.name(0, 0)]
+
+
+def test_a_receiver_decodes_a_payload_once_and_the_sender_never_what_it_has_sent(tmp_path, monkeypatch):
+    decode, counts = Codec.decode_into, Counter[bytes]()
+
+    def counting(self: Codec, to_N: torch.Tensor, payload: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if payload[:3].numpy().tobytes() == MAGIC[:3]:  # else its header is not written yet
+            counts[payload[:32].numpy().tobytes()] += 1
+        return decode(self, to_N, payload, *arguments, **options)
+
+    monkeypatch.setattr(Codec, "decode_into", counting)
+    a, b = (Replica(str(tmp_path), name=name, wire="e3m0") for name in "ab")
+    until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
+    a.vanish()
+    b.vanish()
+    assert len(counts) >= 2 * P and set(counts.values()) == {1}
+
+
+def test_payloads_and_values_beyond_the_memory_are_given_up_the_oldest_first():
+    memory, size = Memory(64), 32
+    kept = [Payload(torch.zeros(size, dtype=torch.uint8), torch.zeros(4)) for _ in range(5)]
+    for number, payload in enumerate(kept):
+        memory.keep(str(number), payload)
+    assert [memory.get(str(number)) for number in range(5)] == [None, None, None, *kept[3:]]
+    assert [payload.values is not None for payload in kept] == [False, True, True, True, True]
+    memory.drop("4")
+    assert memory.get("4") is None and kept[4].values is not None, "a decision may still use it"
+    del kept[1:3], payload  # two decisions were taken
+    memory.keep_values(Payload(torch.zeros(0), torch.zeros(8)))
+    assert kept[-1].values is not None
+    memory.keep("large", Payload(torch.zeros(65, dtype=torch.uint8), torch.zeros(17)))
+    assert memory.get("large") is None and kept[-1].values is None

@@ -101,7 +101,7 @@ def test_a_key_that_a_run_does_not_expect_is_refused_with_the_remedy(tmp_path):
     first, second = Replica(keyed, key=str(tmp_path / "creator")), Replica(plain)
     for url, key, sentence in (
         (keyed, None, "the run asks for a key: set DILOCO_KEY to this replica's key file, which diloco keys new"),
-        (keyed, "other", f"whoever created the run allows it by: diloco keys allow {keyed} {keys['other']}"),
+        (keyed, "other", f"its creator allows it by diloco keys allow {keyed} {keys['other']}"),
         (plain, "other", "the run was created without keys, and this replica has one: leave DILOCO_KEY unset"),
     ):
         with pytest.raises(LogError, match=re.escape(sentence)):

@@ -9,10 +9,11 @@ from tests.rendezvous.cases import Log
 from tests.rendezvous.simulated import simulate
 
 from diloco.files import sha256
-from diloco.rendezvous.log.entries import Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
+from diloco.rendezvous.log.entries import FORMAT, Create, Join, Keys, Leave, LogError, Outer, Rules, Snapshot
 from diloco.rendezvous.log.run import RunState
 
 A, B, CREATOR = "a" * 64, "b" * 64, "c" * 64
+CREATE = Create(format=FORMAT, rules=Rules(num_fragments=1), facts={}, creator="")
 
 
 @pytest.mark.timeout(7200)  # of ten thousand
@@ -50,7 +51,11 @@ def outer(log: Log, *contributions, **changes) -> Outer:
         (lambda log: Join(name="d", key=A), 3, "in a run without keys"),
         (lambda log: Keys(allowed=(A,)), -1, "changes the allow-list"),
         (lambda log: Keys(allowed=(A,)), 0, "changes the allow-list"),
-        (lambda log: Create(format=2, rules=Rules(num_fragments=1), facts={}, creator=""), -1, "a second time"),
+        (
+            lambda log: CREATE,
+            -1,
+            "a second time",
+        ),
         (lambda log: Snapshot(fragment=0, round=4, sha256=(A,)), 0, "snapshot of round 4"),
         (lambda log: Snapshot(fragment=0, round=0, sha256=(A,)), 0, "snapshot of round 0"),
         (lambda log: Snapshot(fragment=2, round=1, sha256=(A,)), 0, "fragment 2, and there are 2"),
@@ -122,11 +127,11 @@ def test_the_norms_of_the_last_contributions_and_the_last_checksums_are_kept():
 
 
 def test_entry_0_creates_a_run_of_this_format():
-    body = Create(format=2, rules=Rules(num_fragments=1), facts={}, creator="")
+    body = CREATE
     for changed, author, reason in (
         (body, 0, "does not create a run"),
         (Join(name="a", key=""), -1, "does not create a run"),
-        (replace(body, format=1), -1, "is of format 1, and this diloco reads format 2"),
+        (replace(body, format=1), -1, f"is of format 1, and this diloco reads format {FORMAT}"),
         (replace(body, allowed=(A,)), -1, "is not signed"),
     ):
         with pytest.raises(LogError, match=reason):

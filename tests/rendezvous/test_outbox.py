@@ -10,23 +10,16 @@ import torch
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.log.entries import LogError
 from diloco.rendezvous.log.keys import NoKeys
-from diloco.rendezvous.objects import payload_name
-from diloco.rendezvous.payloads import Outbox
+from diloco.rendezvous.objects import PAYLOAD
+from diloco.rendezvous.payloads import Memory, Outbox
 from diloco.wire import codec
 
 
-def offer(seq: int, fragment: int) -> Offer:
-    payload = codec("fp32").encode(torch.ones(4), FORM.key(fragment, seq, 0))
-    numbers = {
-        "base_round": seq,
-        "base": 0,
-        "tokens": 8,
-        "steps": 1,
-        "position": 8,
-        "step": seq,
-        "overlap_steps": 0,
-    }
-    return Offer(seq=seq, fragment=fragment, payloads=(payload,), norms=(2.0,), **numbers)
+def put(outbox: Outbox, seq: int, fragment: int) -> None:
+    values_N = torch.ones(4)
+    numbers = {"base_round": seq, "base": 0, "tokens": 8, "steps": 1, "position": 8, "step": seq}
+    offer = Offer(replica=0, seq=seq, fragment=fragment, norms=(2.0,), overlap_steps=0, **numbers)
+    outbox.put(offer, (codec("fp32").encode(values_N, FORM.key(fragment, seq, 0)),), values_N)
 
 
 async def is_there() -> None:
@@ -49,14 +42,14 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
         others_are_over = asyncio.Event()
 
         async def create(name: str, *_, **__) -> None:
-            if name == payload_name(0, 0):
+            if name == PAYLOAD.name(0, 0):
                 await others_are_over.wait()
 
-        inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq))
+        inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq), memory=Memory(1 << 10))
         store = SimpleNamespace(create=create)
         outbox = Outbox(store, NoKeys(), FORM, log_of(), own=0, inbox=inbox)
         for seq, fragment in enumerate((0, 1, 0)):
-            outbox.put(offer(seq, fragment))
+            put(outbox, seq, fragment)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             work = tasks.create_task(outbox.run(tasks))
             while outbox.num_pending > 1:
@@ -83,7 +76,7 @@ def test_a_payload_in_a_directory_that_does_not_hold_the_run_any_more_is_not_off
 
     inbox = SimpleNamespace(put=lambda *_: None)
     outbox = Outbox(SimpleNamespace(create=created), NoKeys(), FORM, log_of(refuse), own=0, inbox=inbox)
-    outbox.put(offer(0, 0))
+    put(outbox, 0, 0)
 
     async def upload() -> None:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:

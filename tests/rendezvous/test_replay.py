@@ -13,9 +13,9 @@ from tests.rendezvous.handwritten import Handwritten
 
 import diloco
 from diloco.errors import FileError, UserError
-from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.log.entries import entry_name
 from diloco.rendezvous.log.keys import KeyFile, write_key
+from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.replay import Replay, replayed
 
 
@@ -118,18 +118,18 @@ def forge_a_signature(run: Handwritten) -> None:
 
 
 def damage_a_payload(run: Handwritten) -> None:
-    path = run.path(payloads.payload_name(1, 0))
+    path = run.path(PAYLOAD.name(1, 0))
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
 
 
 def swap_two_payloads(run: Handwritten) -> None:
-    shutil.copy(run.path(payloads.payload_name(0, 0)), run.path(payloads.payload_name(1, 0)))
+    shutil.copy(run.path(PAYLOAD.name(0, 0)), run.path(PAYLOAD.name(1, 0)))
 
 
 def lose_a_payload(run: Handwritten) -> None:
-    run.path(payloads.payload_name(1, 0)).unlink()
+    run.path(PAYLOAD.name(1, 0)).unlink()
 
 
 def lose_a_snapshot(run: Handwritten) -> None:

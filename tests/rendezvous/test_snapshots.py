@@ -11,7 +11,6 @@ from diloco.rendezvous.objects import (
     SnapshotError,
     most_snapshot_bytes,
     open_snapshot,
-    read_into,
     seal_snapshot,
     snapshot_name,
 )
@@ -39,8 +38,7 @@ def test_a_snapshot_is_a_safetensors_file_that_reads_back(num_elements):
     assert name == f"snapshots/3/8-{hashlib.sha256(content).hexdigest()}"
     assert len(content) <= most_snapshot_bytes(num_elements)
     by_library = safetensors.torch.load(content)
-    ours = {key: torch.full((num_elements,), 5.0) for key in vectors}
-    read_into(ours, obstore.Bytes(content), name=name)
+    ours = open_snapshot(obstore.Bytes(content), name=name, num_elements=num_elements)
     for key, vector in vectors.items():
         assert torch.equal(by_library[key], vector) and torch.equal(ours[key], vector)
 
@@ -88,30 +86,24 @@ def changed(content: bytes, old: str, new: str) -> tuple[bytes, str]:
         ("[0,40]", "[40,80]", "does not hold FP32 vectors of 10"),
         ('{"dtype', '{ "dtype', "does not hold FP32 vectors of 10"),
         ("velocity", "outer", "the key 'outer' stands twice"),
-        ("velocity", "zeta_1", "holds outer, zeta_1, and this run's outer rule needs outer, velocity"),
         ("velocity", "../x", "can't be read"),
         ('{"outer"', '{"__metadata__":{"a":"b"},"outer"', "can't be read"),
     ],
 )
 def test_a_changed_header_is_refused_though_its_digest_is_right(old, new, reason):
     content, name = changed(snapshot(vectors_of(10))[0], old, new)
-    vectors = vectors_of(10, seed=1)
-    before = {key: vector.clone() for key, vector in vectors.items()}
     with pytest.raises(SnapshotError, match=reason) as refusal:
-        read_into(vectors, content, name=name)
+        open_snapshot(content, name=name, num_elements=10)
     assert name in str(refusal.value)
-    assert all(torch.equal(vectors[key], before[key]) for key in vectors)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_refused_before_any_vector_changes(value):
+def test_values_that_are_not_finite_are_refused(value):
     vectors = vectors_of(10)
     vectors["velocity"][7] = value
     content, name = snapshot(vectors)
-    ours = {key: torch.zeros(10) for key in vectors}
     with pytest.raises(SnapshotError, match="its vector velocity holds NaN or an infinity"):
-        read_into(ours, content, name=name)
-    assert not ours["outer"].any()
+        open_snapshot(content, name=name, num_elements=10)
 
 
 def test_another_model_or_damage_is_refused():

@@ -1,5 +1,6 @@
 """Replicas that come and go: real processes of the trainer, which meet in a directory."""
 
+import asyncio
 import os
 import re
 import signal
@@ -13,13 +14,13 @@ from tests.processes import run_replicas
 from tests.training.runs import TIMEOUT_SECONDS, command, lines, run, summary
 
 from diloco.errors import DisagreementError, UserError
-from diloco.files import sha256
 from diloco.models.decoder_config import DecoderConfig
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.log.entries import Join, Leave, open_entry
-from diloco.rendezvous.log.log import begun
+from diloco.rendezvous.log.entries import Join, Leave
+from diloco.rendezvous.log.log import ENTRY, Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.replay import replayed
+from diloco.rendezvous.store import Store
 from diloco.training.config.config import (
     CheckpointConfig,
     DilocoConfig,
@@ -64,18 +65,17 @@ def config(small_corpus, tmp_path_factory) -> TrainConfig:
 
 def state_of(store: str) -> RunState:
     """The state that the entries of a log make."""
-    paths = sorted(Path(store, "log").iterdir())
-    state = begun(paths[0].read_bytes())
-    for number, path in enumerate(paths[1:], 1):
-        data = path.read_bytes()
-        entry = open_entry(data, number=number)[0]
-        state = state.after(entry, sha256(data))
-    return state
+
+    async def read() -> RunState:
+        place = Store.open(store)
+        return await Log(place, (await first_entry(place))[1]).read_all()
+
+    return asyncio.run(read())
 
 
 def bodies(store: str, kind: type) -> list:
     paths = sorted(Path(store, "log").iterdir())
-    entries = (open_entry(path.read_bytes(), number=number)[0].body for number, path in enumerate(paths))
+    entries = (ENTRY.open(path.read_bytes(), "").header.body for path in paths)
     return [body for body in entries if isinstance(body, kind)]
 
 

@@ -11,9 +11,9 @@ import tyro
 from diloco.cli._command import choose
 from diloco.errors import DilocoError, UserError
 from diloco.files import expanded
-from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Keys, entry_name
+from diloco.rendezvous.log.entries import Keys
 from diloco.rendezvous.log.keys import VARIABLE, KeyFile, Signer, signer_of_environment, write_key
-from diloco.rendezvous.log.log import Log, begun
+from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
 
@@ -104,20 +104,19 @@ def _change(url: str, change: Keys) -> None:
 
 async def _changed(store: Store, signer: Signer, change: Keys) -> tuple[int | None, RunState]:
     """Write a change of the allow-list; the number of its entry, or None if nothing changes, and the new state."""
-    first = await store.get(entry_name(0), most_bytes=MOST_ENTRY_BYTES)
-    if first is None:
-        raise UserError(f"there is no run in {store.url}: check the URL")
-    log = Log(store, signer, begun(bytes(first)))
+    _, first = await first_entry(store)
+    log = Log(store, first, signer, patience_seconds=_PATIENCE_SECONDS)
     _check_creator(log.state, signer)
     for _ in range(_MOST_RACES):
-        await _read_whole(log, store)
+        await log.read_all()
+        await log.check_no_gap()  # an entry that was deleted: what is written into its place would be another log
         allowed = log.state.allowed
         known = {*allowed, *(member.key for member in log.state.members)}
         if unknown := [key for key in change.revoked if key not in known]:
             raise UserError(f"the key {unknown[0]} is not among those that may join the run")
         if {*allowed, *change.allowed} - {*change.revoked} == {*allowed}:
             return None, log.state
-        (number, _), is_own = await log.append(change, author=-1, patience_seconds=_PATIENCE_SECONDS)
+        (number, _), is_own = await log.append(change, author=-1)
         if is_own:
             return number, log.state
     raise DilocoError(f"the replicas wrote each of the next {_MOST_RACES} entries of the log first: try again")
@@ -134,14 +133,3 @@ def _check_creator(state: RunState, signer: Signer) -> None:
             f"the run's creator has the key {state.creator}, and {VARIABLE} names that of {signer.public}: "
             "the creator alone changes who may join"
         )
-
-
-async def _read_whole(log: Log, store: Store) -> None:
-    """Read all entries; refuse to write into a gap, which an entry that was deleted has left."""
-    await log.read(patience_seconds=_PATIENCE_SECONDS)
-    names = await store.list("log")
-    if names and names[-1][0] >= entry_name(log.state.number):
-        before = log.state.number
-        await log.read(patience_seconds=_PATIENCE_SECONDS)
-        if log.state.number == before:
-            raise UserError(f"{entry_name(before)} is missing in {store.url}, and later entries are there")

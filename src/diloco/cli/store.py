@@ -34,11 +34,11 @@ def run(arguments: list[str]) -> None:
 
 
 def _check(url: tyro.conf.Positional[str], racers: int = 4, rounds: int = 50, json: bool = False) -> None:
-    """Race for names from several processes, and time requests; ends with 1 if no run can trust the store.
+    """Race for names with several clients, and time requests; ends with 1 if no run can trust the store.
 
     Args:
         url: Directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix.
-        racers: Processes that create the same name at once.
+        racers: Clients that create the same name at once.
         rounds: Races, one after another.
         json: Print JSON.
     """

@@ -5,9 +5,8 @@ Shapes: N elements of one fragment.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,19 +23,33 @@ from diloco.outer.averages import Average, Reduction, add_up
 from diloco.outer.cohort import Cohort
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
-from diloco.rendezvous.contract import Content, Decision, Form, Offer, Rendezvous, StoredSnapshot
-from diloco.rendezvous.follower import MOST_DECISIONS_A_FRAGMENT
-from diloco.rendezvous.objects import join_averages, norms_of, read_into
+from diloco.rendezvous.contract import (
+    MOST_DECISIONS_PER_FRAGMENT,
+    Content,
+    Decision,
+    Form,
+    Offer,
+    Rendezvous,
+    StoredSnapshot,
+)
+from diloco.rendezvous.objects import join_averages, norms_of
 from diloco.schedule import Sync
-from diloco.wire.kernels.memory import empty
 from diloco.wire.payload import Key
 
 
 def decided_average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:
     """Δ_p, added up in the members' order from their payloads, or joined from the averages of its shares."""
+    p, cohort = decision.fragment, decision.cohort
     if content.averages:
-        return join_averages(form, decision.fragment, decision.round, decision.cohort, content.averages, to_N)
-    return add_up(form.codec, content.payloads, to_N, _keys(form, decision), decision.cohort)
+        return join_averages(form, p, decision.round, cohort, content.averages, to_N)
+    payloads = {member: payload.data for member, payload in content.payloads.items()}
+    values = {
+        member: values_N
+        for member, payload in content.payloads.items()
+        if (values_N := payload.values) is not None
+    }
+    # A GPU decodes a payload in less time than its values take to get there.
+    return add_up(form.codec, payloads, to_N, _keys(form, decision), cohort, values if to_N.is_cpu else None)
 
 
 class EqualityWatch:
@@ -65,7 +78,8 @@ class EqualityWatch:
             return
         p, form = decision.fragment, self._form
         key = form.key(p, decision.base_rounds[self._replica], self._replica)
-        self._are_equal[p] = are_equal(content.payloads, self._reduction, form.sizes[p], key, decision.cohort)
+        payloads = {member: payload.data for member, payload in content.payloads.items()}
+        self._are_equal[p] = are_equal(payloads, self._reduction, form.sizes[p], key, decision.cohort)
         if all(self._are_equal.values()):
             raise UserError(
                 f"all {len(decision.cohort.members)} replicas of the outer steps made the same outer gradients, "
@@ -87,7 +101,7 @@ def remade(
         for key in _keys(form, decision):
             if content.payloads:  # with averages nobody has all payloads
                 to_N = torch.empty(size, device=device)
-                yield form.codec.decode_into(to_N, content.payloads[key.replica], key)
+                yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
 
     return make_average, make_deltas
 
@@ -150,12 +164,15 @@ class Waiting:
         """Whether there is one."""
         return any(self.by_fragment)
 
-    def listen(self, rendezvous: Rendezvous, *, wait_for: int | None = None) -> None:
-        """Receive decisions, unless many wait already; `wait_for` is as in `Rendezvous.decided`."""
-        num_waiting = sum(map(len, self.by_fragment))
-        if wait_for is not None or num_waiting < MOST_DECISIONS_A_FRAGMENT * len(self.by_fragment):
-            for decision in rendezvous.decided(wait_for=wait_for):
-                self.by_fragment[decision.fragment].append(decision)
+    @property
+    def room(self) -> int:
+        """The number of decisions that can still be held; those that were waited for may exceed it."""
+        return MOST_DECISIONS_PER_FRAGMENT * len(self.by_fragment) - sum(map(len, self.by_fragment))
+
+    def put(self, decisions: Sequence[Decision]) -> None:
+        """Take decisions, in the log's order."""
+        for decision in decisions:
+            self.by_fragment[decision.fragment].append(decision)
 
     def in_turn(self) -> Iterator[int]:
         """The fragments, beginning with the one whose turn it is."""
@@ -169,22 +186,6 @@ class Waiting:
 
 _MOST_SECONDS = 0.05
 """Time after which the decisions that are left wait for the next inner step."""
-
-
-@dataclass(eq=False)
-class Flight:
-    """An own payload of which no decision is known yet."""
-
-    seq: int
-    base_round: int
-    step: int
-    """The inner step after which it was offered."""
-    due_step: int
-    """The inner step after which it is merged at the earliest."""
-    tokens: int
-    """`tokens` of the rounds at that step."""
-    error_N: Tensor | None
-    """The error of error feedback, if it is counted."""
 
 
 class ElasticMembership:
@@ -205,10 +206,12 @@ class ElasticMembership:
         form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed, second=replica.reduction.second)
         facts = settings.shared_facts() | replica.parameters.facts(state.at_home(OUTER))
         self.joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
-        replica.number = rendezvous.replica
+        replica.number = joined.replica
         self.replica, self.rendezvous, self.form = replica, rendezvous, joined.form
-        self.in_flight: dict[int, Flight] = {}
-        """The own payloads without a decision, by fragment."""
+        self.in_flight: dict[int, Offer] = {}
+        """The own offers without a decision, by fragment."""
+        self._errors: dict[int, Tensor | None] = {}
+        """The errors of error feedback that these leave, if they are counted."""
         self.rounds = [0] * num_fragments
         """Outer steps of each fragment that this replica has taken."""
         self.counted = [(0, 0)] * num_fragments
@@ -220,11 +223,15 @@ class ElasticMembership:
         replica.on_keep = self.digests.renew
         self._equality = EqualityWatch(self.form, replica.reduction, replica.number)
         self._tokens_before = 0  # that earlier processes of this replica have read
+        self._is_draining = False
+        self._wanted: Collection[int] = ()
+        self._newest_rounds: Sequence[int] = self.rounds
+        self._waits = joined.rules.quorum == "all"
         self._catch_up()
         self._sync_every = schedule.sync_every
         self._next_send = [schedule.send_step(p) for p in range(num_fragments)]
-        self._min_steps = schedule.sync_every if rendezvous.waits else max(1, schedule.sync_every // 4)
-        self._must_load = rendezvous.waits and any(self.rounds)
+        self._min_steps = schedule.sync_every if self._waits else max(1, schedule.sync_every // 4)
+        self._must_load = self._waits and any(self.rounds)
         self._translation: dict[int, Tensor | None] = {}
         """For each fragment the Θ that a checkpoint knew; None to take the run's."""
         self._then: dict[str, Any] = {}
@@ -233,7 +240,7 @@ class ElasticMembership:
     @property
     def failure(self) -> str | None:
         """The reason why this replica can't go on; None as far as is known."""
-        return self.rendezvous.failure
+        return self.joined.seat.failure
 
     @property
     def answers(self) -> None:
@@ -270,18 +277,29 @@ class ElasticMembership:
 
     def is_due(self) -> bool:
         """True if something is sent, decided, waited for, or to be looked at."""
-        step = self.replica.num_steps
-        self.rendezvous.at_step(step)
+        self._listen()
         return bool(
-            self.rendezvous.has_news
-            or self._must_load
+            self._must_load
             or self._translation
             or self.replica.parameters.watch.merges
             or self.waiting
-            or any(step >= next_step for next_step in self._next_send)
-            or (self.in_flight and self.rendezvous.waits)
-            or self.rendezvous.wanted()
+            or any(self.replica.num_steps >= next_step for next_step in self._next_send)
+            or (self.in_flight and self._waits)
+            or self._wanted
         )
+
+    def _listen(self, *, wait_for: int | None = None) -> None:
+        """Tell where this replica is, and take the news; `wait_for` is as in `Seat.step`."""
+        applied = [(last_round, self.digests.base(p)) for p, last_round in enumerate(self.rounds)]
+        news = self.joined.seat.step(
+            self.replica.num_steps,
+            applied,
+            room=self.waiting.room,
+            wait_for=wait_for,
+            is_last=self._is_draining,
+        )
+        self.waiting.put(news.decisions)
+        self._wanted, self._newest_rounds = news.wanted, news.rounds
 
     def advance(self) -> tuple[OuterStep, ...]:
         """Offer the fragments that are due, and take the outer steps that were decided."""
@@ -292,7 +310,7 @@ class ElasticMembership:
         for p in self._due():
             self.send(p)
             self._next_send[p] = step + self._sync_every
-        return self.merge(wait=self.rendezvous.waits)
+        return self.merge(wait=self._waits)
 
     def _check_place(self) -> None:
         """Refuse to begin among replicas that wait for each other and are at another place of the schedule."""
@@ -307,7 +325,7 @@ class ElasticMembership:
 
     def _due(self) -> list[int]:
         """The fragments to offer: H steps after the last time, or sooner if another's payload waits for ours."""
-        now, wanted = self.replica.num_steps, set(self.rendezvous.wanted())
+        now, wanted = self.replica.num_steps, self._wanted
         early = self._sync_every - self._min_steps
         return [
             p
@@ -326,29 +344,27 @@ class ElasticMembership:
             encoded = replica.encode(sync, key, Cohort.equal(self.form.num_shares), base=base)
             with replica.naming_non_finite(sync):
                 encoded.seal()
-            decoded_N = encoded.own()
-            replica.on_send(sync, lambda: decoded_N)
+            values_N = encoded.own()
+            replica.on_send(sync, values_N.clone)
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
         _check_read(step, tokens, steps)
-        tau = replica.settings.schedule.overlap(0)
-        offer = Offer(
+        values_N = values_N.cpu()
+        self.in_flight[p] = offer = Offer(
+            replica=replica.number,
             seq=self.next_seq,
             fragment=p,
-            payloads=tuple(payload.cpu() for payload in encoded.payloads),
-            norms=norms_of(decoded_N, self.form, source=f"step {step}: the outer gradient of fragment {p}"),
             base_round=self.rounds[p],
             base=base,
             tokens=tokens,
             steps=steps,
-            position=replica.tokens - self._tokens_before,
+            position=self.joined.start + replica.tokens - self._tokens_before,
+            norms=norms_of(values_N, self.form, source=f"step {step}: the outer gradient of fragment {p}"),
             step=step,
-            overlap_steps=tau,
+            overlap_steps=replica.settings.schedule.overlap(0),
         )
-        self.rendezvous.offer(offer)
-        self.in_flight[p] = Flight(
-            self.next_seq, self.rounds[p], step, step + tau, replica.tokens, encoded.error_N
-        )
+        self._errors[p] = encoded.error_N
+        self.joined.seat.offer(offer, tuple(payload.cpu() for payload in encoded.payloads), values_N)
         self.next_seq += 1
         replica.bytes_sent += sum(payload.numel() for payload in encoded.payloads)
         replica.last_sent[p] = step
@@ -362,25 +378,30 @@ class ElasticMembership:
         """
         self.replica.parameters.watch.check()
         end, steps = time.perf_counter() + _MOST_SECONDS, []
-        self.waiting.listen(self.rendezvous)
-        # Not those that come meanwhile: who receives more slowly than the others decide would never end.
-        newest = [self.rendezvous.newest_round(p) if wait else 0 for p in range(self.replica.state.num_fragments)]
+        self._listen()
+        # Not those that come meanwhile: a replica slower than the others' decisions would never end.
+        newest, num_taken = self._newest_rounds, sum(self.rounds)
         for p in self.waiting.in_turn():
             for outer_step in self._take_waiting(p):
                 steps.append(outer_step)
                 if not wait and time.perf_counter() > end:
                     self.waiting.interrupted_at(p)
+                    self._listen()
                     return tuple(steps)
             while wait and (self._is_over(p) or self._is_behind(p, newest[p])):
                 start = time.perf_counter()
-                self.waiting.listen(self.rendezvous, wait_for=p)
+                self._listen(wait_for=p)
                 self.replica.blocked_seconds += time.perf_counter() - start
                 steps += self._take_waiting(p)
+        if sum(self.rounds) > num_taken:
+            self._listen()  # so that the next rounds of these fragments can be decided meanwhile
         return tuple(steps)
 
     def _is_over(self, p: int) -> bool:
         """Whether a fragment is in flight, and its overlap has passed."""
-        return p in self.in_flight and self.replica.num_steps >= self.in_flight[p].due_step
+        if (offer := self.in_flight.get(p)) is None:
+            return False
+        return self._is_draining or self.replica.num_steps >= offer.step + offer.overlap_steps
 
     def _is_behind(self, p: int, newest: int) -> bool:
         """Whether a fragment is not in flight, and its round `newest`, which was decided, is not taken."""
@@ -388,12 +409,17 @@ class ElasticMembership:
 
     def _take_waiting(self, p: int) -> Iterator[OuterStep]:
         waiting = self.waiting.by_fragment[p]
-        while waiting and not (waiting[0].is_own and p in self.in_flight and not self._is_over(p)):
+        while waiting and not (self._counts_own(waiting[0]) and not self._is_over(p)):
             decision = waiting.popleft()
             if decision.round <= self.rounds[p]:
                 continue  # a snapshot was newer
-            mixing = self.replica.settings.mixing if decision.is_own else Translation()
+            mixing = self.replica.settings.mixing if self._counts_own(decision) else Translation()
             yield self._take(decision, mixing)
+
+    def _counts_own(self, decision: Decision) -> bool:
+        """Whether a decision counts the own offer that is in flight."""
+        offer = self.in_flight.get(decision.fragment)
+        return offer is not None and decision.own_seq >= offer.seq
 
     def _take(self, decision: Decision, mixing: MergeRule) -> OuterStep:
         """Take one outer step; a decision is refused whole, before anything changes."""
@@ -411,19 +437,19 @@ class ElasticMembership:
         if decision.with_snapshot:
             kinds = self.digests.kinds
             vectors = {kind: replica.state.use(kind, p).detach().to("cpu", copy=True) for kind in kinds}
-            self.rendezvous.snapshot(p, self.rounds[p], vectors)
+            self.joined.seat.snapshot(p, self.rounds[p], vectors)
         content = decision.content
         if isinstance(content, StoredSnapshot):
             return self._jump(decision, content, mixing)
-        if decision.is_own:
+        counts_own = self._counts_own(decision)
+        if counts_own:
             self._equality.check(decision, content)
         with replica.record.merging():
             average = decided_average(self.form, decision, content, replica.scratch(p))
-        flight = self.in_flight.get(p) if decision.is_own else None
-        sync = Sync(p, decision.round, replica.num_steps if flight is None else flight.step)
+        sync = Sync(p, decision.round, self.in_flight[p].step if counts_own else replica.num_steps)
         replica.take(sync, average, decision.cohort, mixing)
-        if flight is not None:
-            self._count(p, flight)
+        if counts_own:
+            self._count(p)
         self._applied(p, decision.round)
         replica.bytes_received += content.bytes_received
         replica.bytes_sent += content.bytes_sent
@@ -433,10 +459,8 @@ class ElasticMembership:
     def _jump(self, decision: Decision, stored: StoredSnapshot, mixing: MergeRule) -> OuterStep:
         """Take a snapshot in the place of outer steps that are long ago, and merge Θ once."""
         replica, p = self.replica, decision.fragment
-        flight = self.in_flight.get(p)
-        if flight is not None and self._is_counted(p, flight, by_round=stored.round):
-            self._count(p, flight)
-            mixing = replica.settings.mixing
+        if self._counts_own(decision):
+            self._count(p)
         before_N = replica.state.use(OUTER, p).clone()
         self._read(p, stored)
         with replica.parameters.merging(p, replica.num_steps) as theta:
@@ -444,34 +468,31 @@ class ElasticMembership:
         zeros = partial(torch.zeros, self.form.sizes[p], device=replica.parameters.device)
         return replica.described(Sync(p, stored.round, replica.num_steps), zeros, lambda: iter(()))
 
-    def _is_counted(self, p: int, flight: Flight, *, by_round: int) -> bool:
-        """True if a payload was counted up to a round; the log may be read further than that."""
-        is_counted = self.rendezvous.last_counted(self.replica.number, p) >= flight.seq
-        return is_counted and self.rendezvous.last_round(self.joined.slot, p) <= by_round
-
     def _read(self, p: int, stored: StoredSnapshot) -> None:
         """Take Θ_p and the slots from a snapshot."""
-        size, host = self.form.sizes[p], torch.device("cpu")
-        vectors = {kind: empty(size, torch.float32, host) for kind in self.digests.kinds}
-        read_into(vectors, stored.data, name=stored.name)
-        for kind, vector_N in vectors.items():
-            self.replica.state.use(kind, p).copy_(vector_N)
+        vectors, kinds = stored.vectors, self.digests.kinds
+        if vectors.keys() != set(kinds):
+            raise ExchangeError(
+                f"{stored.name} holds {', '.join(sorted(vectors))}, and this run's outer rule needs "
+                f"{', '.join(sorted(kinds))}: take the same outer rule"
+            )
+        for kind in kinds:
+            self.replica.state.use(kind, p).copy_(vectors[kind])
             self.replica.keep(kind, p)
         self._applied(p, stored.round)
 
-    def _count(self, p: int, flight: Flight) -> None:
-        """Note that an own payload was counted."""
-        self.counted[p] = flight.tokens, flight.step
-        if flight.error_N is not None:
-            self.replica.keep_error(p, flight.error_N)
-        del self.in_flight[p]
+    def _count(self, p: int) -> None:
+        """Note that the own offer in flight was counted."""
+        offer, error_N = self.in_flight.pop(p), self._errors.pop(p)
+        self.counted[p] = self.counted[p][0] + offer.tokens, offer.step
+        if error_N is not None:
+            self.replica.keep_error(p, error_N)
 
     def _applied(self, p: int, round: int) -> None:
         self.rounds[p] = round
-        self.rendezvous.applied(p, round, self.digests.base(p))
-        flight = self.in_flight.get(p)
-        if flight is not None and flight.base_round < round - self.rendezvous.max_stale:
-            del self.in_flight[p]  # nobody may count it any more; Θ − θ still holds its work
+        offer = self.in_flight.get(p)
+        if offer is not None and offer.base_round < round - self.joined.rules.max_stale:
+            del self.in_flight[p], self._errors[p]  # nobody may count it any more; Θ − θ still holds its work
 
     def _catch_up(self) -> None:
         """Take Θ from the snapshots and decisions that the run has made so far, and θ ← Θ."""
@@ -479,13 +500,16 @@ class ElasticMembership:
             self._read(p, stored)
         num_taken = 0
         while num_taken < self.joined.num_decisions:
-            for decision in self.rendezvous.decided(wait_for=-1):
-                if decision.round > self.rounds[decision.fragment]:
-                    self._take(decision, Mixing(0.0))
-                num_taken += 1
+            self._listen(wait_for=-1)
+            for waiting in self.waiting.by_fragment:
+                while waiting:
+                    decision = waiting.popleft()
+                    if decision.round > self.rounds[decision.fragment]:
+                        self._take(decision, Mixing(0.0))
+                    num_taken += 1
         for p in range(self.replica.state.num_fragments):
             self._take_outer_parameters(p)
-            self.rendezvous.applied(p, self.rounds[p], self.digests.base(p))
+        self._listen()
 
     def _take_outer_parameters(self, p: int) -> None:
         """θ_p ← Θ_p."""
@@ -506,10 +530,12 @@ class ElasticMembership:
 
     def _drained(self) -> tuple[OuterStep, ...]:
         """The outer steps of what is in flight."""
-        self.rendezvous.drain()
-        for flight in self.in_flight.values():
-            flight.due_step = min(flight.due_step, self.replica.num_steps)
-        return self.merge(wait=True)
+        self._is_draining = True
+        try:
+            return self.merge(wait=True)
+        finally:
+            self._is_draining = False
+            self._listen()
 
     def reset_outer(self) -> None:
         """Refuse: Θ is what the log says."""
@@ -539,7 +565,7 @@ class ElasticMembership:
             "last_sent": list(replica.last_sent),
             "next_send": list(self._next_send),
             "counted": [list(pair) for pair in self.counted],
-            # Copies: whoever loads in place must not change the run's Θ.
+            # Copies: loading in place must not change the run's Θ.
             OUTER: named(outer_N.clone() for outer_N in known[OUTER]),
             ERROR: named(error_N.clone() for error_N in known[ERROR]),
         }
@@ -570,7 +596,7 @@ class ElasticMembership:
         self._then = {"slot": slot, "rounds": accepted["rounds"], OUTER: then, ERROR: errors}
         for p, (last_round, then_N) in enumerate(zip(accepted["rounds"], then, strict=True)):
             # No other replica reads this slot, so the saved θ − Θ was counted, or is counted here.
-            is_newer = slot != self.joined.slot or self.rendezvous.last_round(slot, p) > last_round
+            is_newer = slot != self.joined.slot or self.joined.slot_rounds[p] > last_round
             self._translation[p] = None if is_newer else then_N
             if errors and not is_newer:
                 replica.keep_error(p, errors[p])

@@ -123,22 +123,45 @@ def weighted_sum(wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, key:
 
 
 def add_up(
-    wire: Codec, received: Mapping[int, Tensor], to_N: Tensor, keys: Sequence[Key], cohort: Cohort
+    wire: Codec,
+    received: Mapping[int, Tensor],
+    to_N: Tensor,
+    keys: Sequence[Key],
+    cohort: Cohort,
+    values: Mapping[int, Tensor] | None = None,
 ) -> Average:
     """`weighted_sum` of payloads that are all there, each with the key that it was encoded with.
+
+    Args:
+        wire: the payloads' codec.
+        received: the payloads by member.
+        to_N: the sum, flat FP32 (N).
+        keys: in the order of the members.
+        cohort: the members and their weights.
+        values: what some of the payloads stand for, flat FP32 (N): these are not decoded again.
 
     Raises:
         PayloadError: for a payload that is damaged.
     """
     for index, (member, weight, key) in enumerate(zip(cohort.members, cohort.weights, keys, strict=True)):
+        part_N = None if values is None else values.get(member)
         with naming(member):
-            if weight == 1:
+            if part_N is not None:
+                weigh_in(to_N, part_N, weight, is_first=index == 0)
+            elif weight == 1:
                 wire.decode_into(to_N, received[member], key, add=index > 0)
-                continue
-            part_N = empty(to_N.numel(), torch.float32, to_N.device)
-            wire.decode_into(part_N, received[member], key).mul_(weight)
-            to_N.copy_(part_N) if index == 0 else to_N.add_(part_N)
+            else:
+                part_N = wire.decode_into(empty(to_N.numel(), torch.float32, to_N.device), received[member], key)
+                weigh_in(to_N, part_N, weight, is_first=index == 0)
     return Average(to_N, cohort.total_weight)
+
+
+def weigh_in(to_N: Tensor, part_N: Tensor, weight: float, *, is_first: bool) -> None:
+    """Add one member's values, with their weight, to a sum, or begin it; two rounded operations per element."""
+    if is_first:
+        torch.mul(part_N, weight, out=to_N) if weight != 1 else to_N.copy_(part_N)
+    else:
+        to_N.add_(part_N * weight if weight != 1 else part_N)
 
 
 def check_complete(received: Mapping[int, Tensor], key: Key, cohort: Cohort) -> None:
@@ -200,7 +223,12 @@ def encode_shares(wire: Codec, delta_N: Tensor, num_shares: int, key: Key, *, ba
 
 
 def join_shares(
-    wire: Codec, payloads: Sequence[Tensor], to_N: Tensor, key: Key, senders: Sequence[int] | None = None
+    wire: Codec,
+    payloads: Sequence[Tensor],
+    to_N: Tensor,
+    key: Key,
+    senders: Sequence[int] | None = None,
+    values: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Decode one payload a share into a vector, and return it.
 
@@ -210,6 +238,7 @@ def join_shares(
         to_N: the vector, flat FP32.
         key: of all; each has its own part.
         senders: the replica to name for each payload, if it is damaged; None is the key's.
+        values: for each share its values, if they are known, flat FP32 (S): these are not decoded again.
 
     Raises:
         PayloadError: for a payload that is damaged.
@@ -217,6 +246,9 @@ def join_shares(
     size = share_size(to_N.numel(), len(payloads))
     for part, payload in enumerate(payloads):
         share_S, key = to_N[part * size : (part + 1) * size], key._replace(part=part)
+        if values and (known_S := values[part]) is not None:
+            share_S.copy_(known_S[: share_S.numel()])
+            continue
         with naming(key.replica if senders is None else senders[part]):
             if share_S.numel() == size:
                 wire.decode_into(share_S, payload, key)

@@ -5,15 +5,12 @@ then on. Some stores promise it and let every racer win.
 """
 
 import asyncio
-import multiprocessing
 import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Barrier, BrokenBarrierError
 
 from diloco.errors import UserError
 from diloco.rendezvous.store import Store, StoreError
@@ -21,7 +18,6 @@ from diloco.rendezvous.store import Store, StoreError
 FOLDER = "check"
 """The place of a check's objects below the store's URL, each check's in a folder of its own."""
 _PATIENCE_SECONDS = 20.0
-_BARRIER_SECONDS = 120.0
 _NUM_TIMED = 20
 _SMALL_BYTES = 1000
 _LARGE_BYTES = 1 << 24
@@ -46,7 +42,7 @@ class StoreCheck:
     url: str
     num_races: int
     num_racers: int
-    """Processes that raced for the same name each time."""
+    """Clients that raced for the same name each time, each with connections of its own."""
     several_won: int
     """Races with more than one winner."""
     none_won: int
@@ -79,11 +75,11 @@ class StoreCheck:
 
 
 def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
-    """Race for names from several processes, and time requests; what was written is deleted.
+    """Race for names, and time requests; what was written is deleted.
 
     Args:
         url: of the store, as `Store.open` takes it.
-        racers: processes that create the same name at once, at least 2.
+        racers: clients that create the same name at once, at least 2.
         rounds: races, one after another.
 
     Raises:
@@ -94,22 +90,26 @@ def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
         raise UserError(f"racers={racers} must be at least 2", "racers")
     if rounds < 1:
         raise UserError(f"rounds={rounds} must be at least 1", "rounds")
-    store, folder = Store.open(url), f"{FOLDER}/{secrets.token_hex(8)}"
+    folder = f"{FOLDER}/{secrets.token_hex(8)}"
+    return asyncio.run(_check(Store.open(url), folder, racers, rounds))
+
+
+async def _check(store: Store, folder: str, num_racers: int, num_races: int) -> StoreCheck:
     try:
-        create, get, up, down = asyncio.run(_timed(store, folder))
-        laps = _raced(url, folder, racers, rounds)
-        names = asyncio.run(_listed(Store.open(url), folder))
+        create, get, up, down = await _timed(store, folder)
+        laps = await _raced(store, folder, num_racers, num_races)
+        names = await _listed(store, folder)
     finally:
-        trouble = asyncio.run(_clean(Store.open(url), folder))
+        trouble = await _clean(store, folder)
     several, none, wrong = judged(laps)
     return StoreCheck(
         url=store.url,
-        num_races=rounds,
-        num_racers=racers,
+        num_races=num_races,
+        num_racers=num_racers,
         several_won=several,
         none_won=none,
         wrong_reads=wrong,
-        unlisted=sum(f"{folder}/{race}" not in names for race in range(rounds)),
+        unlisted=sum(f"{folder}/{race}" not in names for race in range(num_races)),
         create_seconds=create,
         get_seconds=get,
         up_bytes_s=up,
@@ -119,19 +119,14 @@ def check_store(url: str, *, racers: int = 4, rounds: int = 50) -> StoreCheck:
 
 
 async def assert_sound(store: Store, *, num_racers: int = 4, num_races: int = 4) -> None:
-    """Race for a few names from this process alone, with a client for each racer, before a run trusts the store.
+    """Race for a few names, before a run trusts the store.
 
     Raises:
         StoreError: if two have won, or a read gave other bytes than the winner's.
     """
     folder = f"{FOLDER}/{secrets.token_hex(8)}"
-    racers = [store, *(Store.open(store.url) for _ in range(num_racers - 1))]
-    laps = []
     try:
-        for race in range(num_races):
-            name = f"{folder}/{race}"
-            absent = await asyncio.gather(*(_is_absent(racer, name) for racer in racers))
-            laps.append(await asyncio.gather(*(_lap(r, name, i, absent[i]) for i, r in enumerate(racers))))
+        laps = await _raced(store, folder, num_racers, num_races)
     finally:
         # A member whose rights don't include it leaves a few bytes.
         with suppress(StoreError):
@@ -183,46 +178,15 @@ async def _lap(store: Store, name: str, racer: int, was_absent: bool) -> Lap:
     return Lap(was_absent=was_absent, won=won, read=None if read is None else bytes(read))
 
 
-def _raced(url: str, folder: str, num_racers: int, num_races: int) -> list[tuple[Lap, ...]]:
-    """The laps of each race, in racers' order."""
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(num_racers, timeout=_BARRIER_SECONDS)
-    with ProcessPoolExecutor(num_racers, context, initializer=_be_racer, initargs=(barrier,)) as pool:
-        futures = [pool.submit(_race, url, folder, racer, num_races) for racer in range(num_racers)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        # The first to fail breaks the barrier for the others.
-        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
-            raise error
-        return list(zip(*(future.result() for future in futures), strict=True))
-
-
-_barrier: Barrier | None = None
-
-
-def _be_racer(barrier: Barrier) -> None:
-    global _barrier
-    _barrier = barrier
-
-
-def _race(url: str, folder: str, racer: int, num_races: int) -> list[Lap]:
-    """One racer's laps, in a process of its own."""
-    barrier = _barrier
-    assert barrier is not None, "_be_racer was called"
-
-    async def race() -> list[Lap]:
-        store, laps = Store.open(url), []
-        for number in range(num_races):
-            name = f"{folder}/{number}"
-            was_absent = await _is_absent(store, name)
-            barrier.wait()
-            laps.append(await _lap(store, name, racer, was_absent))
-        return laps
-
-    try:
-        return asyncio.run(race())
-    except BaseException:
-        barrier.abort()
-        raise
+async def _raced(store: Store, folder: str, num_racers: int, num_races: int) -> list[list[Lap]]:
+    """The laps of each race, in racers' order; each racer has a client of its own."""
+    racers = [store, *(Store.open(store.url) for _ in range(num_racers - 1))]
+    laps = []
+    for race in range(num_races):
+        name = f"{folder}/{race}"
+        absent = await asyncio.gather(*(_is_absent(racer, name) for racer in racers))
+        laps.append(await asyncio.gather(*(_lap(r, name, i, absent[i]) for i, r in enumerate(racers))))
+    return laps
 
 
 async def _timed(store: Store, folder: str) -> tuple[tuple[float, float], tuple[float, float], float, float]:

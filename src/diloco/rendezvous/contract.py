@@ -1,9 +1,11 @@
 """The contract between an engine and a place where replicas come and go.
 
 The training thread offers outer gradients and takes decisions; everything else happens behind this contract.
+
+Shapes: N elements of one fragment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from diloco.outer.averages import share_size
 from diloco.outer.cohort import Cohort
-from diloco.rendezvous.log.entries import LogError
+from diloco.rendezvous.log.entries import Claim, LogError, Rules
 from diloco.wire.payload import Codec, Key
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, TypeIs
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +65,14 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """An outer gradient that a replica has encoded."""
+class Offer(Claim):
+    """An outer gradient that a replica offers to the others, until it is decided."""
 
-    seq: int
-    """Offers of this replica before it."""
     fragment: int
-    payloads: tuple[Tensor, ...]
-    """One a share, flat uint8, not to be changed any more."""
+    base: int
+    """The digest of the Θ_p that it was taken against."""
     norms: tuple[float, ...]
     """For each share ‖Δ‖₂ as decoded."""
-    base_round: int
-    """The fragment's round of the Θ_p that it was taken against."""
-    base: int
-    """The digest of that Θ_p."""
-    tokens: int
-    """Tokens read since the last send of the fragment that was counted."""
-    steps: int
-    """Inner steps since then."""
-    position: int
-    """Tokens that this process has read, in all."""
     step: int
     """The inner step after which it is offered."""
     overlap_steps: int
@@ -91,26 +81,41 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSnapshot:
-    """A fragment's snapshot, as it lies in the store; nobody has checked it."""
+    """A fragment's snapshot, after all checks but that of the vectors' names."""
 
     round: int
     name: str
-    """The name of its object in the store, which holds the SHA-256."""
-    data: "Buffer"
+    """The name of its object in the store."""
+    vectors: Mapping[str, Tensor]
+    """Θ_p as `outer`, and the outer rule's slots; flat FP32 (N), read-only."""
+
+
+@dataclass(eq=False)
+class Payload:
+    """A payload after all checks."""
+
+    data: Tensor
+    """Flat uint8, read-only."""
+    values: Tensor | None = None
+    """The values that it stands for, flat FP32, read-only; None where memory is too short to keep them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """The outer gradients of an outer step: everybody's payloads, or the averages of the shares."""
 
-    payloads: Mapping[int, Tensor] = field(default_factory=dict)
+    payloads: Mapping[int, Payload] = field(default_factory=dict)
     """The payloads by member; empty if there are averages."""
-    averages: tuple[Tensor, ...] = ()
-    """The payload of each share's average, in their order; empty with gather."""
+    averages: tuple[Payload, ...] = ()
+    """The average of each share, in their order; empty with gather."""
     bytes_received: int
     """Payload bytes that this replica received for them."""
     bytes_sent: int = 0
     """Bytes of the averages that this replica made."""
+
+
+MOST_DECISIONS_PER_FRAGMENT = 2
+"""Decisions with content that wait for the training thread, which may be evaluating, or stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,22 +134,88 @@ class Decision:
     """The outer gradients; a snapshot after this round or a later one, if they were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
-    is_own: bool
-    """Whether this replica's outstanding payload is in it."""
+    own_seq: int
+    """The newest of this replica's offers that the content counts, by `Offer.seq`; −1 if it counts none."""
     with_snapshot: bool
     """Whether this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """The run since the last call of `Seat.step`."""
+
+    decisions: Sequence[Decision] = ()
+    """The decisions since then, in the log's order."""
+    wanted: Collection[int] = ()
+    """The fragments whose open round has another replica's payload."""
+    rounds: Sequence[int]
+    """For each fragment its newest round that was decided, as far as is known."""
+
+
+class Seat(Protocol):
+    """The place of one replica in a run that it has joined."""
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why this replica can't go on; None as far as is known."""
+        ...
+
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+        """Start to upload an outer gradient, and return at once.
+
+        Args:
+            offer: the facts about it.
+            payloads: one per share; flat uint8; read-only.
+            values_N: the values that they stand for, flat FP32 (N), in the host's memory; read-only.
+        """
+        ...
+
+    def step(
+        self,
+        num_steps: int,
+        applied: Sequence[tuple[int, int]],
+        *,
+        room: int,
+        wait_for: int | None = None,
+        is_last: bool = False,
+    ) -> News:
+        """Tell where this replica is, and take the news.
+
+        Args:
+            num_steps: inner steps that it has taken.
+            applied: for each fragment the round that it has applied, and the digest of Θ_p after it.
+            room: decisions that it can hold: with none left, none are taken.
+            wait_for: a fragment, or −1 for any: wait until there is a decision of it, bounded in time.
+            is_last: no more inner steps follow: decide without waiting for them.
+
+        Raises:
+            ExchangeError: if a decision that is waited for did not come in time.
+        """
+        ...
+
+    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
     """The run as a replica finds it."""
 
+    seat: Seat
+    """The place that its engine works from."""
     run: str
     """SHA-256 of the log's entry 0, which names the run."""
+    rules: Rules
+    """The run's rules."""
     replica: int
-    """This replica's number."""
+    """This replica's number, unique in the run."""
     slot: int
     """This replica's part of the text."""
+    start: int
+    """The first token of this replica in the slot."""
+    slot_rounds: Sequence[int]
+    """For each fragment its newest round that counted a replica of this slot; 0 if there is none."""
     snapshots: Mapping[int, StoredSnapshot]
     """The newest snapshot of each fragment that has one."""
     form: Form
@@ -157,23 +228,8 @@ class Rendezvous(Protocol):
     """A place where replicas come and go."""
 
     @property
-    def replica(self) -> int:
-        """This replica's number, unique in the run; after `join`."""
-        ...
-
-    @property
     def timeout_seconds(self) -> float:
-        """Longest time that joining, leaving, or a decision that is waited for, may take; known before `join`."""
-        ...
-
-    @property
-    def failure(self) -> str | None:
-        """The reason why this replica can't go on; None as far as is known."""
-        ...
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `decided` has something to give."""
+        """Longest time that joining, leaving, or a decision that is waited for, may take."""
         ...
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
@@ -184,69 +240,12 @@ class Rendezvous(Protocol):
         """
         ...
 
-    def offer(self, offer: Offer) -> None:
-        """Start to upload an outer gradient, and return at once."""
-        ...
-
-    def at_step(self, step: int) -> None:
-        """Tell how many inner steps this replica has taken."""
-        ...
-
-    def applied(self, fragment: int, round: int, checksum: int) -> None:
-        """Tell the digest of Θ_p after a round."""
-        ...
-
-    def wanted(self) -> Sequence[int]:
-        """The fragments whose open round has another replica's payload."""
-        ...
-
-    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
-        """The decisions since the last call, in the log's order.
-
-        Args:
-            wait_for: a fragment, or −1 for any: wait until there is a decision of it, bounded in time.
-
-        Raises:
-            ExchangeError: if it did not come in time.
-        """
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Whether a decision is waited for at t + τ: true if the quorum is all."""
-        ...
-
-    @property
-    def max_stale(self) -> int:
-        """Rounds after which a payload that was not counted never will be."""
-        ...
-
-    def last_counted(self, replica: int, fragment: int) -> int:
-        """The newest payload of a replica, by its number in `Offer.seq`, that a fragment's rounds have counted."""
-        ...
-
-    def newest_round(self, fragment: int) -> int:
-        """The newest round of a fragment that was decided, as far as is known."""
-        ...
-
-    def last_round(self, slot: int, fragment: int) -> int:
-        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
-        ...
-
-    def drain(self) -> None:
-        """Decide without waiting for steps that are not taken any more, until the next `at_step`."""
-        ...
-
-    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
-        """Start to upload Θ_p (`outer`) and the slots after a round; the vectors are copies."""
-        ...
-
-    def leave(self, *, finished: bool) -> None:
-        """Wait for own uploads, bounded in time, and leave."""
+    def leave(self, *, finished: bool = False) -> None:
+        """Wait for own uploads, bounded in time, and leave; `finished` if the run's token budget is spent."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Stop at once, after an error."""
+        """Stop at once, after an error, whether this replica has joined or not; the others go on."""
         ...
 
 

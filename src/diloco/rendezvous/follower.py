@@ -16,19 +16,22 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError
-from diloco.rendezvous.archive import SnapshotQueue, newest_snapshot, write_index
-from diloco.rendezvous.averager import Averager
-from diloco.rendezvous.contract import Content, Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.archive import SnapshotQueue, write_index
+from diloco.rendezvous.contract import (
+    MOST_DECISIONS_PER_FRAGMENT,
+    Content,
+    Decision,
+    Form,
+    Offer,
+    StoredSnapshot,
+)
 from diloco.rendezvous.log.entries import Body, Contribution, Entry, Leave, LogError, Outer, Snapshot
 from diloco.rendezvous.log.keys import Signer
-from diloco.rendezvous.log.log import Log
+from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, may_decide, turns
-from diloco.rendezvous.payloads import Inbox, Outbox
+from diloco.rendezvous.objects import Objects
+from diloco.rendezvous.payloads import Averager, Inbox, Outbox
 from diloco.rendezvous.store import Store
-
-MOST_DECISIONS_A_FRAGMENT = 2
-"""Decisions with content that wait for the training thread, which may be evaluating, or stopped."""
-
 
 _AHEAD = 4
 """Outer entries whose content is downloaded at once."""
@@ -41,8 +44,7 @@ class Delivery:
     """Hands outer steps over for one replica.
 
     Args:
-        store: the run's.
-        form: of payloads.
+        objects: the store's.
         inbox: where payloads lie until they are counted.
         own: this replica.
         content_of: the way to an outer step's content.
@@ -53,8 +55,7 @@ class Delivery:
 
     def __init__(
         self,
-        store: Store,
-        form: Form,
+        objects: Objects,
         inbox: Inbox,
         *,
         own: int,
@@ -67,7 +68,7 @@ class Delivery:
         """The decisions for the training thread, in the log's order."""
         self.news = threading.Condition()
         """The condition that is notified when a decision is ready."""
-        self._store, self._form, self._inbox, self._own = store, form, inbox, own
+        self._objects, self._inbox, self._own = objects, inbox, own
         self._content_of, self._state, self._newest = content_of, state, newest
         self._poll_seconds = poll_seconds
         self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
@@ -90,7 +91,7 @@ class Delivery:
                 author, ref = await self._queue.get()
                 ahead.append((author, ref, tasks.create_task(self._content(ref))))
             author, ref, task = ahead.popleft()
-            while len(self.decisions) >= MOST_DECISIONS_A_FRAGMENT * len(self._form.sizes):
+            while len(self.decisions) >= MOST_DECISIONS_PER_FRAGMENT * len(self._objects.form.sizes):
                 await asyncio.sleep(self._poll_seconds)  # until the training thread has taken some
             decision = await self._decision(author, ref, await task)
             self._inbox.forget(ref.body.fragment, ref.body.contributions)
@@ -102,20 +103,34 @@ class Delivery:
         return await self._content_of(ref, self._state())
 
     async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
-        state, body, parts = self._state(), ref.body, ref.body.contributions
-        if content is not None:
+        body, parts = ref.body, ref.body.contributions
+        if content is None:
+            whole = await self._snapshot_after(ref)
+            own_seq = self._own_seq_until(body.fragment, whole.round)
+        else:
+            whole, own_seq = content, next((c.seq for c in parts if c.replica == self._own), -1)
             self._snapshots.pop(body.fragment, None)
+        state = self._state()
         return Decision(
             number=ref.number,
             fragment=body.fragment,
             round=body.round,
             before=int(body.before, 16),
             cohort=state.cohort(parts),
-            content=await self._snapshot_after(ref) if content is None else content,
+            content=whole,
             base_rounds={c.replica: c.base_round for c in parts},
-            is_own=any(c.replica == self._own for c in parts),
+            own_seq=own_seq,
             with_snapshot=author == self._own and state.rules.is_kept(body.round - 1),
         )
+
+    def _own_seq_until(self, fragment: int, round: int) -> int:
+        """The newest of this replica's offers that the rounds up to one have counted; −1 if they counted none.
+
+        At most one offer of a fragment is not decided: older ones than the newest that was counted do not matter.
+        """
+        state = self._state()
+        log, slot = state.fragments[fragment], state.members[self._own].slot
+        return log.last_seq.get(self._own, -1) if log.last_round.get(slot, 0) <= round else -1
 
     async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:
         """The snapshot that stands for an outer step whose content was deleted, since it is long ago."""
@@ -130,13 +145,12 @@ class Delivery:
         """A fragment's newest snapshot; while it is read, newer ones may take its place, and it is deleted."""
         p, state = ref.body.fragment, self._state()
         while True:
-            error = LogError(f"entry {ref.number} of the log counts payloads that are not in the store")
-            try:
-                stored = await newest_snapshot(self._store, state, p, self._form.sizes[p])
-                if stored is not None and stored.round >= ref.body.round:
-                    return stored
-            except LogError as missing:
-                error = missing
+            error = LogError(f"{source_of(ref.number)} counts payloads that are not in the store")
+            if (refs := state.fragments[p].snapshots) and refs[-1].round >= ref.body.round:
+                try:
+                    return await self._objects.snapshot(p, refs[-1])
+                except LogError as missing:
+                    error = missing
             newest = await self._newest()
             if newest.fragments[p].snapshots == state.fragments[p].snapshots:
                 raise error
@@ -213,11 +227,11 @@ class Pace:
     poll_seconds: float
     """Time between two looks into the store."""
     memory_bytes: int
-    """Size of the others' payloads in memory."""
+    """Size of the others' payloads in memory, and of all values."""
     patience: int
-    """Inner steps after t + τ, from which on a replica decides with whoever is there."""
+    """Inner steps after t + τ, after which a replica decides with the payloads that are there."""
     drain_seconds: float
-    """Seconds after the last inner step, from which on a replica decides with whoever is there."""
+    """Seconds after the last inner step, after which a replica decides with the payloads that are there."""
 
 
 class Follower:
@@ -236,31 +250,29 @@ class Follower:
         self.step = 0
         self.draining_since: float | None = None
         """Time at which the training thread took the last of its `step` inner steps; None while it takes more."""
-        self.bases: dict[int, tuple[int, int]] = {}
+        self.bases: Sequence[tuple[int, int]] = ((-1, 0),) * len(form.sizes)
         """For each fragment the round that the training thread has applied, and the digest of Θ_p after it."""
         self.wanted: Sequence[int] = ()
         """Fragments whose open round has another's payload."""
         self.failure: str | None = None
         """The reason why this replica can't go on."""
-        self._store, self._log, self._own, self._form = store, log, own, form
+        self._store, self._log, self._own = store, log, own
         self._signer, self._pace = signer, pace
         self._changed = asyncio.Event()
-        run, poll = log.state.run, pace.poll_seconds
+        log.patience_seconds, poll = FOR_EVER, pace.poll_seconds
+        objects = Objects(store=store, form=form, run=log.state.run)
         self.inbox = Inbox(
-            store,
-            form,
-            run,
+            objects,
             own=own,
             memory_bytes=pace.memory_bytes,
             poll_seconds=poll,
             on_arrival=self._on_arrival,
         )
         self.outbox = Outbox(store, signer, form, log, own=own, inbox=self.inbox)
-        self.averager = Averager(store, signer, form, self.inbox, own=own, poll_seconds=poll, newest=self._newest)
+        self.averager = Averager(objects, signer, self.inbox, own=own, poll_seconds=poll, newest=self._newest)
         content_of = self.inbox.of_entry if form.second is None else self.averager.of_entry
         self.delivery = Delivery(
-            store,
-            form,
+            objects,
             self.inbox,
             own=own,
             content_of=content_of,
@@ -281,6 +293,10 @@ class Follower:
     def state(self) -> RunState:
         """The state that the log makes, as far as it was read."""
         return self._log.state
+
+    def taken(self) -> list[Decision]:
+        """The decisions since the last call, in the log's order; called by the training thread."""
+        return [self.decisions.popleft() for _ in range(len(self.decisions))]
 
     async def run(self, replay: Sequence[OuterRef]) -> None:
         """Follow the log until `failure` or cancellation, beginning with outer entries that were read already."""
@@ -319,7 +335,7 @@ class Follower:
         self._watch_members()
         while True:
             self._changed.clear()
-            for number, entry in await self._log.read():
+            async for number, entry in self._log.read(at_once=1):
                 self._heed(number, entry)
             self._num_reads += 1
             if await self._write():
@@ -382,7 +398,7 @@ class Follower:
     def _decision(self) -> Outer | None:
         """The outer entry that this replica may write now."""
         for p, offer in self.outbox.offers.items():
-            applied, base = self.bases.get(p, (-1, 0))
+            applied, base = self.bases[p]
             log = self.state.fragments[p]
             if applied != log.round:
                 continue  # the training thread has not taken the last outer step yet

@@ -4,30 +4,18 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 from diloco.errors import DisagreementError
-from diloco.rendezvous.archive import newest_snapshot, newest_state
+from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
-from diloco.rendezvous.log.entries import (
-    FORMAT,
-    MOST_ENTRY_BYTES,
-    Create,
-    Join,
-    Leave,
-    LogError,
-    Rules,
-    entry_name,
-    new_entry,
-    open_entry,
-    seal_entry,
-)
+from diloco.rendezvous.log.entries import FORMAT, Create, Join, Leave, LogError, Rules, entry_name
 from diloco.rendezvous.log.keys import VARIABLE, Signer
-from diloco.rendezvous.log.log import Log, begun
+from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
+from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
 
 _LOG = logging.getLogger("diloco")
@@ -44,18 +32,7 @@ class Wish:
     """The rules that its user has set, which an existing run must have, too."""
     facts: Mapping[str, Any]
     """The settings that all replicas share."""
-    sizes: tuple[int, ...]
-    """N of each fragment."""
     timeout_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entrance:
-    """The place from which a replica starts."""
-
-    replay: tuple[OuterRef, ...]
-    """The outer entries to replay, after the snapshots."""
-    snapshots: Mapping[int, StoredSnapshot]
 
 
 async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
@@ -70,16 +47,15 @@ async def join(store: Store, signer: Signer, wish: Wish) -> tuple[Log, int]:
         StoreError: if the store can't be used.
     """
     patience = wish.timeout_seconds
-    data = await store.get(entry_name(0), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience)
-    if data is None:
-        data = await _created(store, signer, wish)
-    log = Log(store, signer, await newest_state(store, begun(bytes(data))))
-    _compare(bytes(data), wish)
-    await log.read(patience_seconds=patience)
-    return log, await _joined(log, signer, wish, store.url)
+    data = await stored_entry(store, 0, patience_seconds=patience) or await _created(store, signer, wish)
+    create, first = begun(data)
+    log = Log(store, await newest_state(store, first), signer, patience_seconds=patience)
+    _compare(create, wish)
+    await log.read_all(at_once=1)
+    return log, await _number_of_joined(log, signer, wish, store.url)
 
 
-async def missing(log: Log, wish: Wish, own: int) -> str:
+async def missing(log: Log, own: int) -> str:
     """The replicas that have not joined and without which the run does not begin, in words; empty if it may begin.
 
     Raises:
@@ -87,31 +63,36 @@ async def missing(log: Log, wish: Wish, own: int) -> str:
         FencedError: if another process takes the replica's place.
         StoreError: if the store can't be used.
     """
-    for _, entry in await log.read(patience_seconds=wish.timeout_seconds):
-        log.state.check_goes_on(own, entry)
+    await _read_on(log, own)
     least = log.state.rules.num_replicas
     num_missing = 0 if log.state.num_outer else max(0, least - len(log.state.present))
     return f"{num_missing} of {least} replicas" if num_missing else ""
 
 
-async def enter(store: Store, log: Log, own: int, wish: Wish) -> Entrance:
-    """The place from which a joiner starts: the newest snapshots, and the outer entries after them.
+async def newest_snapshots(objects: Objects, log: Log, own: int) -> dict[int, StoredSnapshot]:
+    """The newest snapshot of each fragment that has one, from which a joiner starts.
 
     Raises:
-        LogError: if the log is damaged.
+        LogError: if the log or a snapshot is damaged.
         FencedError: if another process takes the replica's place meanwhile.
         StoreError: if the store can't be used.
     """
-    patience = wish.timeout_seconds
-    for _ in range(_MOST_TRIES):
-        with suppress(LogError):  # newer ones may have taken their place meanwhile
-            newest = await _newest_snapshots(store, log.state, wish)
-            break
-        for _, entry in await log.read(patience_seconds=patience):
-            log.state.check_goes_on(own, entry)
-    else:
-        newest = await _newest_snapshots(store, log.state, wish)
-    return Entrance(replay=_replay(log.state), snapshots=newest)
+    for num_tries in range(1, _MOST_TRIES + 1):
+        refs = {p: of_p.snapshots[-1] for p, of_p in enumerate(log.state.fragments) if of_p.snapshots}
+        try:
+            snapshots = await asyncio.gather(*(objects.snapshot(p, ref) for p, ref in refs.items()))
+            return dict(zip(refs, snapshots, strict=True))
+        except LogError:  # newer ones may have taken their place meanwhile
+            if num_tries == _MOST_TRIES:
+                raise
+        await _read_on(log, own)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _read_on(log: Log, own: int) -> None:
+    """Read what was written since, while this replica is still in the run."""
+    async for _, entry in log.read(at_once=1):
+        log.state.check_goes_on(own, entry)
 
 
 async def withdraw(log: Log, own: int) -> None:
@@ -119,12 +100,7 @@ async def withdraw(log: Log, own: int) -> None:
     while not (log.state.members[own].left or log.state.members[own].fenced):
         _, is_own = await log.append(Leave(finished=False), author=own)
         if not is_own:
-            await log.read()
-
-
-async def _newest_snapshots(store: Store, state: RunState, wish: Wish) -> dict[int, StoredSnapshot]:
-    several = (newest_snapshot(store, state, p, size) for p, size in enumerate(wish.sizes))
-    return {p: snapshot for p, snapshot in enumerate(await asyncio.gather(*several)) if snapshot is not None}
+            await log.read_all(at_once=1)
 
 
 async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
@@ -132,9 +108,8 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     await assert_sound(store)
     allowed = (signer.public,) if signer.public else ()
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
-    entry = new_entry(body, author=-1, previous="")
-    data = seal_entry(entry, signer.sign(entry.line()))
-    open_entry(data, number=0)  # refuse here what everybody would have to refuse
+    data = sealed_entry(body, signer, author=-1, previous="")
+    ENTRY.open(data, source_of(0))  # refuse here what everybody would have to refuse
     other = await store.create(entry_name(0), data, patience_seconds=wish.timeout_seconds)
     if other is None and not signer.public:
         _LOG.warning(
@@ -145,14 +120,12 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     return data if other is None else other
 
 
-def _compare(data: bytes, wish: Wish) -> None:
+def _compare(body: Create, wish: Wish) -> None:
     """Refuse a run with other settings.
 
     Raises:
         DisagreementError: naming the first that differs, and both values.
     """
-    body = open_entry(data, number=0)[0].body
-    assert isinstance(body, Create), "begun has looked"
     mine = json.loads(json.dumps(dict(wish.facts)))
     for name in dict.fromkeys((*mine, *body.facts)):
         if name not in mine or name not in body.facts or mine[name] != body.facts[name]:
@@ -170,16 +143,16 @@ def _compare(data: bytes, wish: Wish) -> None:
             )
 
 
-async def _joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
+async def _number_of_joined(log: Log, signer: Signer, wish: Wish, url: str) -> int:
     """The number under which this replica has joined."""
     while True:
         body, own = Join(name=wish.name, key=signer.public), len(log.state.members)
         if reason := log.state.refusal_of_joiner(body):
             raise LogError(_refusal(log.state, signer, url) or f"the run refuses this replica: it {reason}")
-        _, is_own = await log.append(body, author=own, patience_seconds=wish.timeout_seconds)
+        _, is_own = await log.append(body, author=own)
         if is_own:
             return own
-        await log.read(patience_seconds=wish.timeout_seconds)
+        await log.read_all(at_once=1)
 
 
 def _refusal(state: RunState, signer: Signer, url: str) -> str:
@@ -190,8 +163,8 @@ def _refusal(state: RunState, signer: Signer, url: str) -> str:
         return f"the run asks for a key: set {VARIABLE} to this replica's key file, which diloco keys new makes"
     if state.creator and signer.public not in state.allowed:
         return (
-            "the key of this replica is not among those that may join the run: whoever created the run allows it "
-            f"by: diloco keys allow {url} {signer.public}"
+            "the key of this replica is not among those that may join the run: its creator allows it by "
+            f"diloco keys allow {url} {signer.public}"
         )
     if signer.public and not state.creator:
         return f"the run was created without keys, and this replica has one: leave {VARIABLE} unset"
@@ -201,7 +174,7 @@ def _refusal(state: RunState, signer: Signer, url: str) -> str:
 _MOST_TRIES = 10
 
 
-def _replay(state: RunState) -> tuple[OuterRef, ...]:
+def outer_entries_to_replay(state: RunState) -> tuple[OuterRef, ...]:
     """The outer entries after each fragment's newest snapshot, in the log's order."""
     refs = [
         ref

@@ -1,112 +1,85 @@
-"""The other replicas' payloads: found by their names, downloaded, verified, and kept until they are counted."""
+"""The contents of outer steps: own payloads go out, the others' come in, and shares are averaged.
+
+A payload is looked for by its name, checked, and kept until an entry counts it.
+
+The members of an entry stand in a circle, in an order that changes with each entry: share r is averaged by the
+member at place r. A replica that waits too long computes the average itself. All copies have the same bytes; the
+first one stored is used.
+"""
 
 import asyncio
 import logging
-import tempfile
-import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous.contract import Content, Form, Offer
-from diloco.rendezvous.log.entries import Contribution, LogError, Outer
+from diloco.rendezvous.contract import Content, Form, Offer, Payload
+from diloco.rendezvous.log.entries import Claim, Contribution, LogError, Outer
 from diloco.rendezvous.log.keys import Signer
-from diloco.rendezvous.log.log import FOR_EVER, Log
-from diloco.rendezvous.log.run import OuterRef, RunState, of_the_run
+from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
+from diloco.rendezvous.log.run import OuterRef, RunState, of_the_run, turns
 from diloco.rendezvous.objects import (
-    MOST_HEAD_BYTES,
+    AVERAGE,
+    PAYLOAD,
+    AbsentError,
+    Fetched,
     Header,
-    body_tensor,
-    check_header,
-    contribution,
-    open_payload,
-    payload_name,
-    seal_payload,
-    verified,
+    Objects,
+    average_of,
+    header_of,
 )
 from diloco.rendezvous.store import Store, TooLargeError
 
 _LOG = logging.getLogger("diloco")
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
+class Memory:
+    """Bounds the memory of payloads, and that of their values; of each, what came first is given up first.
 
-DISK_OVER_MEMORY = 16
-"""Largest size of the payloads in files, as a multiple of the memory."""
-
-
-class PayloadCache:
-    """Payloads by name. Those that it gives up can be downloaded again.
+    A payload that is given up is downloaded again; values that are given up are decoded again.
 
     Args:
-        memory_bytes: size of the payloads in memory. As much as 16 times more lies in files without a name in the
-            temporary directory, mapped into memory, which the system reads when they are used.
+        most_bytes: size of the payloads that are kept until they are counted, and size of all values.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._memory_bytes, self._disk_bytes = memory_bytes, DISK_OVER_MEMORY * memory_bytes
-        self._memory: OrderedDict[str, Tensor] = OrderedDict()
-        self._disk: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._payloads: OrderedDict[str, Payload] = OrderedDict()
+        self._with_values: list[weakref.ref[Payload]] = []  # others may still use them
 
-    def keep(self, name: str, payload: Tensor) -> None:
-        """Keep a payload, a flat uint8 tensor; called by one thread at a time, since it may write files."""
-        with self._lock:
-            self._memory[name] = payload
-        while _bytes(self._memory) > self._memory_bytes:
-            with self._lock:
-                oldest = next(iter(self._memory), None)
-                moved = None if oldest is None else self._memory[oldest]
-            if oldest is None or moved is None:
-                return
-            mapped = self._written(moved) if moved.numel() <= self._disk_bytes else None
-            with self._lock:
-                if self._memory.pop(oldest, None) is not None and mapped is not None:
-                    self._disk[oldest] = mapped
-                while _bytes(self._disk) > self._disk_bytes:
-                    self._disk.popitem(last=False)
+    def keep(self, name: str, payload: Payload) -> None:
+        """Keep a payload and its values."""
+        self._payloads[name] = payload
+        num_bytes = sum(kept.data.numel() for kept in self._payloads.values())
+        while num_bytes > self._most_bytes:
+            num_bytes -= self._payloads.popitem(last=False)[1].data.numel()
+        self.keep_values(payload)
 
-    def get(self, name: str) -> Tensor | None:
+    def keep_values(self, payload: Payload) -> None:
+        """Keep the values of a payload for as long as somebody keeps it."""
+        payloads = dict.fromkeys(kept for ref in self._with_values if (kept := ref()) is not None)
+        payloads[payload] = None
+        num_bytes = sum(kept.values.nbytes for kept in payloads if kept.values is not None)
+        for kept in payloads:
+            if num_bytes > self._most_bytes and kept.values is not None:
+                num_bytes -= kept.values.nbytes
+                kept.values = None
+        self._with_values = [weakref.ref(kept) for kept in payloads if kept.values is not None]
+
+    def get(self, name: str) -> Payload | None:
         """A payload; None if it is not here any more."""
-        with self._lock:
-            for place in (self._memory, self._disk):
-                if name in place:
-                    place.move_to_end(name)
-                    return place[name]
-        return None
+        return self._payloads.get(name)
 
     def drop(self, name: str) -> None:
-        """Forget a payload; absent ones are fine."""
-        with self._lock:
-            self._memory.pop(name, None)
-            self._disk.pop(name, None)
-
-    @staticmethod
-    def _written(payload: Tensor) -> Tensor | None:
-        """The payload in a file that disappears with the tensor; None if there is no space for it."""
-        try:
-            with tempfile.TemporaryFile(prefix="diloco-payload-") as file:
-                file.write(payload.numpy().data)
-                file.flush()
-                return torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(payload.numel(),)))
-        except OSError as error:
-            _LOG.warning(
-                "a payload can't be kept in %s, and will be downloaded again: %s", tempfile.gettempdir(), error
-            )
-            return None
-
-
-def _bytes(payloads: OrderedDict[str, Tensor]) -> int:
-    return sum(payload.numel() for payload in list(payloads.values()))
+        """Give up a payload that is not needed any more."""
+        self._payloads.pop(name, None)
 
 
 _SLOWER = 16
@@ -119,54 +92,49 @@ class Arrived:
 
     header: Header
     contribution: Contribution
-    """The payload's place in an outer entry."""
-    payloads: tuple[Tensor, ...] = ()
-    """One a share, flat uint8: own ones, which are kept until they are counted."""
+    """The payload in an outer entry."""
+    own: tuple[Payload, ...] = ()
+    """This replica's own payloads, one per share, which are kept until they are counted."""
 
 
 class Inbox:
     """The newest payload of each replica for each fragment.
 
     Args:
-        store: where they lie.
-        form: of payloads.
-        run: SHA-256 of entry 0.
+        objects: the store's.
         own: this replica.
-        memory_bytes: size of the payloads that are kept in memory.
+        memory_bytes: bound of `Memory`.
         poll_seconds: time between two looks for a payload.
         on_arrival: called after one has arrived.
     """
 
     def __init__(
         self,
-        store: Store,
-        form: Form,
-        run: str,
+        objects: Objects,
         *,
         own: int,
         memory_bytes: int,
         poll_seconds: float,
         on_arrival: Callable[[], None],
     ) -> None:
-        self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
+        self.here: list[dict[int, Arrived]] = [{} for _ in objects.form.sizes]
         """The payloads that are here, by fragment and replica."""
-        self._store, self._form, self._run, self._own = store, form, run, own
+        self.memory = Memory(memory_bytes)
+        self._objects, self._own = objects, own
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
-        self._cache = PayloadCache(memory_bytes)
-        # Shares are objects of their own, which nobody needs before an entry counts them.
-        self._is_whole = form.num_shares == 1
-        largest = max(map(form.share_bytes, range(len(form.sizes)))) if self._is_whole else 0
-        self._most_bytes = largest + MOST_HEAD_BYTES
-        self._scratch_N = torch.empty(max(form.sizes), dtype=torch.float32)
-        self._verifying = asyncio.Lock()  # one at a time, in the scratch memory
         self._left_out: set[str] = set()
+        self._fetching: dict[str, asyncio.Task[Fetched | None]] = {}
+        self._looking_for: dict[int, int] = {}
+        """For each replica that is watched the number of the payload that is looked for."""
+        self._fetched_early: set[str] = set()
+        """Payloads that came for the entry which counts them, before they were looked for."""
 
-    def put(self, header: Header, own: tuple[Tensor, ...] = ()) -> None:
-        """Tell of a payload that can be counted; an own one comes with its bytes."""
+    def put(self, header: Header, own: tuple[Payload, ...] = ()) -> None:
+        """Take a payload that can be counted; an own one comes with its bytes."""
         here = self.here[header.fragment]
         if (older := here.get(header.replica)) is not None:
-            self._cache.drop(older.header.name)
-        here[header.replica] = Arrived(header, contribution(header), own)
+            self.memory.drop(older.header.name)
+        here[header.replica] = Arrived(header, header.contribution(), own)
         self._on_arrival()
 
     def forget(self, fragment: int, contributions: Iterable[Contribution]) -> None:
@@ -175,10 +143,10 @@ class Inbox:
             arrived = self.here[fragment].get(counted.replica)
             if arrived is not None and arrived.contribution.seq <= counted.seq:
                 del self.here[fragment][counted.replica]
-                self._cache.drop(arrived.header.name)
+                self.memory.drop(arrived.header.name)
 
     def of_the_run(self, state: RunState, fragment: int, base: str) -> dict[int, Contribution]:
-        """The payloads that were taken against the run's Θ_p, which `base` is here; others are told once.
+        """The payloads taken against the run's Θ_p, whose digest here is `base`; a warning names each other one.
 
         Raises:
             DisagreementError: as `decide.of_the_run`.
@@ -188,7 +156,7 @@ class Inbox:
         bases = {replica: one.header.base for replica, one in arrived.items()}
         sound = of_the_run(state, fragment, here, bases, self._own, base)
         for replica in here.keys() - sound.keys():
-            name = payload_name(replica, here[replica].seq)
+            name = PAYLOAD.name(replica, here[replica].seq)
             if name not in self._left_out:
                 self._left_out.add(name)
                 _LOG.warning(
@@ -213,22 +181,25 @@ class Inbox:
         """Take a replica's payloads one after another, until it has left and there are no more."""
         seq = self._first_open(replica, state())
         while True:
-            before = state().members[replica]  # who has left before an answer uploads nothing after it
-            name = payload_name(replica, seq)
+            self._looking_for[replica] = seq
+            if (name := PAYLOAD.name(replica, seq)) in self._fetched_early:
+                self._fetched_early.remove(name)
+                seq += 1
+                continue
+            before = state().members[replica]  # a replica that left before the answer uploads nothing more
             try:
-                data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
-            except TooLargeError as error:
+                fetched = await self._fetch(replica, seq, before.key)
+            except (PayloadError, TooLargeError) as error:
                 _LOG.warning("%s: it is left out", error)
                 seq += 1
                 continue
-            if data is not None:
+            if fetched is not None:
                 seq += 1
-                try:
-                    header, _ = await self._opened(data, name, before.key, keep=True)
-                except PayloadError as error:
-                    _LOG.warning("%s: it is left out", error)
-                else:
-                    self.put(header)
+                self._fetched_early.discard(name)
+                header, payload = fetched
+                if payload is not None:
+                    self.memory.keep(header.name, payload)
+                self.put(header)
             elif (gone := _newest_gone(replica, seq, state())) >= seq:
                 seq = max(gone + 1, self._first_open(replica, state()))
             elif before.left or before.fenced:
@@ -236,8 +207,24 @@ class Inbox:
             else:
                 await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
 
+    async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
+        """A payload from the store, downloaded and decoded once for all that ask for it meanwhile."""
+        name = PAYLOAD.name(replica, seq)
+        if (task := self._fetching.get(name)) is None:
+            task = self._fetching[name] = asyncio.create_task(self._objects.payload(replica, seq, public))
+            task.add_done_callback(lambda _: self._fetching.pop(name))
+        return await asyncio.shield(task)
+
+    async def _counted(self, ref: OuterRef, part: Contribution, public: str) -> Fetched | None:
+        """A payload that an entry counts and that has not arrived; None if it was deleted."""
+        fetched = await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
+        is_early = self._looking_for.get(part.replica, part.seq + 1) <= part.seq
+        if fetched is not None and fetched.payload is not None and is_early:
+            self._fetched_early.add(fetched.header.name)
+        return fetched
+
     def _first_open(self, replica: int, state: RunState) -> int:
-        """The first of a replica's payloads that the log may still count: one a fragment is on its way."""
+        """The first of a replica's payloads that the log may still count: one per fragment is on its way."""
         return max(0, _newest_counted(replica, state) + 1 - len(self.here))
 
     async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
@@ -247,78 +234,44 @@ class Inbox:
             LogError: if what lies in the store is not what was counted.
         """
         parts = ref.body.contributions
-        keys = (state.members[counted.replica].key for counted in parts)
-        tensors = await asyncio.gather(*map(partial(self._payload, ref.body.fragment), parts, keys))
-        payload_of = {c.replica: x for c, x in zip(parts, tensors, strict=True) if x is not None}
-        if len(payload_of) < len(parts):
+        keys = (state.members[part.replica].key for part in parts)
+        payloads = await asyncio.gather(*map(partial(self._payload, ref), parts, keys))
+        by_member = {part.replica: x for part, x in zip(parts, payloads, strict=True) if x is not None}
+        if len(by_member) < len(parts):
             return None
         return Content(
-            payloads=payload_of, bytes_received=sum(x.numel() for m, x in payload_of.items() if m != self._own)
+            payloads=by_member, bytes_received=sum(x.data.numel() for m, x in by_member.items() if m != self._own)
         )
 
-    async def _payload(self, fragment: int, counted: Contribution, public: str) -> Tensor | None:
+    async def _payload(self, ref: OuterRef, part: Contribution, public: str) -> Payload | None:
         """The payload of a contribution, from here or from the store; None if it was deleted."""
-        arrived = self.arrived(fragment, counted)
-        if arrived is not None and arrived.payloads:
-            return arrived.payloads[0]
-        if arrived is not None and (payload := self._cache.get(arrived.header.name)) is not None:
+        arrived = self.arrived(ref, part)
+        if arrived is not None and arrived.own:
+            return arrived.own[0]
+        if arrived is not None and (payload := self.memory.get(arrived.header.name)) is not None:
             return payload
-        taken = await self._taken(fragment, counted, public)
-        return None if taken is None else taken[1]
+        if (fetched := await self._counted(ref, part, public)) is None:
+            return None
+        payload = fetched.payload
+        assert payload is not None, "no fragment is cut"
+        self.memory.keep_values(payload)
+        return payload
 
-    async def header(self, fragment: int, counted: Contribution, public: str) -> Header | None:
+    async def header(self, ref: OuterRef, part: Contribution, public: str) -> Header | None:
         """The header of a contribution, from here or from the store; None if it was deleted.
 
         Raises:
             LogError: if what lies in the store is not what was counted.
         """
-        if (arrived := self.arrived(fragment, counted)) is not None:
+        if (arrived := self.arrived(ref, part)) is not None:
             return arrived.header
-        taken = await self._taken(fragment, counted, public)
-        return None if taken is None else taken[0]
+        fetched = await self._counted(ref, part, public)
+        return None if fetched is None else fetched.header
 
-    def arrived(self, fragment: int, counted: Contribution) -> Arrived | None:
+    def arrived(self, ref: OuterRef, part: Contribution) -> Arrived | None:
         """A contribution, if it is here."""
-        arrived = self.here[fragment].get(counted.replica)
-        return arrived if arrived is not None and arrived.contribution == counted else None
-
-    async def _taken(self, fragment: int, counted: Contribution, public: str) -> tuple[Header, Tensor] | None:
-        """A contribution from the store; None if it was deleted."""
-        name = payload_name(counted.replica, counted.seq)
-        data = await self._store.get(name, most_bytes=self._most_bytes, patience_seconds=FOR_EVER)
-        if data is None:
-            return None
-        try:
-            header, payload = await self._opened(data, name, public)
-        except PayloadError as error:
-            raise LogError(f"the log counts a payload that is not sound: {error}") from None
-        if header.fragment != fragment or contribution(header) != counted:
-            raise LogError(f"the log counts {name} otherwise than it lies in the store")
-        return header, payload
-
-    async def _opened(
-        self, data: "Buffer", name: str, public: str, *, keep: bool = False
-    ) -> tuple[Header, Tensor]:
-        """A payload after all checks, which run beside the loop; in the cache, if it is to be kept."""
-
-        def work() -> tuple[Header, Tensor]:
-            header, payload = self._checked(data, name, public)
-            if keep and self._is_whole:
-                self._cache.keep(name, payload)
-            return header, payload
-
-        async with self._verifying:
-            return await asyncio.to_thread(work)
-
-    def _checked(self, data: "Buffer", name: str, public: str) -> tuple[Header, Tensor]:
-        header, body = open_payload(data, name=name, run=self._run, public=public)
-        form, payload = self._form, body_tensor(body)
-        if header.fragment >= len(form.sizes):
-            raise PayloadError(f"payload {name} is of fragment {header.fragment}, and there are {len(form.sizes)}")
-        check_header(header, form=form, fragment=header.fragment, replica=header.replica)
-        if self._is_whole:
-            verified(header, payload, form=form, scratch_N=self._scratch_N)
-        return header, payload
+        arrived = self.here[ref.body.fragment].get(part.replica)
+        return arrived if arrived is not None and arrived.contribution == part else None
 
 
 def _newest_counted(replica: int, state: RunState) -> int:
@@ -335,6 +288,15 @@ def _newest_gone(replica: int, seq: int, state: RunState) -> int:
     if state.is_active(replica):
         return oldest
     return max(oldest, min(seq, _newest_counted(replica, state)))
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """An offer with its bytes."""
+
+    offer: Offer
+    payloads: tuple[Tensor, ...]
+    values_N: Tensor
 
 
 class Outbox:
@@ -356,15 +318,14 @@ class Outbox:
         """Uploads that are not over."""
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
         self._log, self._own = log, own
-        self._run, self._start = log.state.run, log.state.members[own].start
-        self._queue: asyncio.Queue[Offer] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Upload] = asyncio.Queue()
         self._newest: dict[int, int] = {}
         """Number of the newest payload of each fragment that is in the store."""
 
-    def put(self, offer: Offer) -> None:
+    def put(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
         """Take an outer gradient to upload; called in the loop."""
         self.num_pending += 1
-        self._queue.put_nowait(offer)
+        self._queue.put_nowait(_Upload(offer, payloads, values_N))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Upload what comes, several at a time."""
@@ -376,30 +337,25 @@ class Outbox:
         if any(contribution.replica == self._own for contribution in body.contributions):
             self.offers.pop(body.fragment, None)
 
-    async def _upload(self, offer: Offer) -> None:
-        """Upload the shares, and then the header, so that whoever sees it can read them; one share is its body."""
-        bodies = [payload.numpy().data for payload in offer.payloads]
+    async def _upload(self, upload: _Upload) -> None:
+        """Upload the shares, and then the header, whose readers find them there; the only share is its body."""
+        offer, bodies = upload.offer, [payload.numpy().data for payload in upload.payloads]
         header = Header(
-            run=self._run,
-            replica=self._own,
-            seq=offer.seq,
+            **{name: getattr(offer, name) for name in Claim.__dataclass_fields__},
+            run=self._log.state.run,
             fragment=offer.fragment,
-            base_round=offer.base_round,
             base=f"{offer.base:016x}",
-            tokens=offer.tokens,
-            steps=offer.steps,
-            position=self._start + offer.position,
             wire=self._form.codec.format,
             num_elements=self._form.sizes[offer.fragment],
             num_bytes=bodies[0].nbytes,
             norms=offer.norms,
             sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
         )
-        head = seal_payload(header, self._signer)
+        head = PAYLOAD.seal(header, self._signer)
         if header.num_shares == 1:
             await self._create(header.name, [head, *bodies])
         else:
-            names = (payload_name(self._own, offer.seq, share) for share in range(header.num_shares))
+            names = map(header.share_name, range(header.num_shares))
             await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
             await self._create(header.name, [head])
         await self._log.check_there()  # what was written below a mount point is gone when the mount is back
@@ -408,8 +364,182 @@ class Outbox:
             return  # after an outage, uploads end in any order
         self._newest[offer.fragment] = offer.seq
         self.offers[offer.fragment] = offer
-        self._inbox.put(header, offer.payloads)
+        own = tuple(map(Payload, upload.payloads))
+        if header.num_shares == 1:
+            own[0].values = upload.values_N
+            self._inbox.memory.keep_values(own[0])
+        self._inbox.put(header, own)
 
     async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> None:
         if await self._store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
             raise LogError(f"{name} was written by another process: two runs share one place of the store")
+
+
+_POLLS_PER_TURN = 10
+
+
+_LOOKS_AT_ONCE = 8
+"""Averages of one outer entry that are looked for at once: they appear at about the same time."""
+
+
+@dataclass(frozen=True)
+class _Average:
+    """The average of one share."""
+
+    payload: Payload
+    bytes_received: int
+    bytes_sent: int = 0
+
+
+class _DeletedError(Exception):
+    """A share was deleted, since a snapshot has made its outer entry needless."""
+
+
+class Averager:
+    """Makes and takes the averages of shares for one replica.
+
+    Args:
+        objects: the store's.
+        signer: of those that are made here.
+        inbox: where the headers of payloads lie, and own shares.
+        own: this replica.
+        poll_seconds: time between two looks for an average.
+        newest: reads the log to its end, and gives the state.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        signer: Signer,
+        inbox: Inbox,
+        *,
+        own: int,
+        poll_seconds: float,
+        newest: Callable[[], Awaitable[RunState]],
+    ) -> None:
+        self._objects, self._signer, self._inbox = objects, signer, inbox
+        self._own, self._poll_seconds, self._newest = own, poll_seconds, newest
+        self._seconds = 0.0
+        """Time that it took to make the last average."""
+
+    async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
+        """The averages of an outer entry's shares; None if they were deleted.
+
+        Raises:
+            LogError: if an average, or what the entry counts, is not sound.
+        """
+        shares, looking = range(self._objects.form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
+        averages: list[_Average] = []
+        if all(ref.number != needed.number for needed in state.fragments[ref.body.fragment].since):
+            for share in shares:  # snapshots stand for it: nobody makes its averages again
+                if (average := await self._stored(ref, share, state)) is None:
+                    return None
+                averages.append(average)
+        else:
+            results = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
+            averages += [average for average in results if average is not None]
+            if len(averages) < len(results):
+                return None
+        return Content(
+            averages=tuple(average.payload for average in averages),
+            bytes_received=sum(average.bytes_received for average in averages),
+            bytes_sent=sum(average.bytes_sent for average in averages),
+        )
+
+    async def _stored(self, ref: OuterRef, share: int, state: RunState) -> _Average | None:
+        """An average in the store; None if it is not there."""
+        fetched = await self._objects.average(state, ref, share)
+        return None if fetched is None else self._taken(fetched[1])
+
+    async def _share(
+        self, ref: OuterRef, share: int, state: RunState, looking: asyncio.Semaphore
+    ) -> _Average | None:
+        """The average of one share, from the store, or made here when its turn comes; None if it was deleted."""
+        if turn := self._turn(ref, share, state):
+            average = await self._waited_for(ref, share, state, turn, looking)
+            if average is not None:
+                return average
+        try:
+            return await self._made(ref, share, state)
+        except _DeletedError:
+            return None
+
+    async def _waited_for(
+        self, ref: OuterRef, share: int, state: RunState, turn: int, looking: asyncio.Semaphore
+    ) -> _Average | None:
+        """An average from the store; None if this replica's turn comes before it."""
+        # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
+        num_intervals, started = turn.bit_length(), time.monotonic()
+        async with looking:
+            while True:
+                average = await self._stored(ref, share, state)
+                seconds = _POLLS_PER_TURN * self._poll_seconds + 2 * self._seconds
+                if average is not None or time.monotonic() >= started + num_intervals * seconds:
+                    return average
+                await asyncio.sleep(self._poll_seconds)
+
+    def _turn(self, ref: OuterRef, share: int, state: RunState) -> int:
+        """The number of replicas that try to make an average before this one."""
+        members = [part.replica for part in ref.body.contributions]
+        if self._own not in members:
+            return 2 * len(members)  # this one can't sign for the entry, and makes the average for itself alone
+        order = turns(f"{state.run} {ref.number}", members)
+        return (order.index(self._own) - share) % len(order)
+
+    async def _made(self, ref: OuterRef, share: int, state: RunState) -> _Average:
+        """Make an average, and upload it if this replica is a member of the entry."""
+        started, parts = time.monotonic(), ref.body.contributions
+        fetched = await asyncio.gather(*(self._contributed(ref, part, share, state) for part in parts))
+        shares = {part.replica: one for part, one in zip(parts, fetched, strict=True) if one is not None}
+        received = sum(payload.numel() for member, (_, payload) in shares.items() if member != self._own)
+        form = self._objects.form
+        made = await self._objects.work(average_of, state, form, ref.body, share, shares)
+        self._seconds = time.monotonic() - started
+        for reason in made.unsound.values():
+            _LOG.warning("%s: it is left out", reason)
+        average = _Average(Payload(made.payload, made.values), received)
+        self._inbox.memory.keep_values(average.payload)
+        if all(part.replica != self._own for part in parts):
+            return average
+        left_out = [part.replica for part in parts if part.replica not in shares or part.replica in made.unsound]
+        header = header_of(state, form, ref, share, made, replica=self._own, left_out=left_out)
+        buffers = [AVERAGE.seal(header, self._signer), made.payload.numpy().data]
+        name = AVERAGE.name(ref.number, share)
+        other = await self._objects.store.create(name, buffers, patience_seconds=FOR_EVER)
+        if other is None:
+            return _Average(average.payload, received, made.payload.numel())
+        _, payload = await self._objects.opened_average(other, state, ref, share)
+        return self._taken(payload, received)
+
+    def _taken(self, payload: Payload, received: int = 0) -> _Average:
+        """An average from the store, after `received` bytes for one that was made in vain."""
+        self._inbox.memory.keep_values(payload)
+        return _Average(payload, received + payload.data.numel())
+
+    async def _contributed(
+        self, ref: OuterRef, part: Contribution, share: int, state: RunState
+    ) -> tuple[Header, Tensor] | None:
+        """A member's header and its payload of a share; None if it is left out, since it can't be had."""
+        arrived = self._inbox.arrived(ref, part)
+        if arrived is not None and arrived.own:
+            return arrived.header, arrived.own[share].data
+        header = await self._inbox.header(ref, part, state.members[part.replica].key)
+        if header is None:
+            await self._check_needed(ref)
+            raise LogError(f"{source_of(ref.number)} counts payloads that are not in the store")
+        try:
+            return header, await self._objects.share(header, share)
+        except PayloadError as error:
+            if isinstance(error, AbsentError):
+                await self._check_needed(ref)
+            _LOG.warning("%s: it is left out", error)
+            return None
+
+    async def _check_needed(self, ref: OuterRef) -> None:
+        """Find out whether a share is absent because it was deleted.
+
+        Raises:
+            _DeletedError: if so.
+        """
+        if (await self._newest()).has_snapshot(ref.body.fragment, ref.body.round):
+            raise _DeletedError

@@ -1,7 +1,7 @@
 """The replay of a run from its log alone: every entry, payload and outer step is checked, and Θ is what comes out.
 
-It shares no code with the thread that follows a log in a live run, nor with the engine's rounds, but the state
-machine, the codecs and the outer rule.
+It shares with a live run the reader of the log, the state machine, the fetching of objects, the codecs and the
+outer rule; not the thread that follows a log, nor the engine.
 
 Shapes: N elements of one fragment.
 """
@@ -17,40 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import diloco
 from diloco.errors import PayloadError, UserError
 from diloco.files import memory_bytes
 from diloco.outer.averages import Average, add_up, reduction_of
 from diloco.outer.digest import outer_digest, parameters_hash
+from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, FragmentState, OuterRule
-from diloco.rendezvous.archive import MOST_INDEX_BYTES, index_name, newest_state, open_index
-from diloco.rendezvous.contract import Form
-from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Contribution, Create, LogError, Outer, entry_name
-from diloco.rendezvous.log.keys import check
-from diloco.rendezvous.log.log import entries_after, first_entry, open_run
+from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
+from diloco.rendezvous.contract import Form, Payload
+from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer
+from diloco.rendezvous.log.log import Log, first_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
 from diloco.rendezvous.objects import (
-    MOST_HEAD_BYTES,
-    AverageHeader,
+    AVERAGE,
+    PAYLOAD,
+    Fetched,
     Header,
-    SnapshotError,
-    average_name,
+    Objects,
     average_of,
-    body_tensor,
-    check_header,
-    check_share,
-    contribution,
+    checked_values,
     join_averages,
-    most_average_bytes,
-    most_snapshot_bytes,
-    open_average,
-    open_payload,
-    open_snapshot,
-    payload_name,
-    snapshot_name,
-    verified,
 )
-from diloco.rendezvous.store import Store, TooLargeError
+from diloco.rendezvous.store import Store
 from diloco.schedule import Sync
 from diloco.wire import codec
 
@@ -164,12 +152,15 @@ class RunFacts:
         }
 
 
+_OWN_RULES = {rule.__name__: rule for rule in (Nesterov,)}
+
+
 def _own_rule(name: str, facts: Mapping[str, Any]) -> OuterRule | None:
-    """The outer rule of a class that `diloco` exports, from its facts; None for another."""
-    of_facts = getattr(getattr(diloco, name, None), "of_facts", None)
-    if of_facts is None:
+    """The outer rule of one of diloco's own classes, from its facts; None for another."""
+    if name not in _OWN_RULES:
         return None
-    return of_facts({fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)})
+    own = {fact.removeprefix(RULE): value for fact, value in facts.items() if fact.startswith(RULE)}
+    return _OWN_RULES[name].of_facts(own)
 
 
 def _sizes(places: Iterable[Place], num_fragments: int) -> tuple[int, ...]:
@@ -191,8 +182,7 @@ _AHEAD = 3
 class CountedPayloads:
     """The payloads of a run's outer entries."""
 
-    store: Store
-    form: Form
+    objects: Objects
     state: RunState
     """The state after the last entry."""
     bases: Sequence[Mapping[int, str]]
@@ -216,18 +206,18 @@ class CountedPayloads:
 
     def names_of(self, counted: Contribution) -> Sequence[str]:
         """The objects of one contribution."""
-        return (payload_name(counted.replica, counted.seq),)
+        return (PAYLOAD.name(counted.replica, counted.seq),)
 
-    async def of(self, refs: Sequence[OuterRef]) -> AsyncIterator[tuple[OuterRef, dict[int, Tensor] | None]]:
+    async def of(self, refs: Sequence[OuterRef]) -> AsyncIterator[tuple[OuterRef, dict[int, Payload] | None]]:
         """Entries with what is averaged; None for an entry whose payloads are retired.
 
-        The payloads by replica, or those of the averages by share, flat uint8.
+        The payloads by replica, or the averages by share.
 
         Raises:
             LogError: naming an entry, if a payload is missing that can't be retired yet, or is not what the entry
                 says of it.
         """
-        tasks: deque[tuple[OuterRef, asyncio.Task[dict[int, Tensor] | None]]] = deque()
+        tasks: deque[tuple[OuterRef, asyncio.Task[dict[int, Payload] | None]]] = deque()
         try:
             for ref in refs:
                 tasks.append((ref, asyncio.create_task(self._of_entry(ref))))
@@ -242,57 +232,40 @@ class CountedPayloads:
                 task.cancel()
             await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
 
-    def average(self, ref: OuterRef, several: Mapping[int, Tensor], to_N: Tensor) -> Average:
+    def average(self, ref: OuterRef, payloads: Mapping[int, Payload], to_N: Tensor) -> Average:
         """Δ_p of an entry, from what `of` gave; the total is written to `to_N`."""
-        body, form = ref.body, self.form
+        body, form = ref.body, self.objects.form
         keys = [form.key(body.fragment, c.base_round, c.replica) for c in body.contributions]
-        return add_up(form.codec, several, to_N, keys, self.state.cohort(body.contributions))
+        data = {member: payload.data for member, payload in payloads.items()}
+        values = {member: x for member, payload in payloads.items() if (x := payload.values) is not None}
+        return add_up(form.codec, data, to_N, keys, self.state.cohort(body.contributions), values)
 
-    async def _of_entry(self, ref: OuterRef) -> dict[int, Tensor] | None:
+    async def _of_entry(self, ref: OuterRef) -> dict[int, Payload] | None:
         if self.is_retired(ref):
             return None
-        parts = ref.body.contributions
-        headers = await asyncio.gather(*(self._header(ref, part) for part in parts))
-        return await self._averaged(ref, headers)
+        fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
+        return await self._averaged(ref, fetched)
 
-    async def _averaged(self, ref: OuterRef, headers: Sequence[tuple[Header, memoryview]]) -> dict[int, Tensor]:
+    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
         """The payloads or averages of an entry, from the objects that it names."""
-        payload_of = {}
-        for header, body in headers:
-            payload_of[header.replica] = body_tensor(body)
-            try:
-                verified(header, payload_of[header.replica], form=self.form)
-            except PayloadError as error:
-                raise LogError(f"{_entry(ref)} counts a payload that is not sound: {error}") from None
-        return payload_of
+        return {header.replica: payload for header, payload in fetched if payload is not None}
 
-    async def _header(self, ref: OuterRef, counted: Contribution) -> tuple[Header, memoryview]:
-        """The header and the body of an object that an entry names."""
-        p, name = ref.body.fragment, payload_name(counted.replica, counted.seq)
-        most = MOST_HEAD_BYTES + (self.form.share_bytes(p) if self.form.num_shares == 1 else 0)
-        data = await self.store.get(name, most_bytes=most)
-        if data is None:
-            raise LogError(f"{_entry(ref)} counts {name}, which is not in the store")
+    async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
+        """The header of a contribution, and its payload unless its shares are objects."""
+        p, entry, name = ref.body.fragment, source_of(ref.number), PAYLOAD.name(counted.replica, counted.seq)
         public = self.state.members[counted.replica].key
-        try:
-            header, body = open_payload(data, name=name, run=self.state.run, public=public)
-            check_header(header, form=self.form, fragment=p, replica=counted.replica)
-        except PayloadError as error:
-            raise LogError(f"{_entry(ref)} counts a payload that is not sound: {error}") from None
-        if contribution(header) != counted:
-            raise LogError(f"{_entry(ref)} does not count {name} as it lies in the store")
+        fetching = self.objects.payload(counted.replica, counted.seq, public)
+        if (fetched := await self.objects.counted(ref, counted, fetching)) is None:
+            raise LogError(f"{entry} counts {name}, which is not in the store")
+        header, payload = fetched
         base = self.bases[p].get(counted.base_round)
         if base is not None and header.base != base:
             raise LogError(
-                f"{_entry(ref)} counts {name}, which was taken against other outer parameters than those after "
-                f"round {counted.base_round}"
+                f"{entry} counts {name}, which was taken against other outer parameters than those after round "
+                f"{counted.base_round}"
             )
-        self.sizes.append(len(data))
-        return header, body
-
-
-def _entry(ref: OuterRef) -> str:
-    return f"entry {ref.number} of the log"
+        self.sizes.append(0 if payload is None else payload.data.numel())
+        return fetched
 
 
 class CountedShares(CountedPayloads):
@@ -300,79 +273,60 @@ class CountedShares(CountedPayloads):
 
     def names_of(self, counted: Contribution) -> Sequence[str]:
         """The objects of one contribution: its header, and its shares."""
-        shares = range(self.form.num_shares)
-        of_shares = (payload_name(counted.replica, counted.seq, share) for share in shares)
-        return (*super().names_of(counted), *of_shares)
+        name = PAYLOAD.name(counted.replica, counted.seq)
+        return (name, *(f"{name}-{share}" for share in range(self.objects.form.num_shares)))
 
-    def average(self, ref: OuterRef, several: Mapping[int, Tensor], to_N: Tensor) -> Average:
+    def average(self, ref: OuterRef, payloads: Mapping[int, Payload], to_N: Tensor) -> Average:
         """Δ_p of an entry, from the averages of its shares."""
         body, cohort = ref.body, self.state.cohort(ref.body.contributions)
-        in_order = [several[share] for share in range(self.form.num_shares)]
-        return join_averages(self.form, body.fragment, body.round, cohort, in_order, to_N)
+        in_order = [payloads[share] for share in range(self.objects.form.num_shares)]
+        return join_averages(self.objects.form, body.fragment, body.round, cohort, in_order, to_N)
 
-    async def _averaged(self, ref: OuterRef, headers: Sequence[tuple[Header, memoryview]]) -> dict[int, Tensor]:
-        return {
-            share: await self._share(ref, [h for h, _ in headers], share) for share in range(self.form.num_shares)
-        }
+    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
+        headers = [header for header, _ in fetched]
+        return {share: await self._share(ref, headers, share) for share in range(self.objects.form.num_shares)}
 
-    async def _share(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Tensor:
+    async def _share(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Payload:
         """The average of one share, made again, and compared with the one in the store, if it is there."""
-        several = await asyncio.gather(*(self._contributed(header, share) for header in headers))
-        sound = {h.replica: x for h, x in zip(headers, several, strict=True) if isinstance(x, Tensor)}
-        unsound = {h.replica: x for h, x in zip(headers, several, strict=True) if not isinstance(x, Tensor)}
-        stored = await self._stored(ref, share)
+        fetched = await asyncio.gather(*(self._contributed(header, share) for header in headers))
+        here = {h.replica: (h, x) for h, x in zip(headers, fetched, strict=True) if isinstance(x, Tensor)}
+        unsound = {h.replica: x for h, x in zip(headers, fetched, strict=True) if not isinstance(x, Tensor)}
+        stored = await self.objects.average(self.state, ref, share)
         # A replica that alone has made it, since all members died, has told nobody.
-        left_out = tuple(unsound) if stored is None else stored[0].left_out
-        name, entry = average_name(ref.number, share), f"entry {ref.number} of the log"
+        author, left_out = (None, set[int]()) if stored is None else (stored[0].replica, {*stored[0].left_out})
+        counted = {replica: one for replica, one in here.items() if replica not in left_out}
+        made = await self.objects.work(average_of, self.state, self.objects.form, ref.body, share, counted)
+        unsound |= made.unsound
+        entry, name = source_of(ref.number), AVERAGE.name(ref.number, share)
         for replica, reason in unsound.items():
-            if replica not in left_out:
-                raise LogError(
-                    f"{entry}: {name}, by replica {_author(stored)}, counts a share that is not sound: {reason}"
-                )
+            if author is not None and replica not in left_out:
+                raise LogError(f"{entry}: {name}, by replica {author}, counts a share that is not sound: {reason}")
             self.notes.append(f"{entry}: {name} leaves out replica {replica}: {reason}")
-        for replica in sorted(set(left_out) & set(sound)):
-            self.notes.append(
-                f"{entry}: {name} leaves out replica {replica}, whose share is sound: either replica "
-                f"{_author(stored)} could not read it, or it lies"
-            )
-        counted = {replica: payload for replica, payload in sound.items() if replica not in left_out}
-        payload, _ = average_of(self.state, self.form, ref.body, share, counted)
-        if stored is not None and not stored[1].equal(payload):
+        for replica in sorted(left_out & here.keys()):
+            reason = self._reason_to_leave_out(*here[replica], share, author)
+            self.notes.append(f"{entry}: {name}, by replica {author}, leaves out replica {replica}{reason}")
+        if stored is not None and not stored[1].data.equal(made.payload):
             raise LogError(
-                f"{entry}: {name} is not the average of what the entry counts: replica {_author(stored)} made it"
+                f"{entry}: {name} is not the average of what the entry counts: replica {author} made it"
             )
-        return payload
+        return Payload(made.payload, made.values)
+
+    def _reason_to_leave_out(self, header: Header, payload: Tensor, share: int, author: int | None) -> str:
+        """The reason why the author of an average may leave out a share that is in the store."""
+        try:
+            checked_values(header, payload, self.objects.form, share)
+        except PayloadError as error:
+            return f": {error}"
+        return f", whose share is sound: replica {author} could not read it, or it lies"
 
     async def _contributed(self, header: Header, share: int) -> Tensor | str:
-        """A member's payload of a share, or why it is not sound."""
-        name = payload_name(header.replica, header.seq, share)
+        """A member's payload of a share, or why it can't be had."""
         try:
-            data = await self.store.get(name, most_bytes=header.num_bytes)
-            if data is None:
-                return f"payload {name} is not in the store"
-            check_share(header, share, data)
-            payload = body_tensor(memoryview(data))
-            verified(header, payload, form=self.form, share=share)
-        except (PayloadError, TooLargeError) as error:
-            return str(error)
-        self.sizes.append(len(data))
-        return payload
-
-    async def _stored(self, ref: OuterRef, share: int) -> tuple[AverageHeader, Tensor] | None:
-        """The average that the replicas have taken; None if it is not in the store."""
-        name = average_name(ref.number, share)
-        data = await self.store.get(name, most_bytes=most_average_bytes(self.form, ref.body.fragment))
-        if data is None:
-            return None
-        try:
-            return open_average(data, state=self.state, form=self.form, ref=ref, share=share)
+            payload = await self.objects.share(header, share)
         except PayloadError as error:
-            raise LogError(f"entry {ref.number} of the log: {error}") from None
-
-
-def _author(stored: tuple[AverageHeader, Tensor] | None) -> int:
-    assert stored is not None, "without an average whoever is unsound is left out, and nobody else"
-    return stored[0].replica
+            return str(error)
+        self.sizes.append(payload.numel())
+        return payload
 
 
 Initial = Callable[[Mapping[str, Any]], Mapping[str, Tensor] | None]
@@ -425,6 +379,7 @@ class Replay:
         self.facts: Mapping[str, Any] = {}
         """The facts of entry 0."""
         self._store, self._initial, self._outer, self._from_snapshot = store, initial, outer, from_snapshot
+        self._objects: Objects
         self._run_facts: RunFacts
         self._outers: list[OuterRef] = []
         self._bases: list[dict[int, str]] = []  # for each fragment the digest of Θ_p by round
@@ -445,10 +400,10 @@ class Replay:
         self._run_facts.check_memory()
         self._outer = self._outer or self._run_facts.outer
         self.checked.entries = 1
+        self._objects = Objects(store=self._store, form=self._run_facts.form, run=first.run, patience_seconds=60.0)
         await self._read_log(first)
         counted = (CountedPayloads if self._run_facts.form.second is None else CountedShares)(
-            store=self._store,
-            form=self._run_facts.form,
+            objects=self._objects,
             state=self.state,
             bases=self._bases,
             notes=self.notes,
@@ -501,27 +456,25 @@ class Replay:
         self._bases = [
             {log.round - back: base for back, base in enumerate(reversed(log.before), 1)} for log in logs
         ]
-        async for number, entry, state in entries_after(self._store, self.state):
-            self.state = state
+        log = Log(self._store, self.state)
+        async for number, entry in log.read():
+            self.state = log.state
             self.checked.entries += 1
             if isinstance(entry.body, Outer):
                 self._outers.append(OuterRef(number=number, body=entry.body))
-            if not self._from_snapshot and index_name(state.number) in stored:
-                await self._check_index(state)
+            if not self._from_snapshot and INDEX.name(self.state.number) in stored:
+                await self._check_index(self.state)
         for ref in self._outers:
             self._bases[ref.body.fragment][ref.body.round - 1] = ref.body.before
-        later = [name for name, _ in await self._store.list("log") if name > entry_name(self.state.number)]
-        if later and await self._store.get(entry_name(self.state.number), most_bytes=MOST_ENTRY_BYTES) is None:
-            raise LogError(f"entry {self.state.number} of the log is missing, and {later[0]} is there")
+        await log.check_no_gap()
 
     async def _check_index(self, state: RunState) -> None:
-        data = await self._store.get(index_name(state.number), most_bytes=MOST_INDEX_BYTES)
+        data = await self._store.get(INDEX.name(state.number), most_bytes=MOST_INDEX_BYTES)
         if data is None:
             return  # it was retired a moment ago
-        stored, signature = open_index(bytes(data), number=state.number)
-        source = f"index {state.number} of the log"
-        check(state.members[stored.author].key, signature, stored.line(), source=source)
-        if stored.state != state:
+        opened, source = open_index(data, state.number), index_source(state.number)
+        INDEX.check(opened, state.members[opened.header.author].key, source)
+        if opened.header.state != state:
             raise LogError(f"{source} does not say what the entries 0 to {state.number - 1} say: delete it")
         self.checked.indexes += 1
 
@@ -602,19 +555,12 @@ class Replay:
                     )
 
     async def _snapshot(self, p: int, ref: SnapshotRef) -> dict[str, Tensor]:
-        size, name = self._run_facts.form.sizes[p], snapshot_name(p, ref.round, ref.sha256[0])
-        data = await self._store.get(name, most_bytes=most_snapshot_bytes(size))
-        if data is None:
-            raise LogError(f"entry {ref.number} of the log names {name}, which is not in the store")
-        try:
-            vectors = open_snapshot(data, name=name, num_elements=size)
-        except SnapshotError as error:
-            raise LogError(f"entry {ref.number} of the log: {error}") from None
+        stored = await self._objects.snapshot(p, ref)
         kinds = {"outer", *(self._outer.slots if self._outer is not None else ())}
-        if vectors.keys() != kinds:
-            raise LogError(f"entry {ref.number} of the log: {name} holds {', '.join(vectors)}")
+        if stored.vectors.keys() != kinds:
+            raise LogError(f"{source_of(ref.number)}: {stored.name} holds {', '.join(stored.vectors)}")
         self.checked.snapshots += 1
-        return vectors
+        return dict(stored.vectors)
 
 
 def replayed(

@@ -9,7 +9,7 @@ from typing import Literal
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.log.entries import Entry, Outer
-from diloco.rendezvous.log.log import entries_after, first_entry, open_run
+from diloco.rendezvous.log.log import MOST_AT_ONCE, Log, first_entry, open_run
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.prices import Traffic, exchange
 from diloco.rendezvous.replay import RunFacts
@@ -90,17 +90,10 @@ def read_timeline(url: str) -> Timeline:
         FileError: naming an entry that is damaged, forged or not valid.
         StoreError: if the store can't be read.
     """
-    return asyncio.run(_read(url))
-
-
-async def _read(url: str) -> Timeline:
-    store = open_run(url)
-    _, first = await first_entry(store)
-    timeline = Timeline(state=first)
-    async for _, entry, state in entries_after(store, first):
-        timeline.add(entry, state)
-    timeline.close()
-    return timeline
+    look = Look(url, with_timeline=True)
+    look.again()
+    assert look.timeline is not None, "it was asked for"
+    return look.timeline
 
 
 def binned(values: Sequence[int], most: int) -> list[tuple[int, float]]:
@@ -260,7 +253,7 @@ class Look:
 
     def __init__(self, url: str, *, with_timeline: bool = False, most_entries: int | None = None) -> None:
         self._store = open_run(url)
-        self._state: RunState | None = None
+        self._log: Log | None = None
         self._facts: RunFacts
         self._with_timeline, self._most_entries = with_timeline, most_entries
         self.timeline: Timeline | None = None
@@ -279,25 +272,23 @@ class Look:
         return asyncio.run(self._again())
 
     async def _again(self) -> RunStatus:
-        if self._state is None:
+        at_once = MOST_AT_ONCE if self._log is None or self.is_behind else 2
+        if self._log is None:
             create, first = await first_entry(self._store)
             self._facts = RunFacts.of(create)
             if self._with_timeline:
-                self._state, self.timeline = first, Timeline(state=first)
+                self.timeline = Timeline(state=first)
             else:
-                self._state = await newest_state(self._store, first)
-            after = entries_after(self._store, self._state)
-        else:
-            after = entries_after(self._store, self._state, **({} if self.is_behind else {"at_once": 2}))
-        begin, self.is_behind = self._state.number, False
-        async for number, entry, state in after:
-            self._state = state
+                first = await newest_state(self._store, first)
+            self._log = Log(self._store, first)
+        begin, self.is_behind = self._log.state.number, False
+        async for number, entry in self._log.read(at_once=at_once):
             if self.timeline is not None:
-                self.timeline.add(entry, state)
+                self.timeline.add(entry, self._log.state)
             if self._most_entries is not None and number - begin + 1 >= self._most_entries:
                 self.is_behind = True
                 break
         if self.timeline is not None:
             self.timeline.close()
         slots = () if self._facts.outer is None else self._facts.outer.slots
-        return status_of(self._state, self._facts.form, num_slots=len(slots))
+        return status_of(self._log.state, self._facts.form, num_slots=len(slots))

@@ -8,36 +8,33 @@ read.
 import asyncio
 import errno
 import os
+import random
 import re
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
+import obstore
 import obstore.exceptions as obstore_errors
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore, from_url
 
 from diloco.errors import DilocoError, UserError
 from diloco.files import expanded, make_directory
-
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
-import random
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
-
-import obstore
-from obstore.exceptions import AlreadyExistsError, PreconditionError
-
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
+
+
+T = TypeVar("T")
 
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"}
@@ -239,7 +236,7 @@ _FOR_EVER = "1day"
 """Time limit of the client's own; `Store` has others, which depend on the size."""
 
 
-def opened_url(url: str) -> "tuple[str, ObjectStore]":
+def client_of(url: str) -> "tuple[str, ObjectStore]":
     """The URL, for a directory its path, and a client.
 
     A directory is made if its parent is there.
@@ -341,14 +338,6 @@ def _endpoint_parts(variable: str, endpoint: str) -> SplitResult:
     raise UserError(f"{variable}={endpoint} is no URL of an endpoint: write https://HOST, or https://HOST:PORT")
 
 
-__all__ = ["Buffer", "Store", "StoreError", "StoreUnreachableError", "TooLargeError"]
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
-
-
-T = TypeVar("T")
-
-
 SLOWEST_BYTES_S = 1 << 17
 """Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
 
@@ -397,7 +386,7 @@ class Store:
             UserError: for a wrong URL or scheme, or a directory whose parent does not exist.
             FileWriteError: for a directory that can't be made.
         """
-        url, client = opened_url(url)
+        url, client = client_of(url)
         return cls(url, client, timeout_seconds=timeout_seconds)
 
     @property

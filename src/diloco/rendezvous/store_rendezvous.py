@@ -13,104 +13,15 @@ from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError, UserError
 from diloco.exchange.transport import wait_for_all
-from diloco.rendezvous.contract import Decision, Form, Joined, Offer
+from diloco.rendezvous.contract import Decision, Form, Joined, News, Offer
 from diloco.rendezvous.follower import Background, Follower, Pace
-from diloco.rendezvous.joining import Wish, enter, join, missing, withdraw
+from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
 from diloco.rendezvous.log.keys import KeyFile, Signer, signer_of_environment
 from diloco.rendezvous.log.log import Log
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
-
-
-class StoreView:
-    """The run of a store, as one replica sees it after it has joined."""
-
-    _store: Store
-    _own: int | None
-    _follower: Follower | None
-
-    @property
-    def replica(self) -> int:
-        """This replica's number in the run."""
-        if self._own is None:
-            raise _not_joined()
-        return self._own
-
-    @property
-    def state(self) -> RunState:
-        """The state that the log makes, as far as this replica has read it."""
-        return self._following.state
-
-    @property
-    def slot(self) -> int:
-        """The number of this replica's place in the text, for `diloco.SlotSampler`: no shard of it."""
-        return self.state.members[self.replica].slot
-
-    @property
-    def start(self) -> int:
-        """The tokens after its slot's beginning at which this replica starts: earlier holders have read those."""
-        return self.state.members[self.replica].start
-
-    @property
-    def counted_tokens(self) -> int:
-        """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
-        state, bases = self.state, self._following.bases
-        return state.tokens - sum(
-            contribution.tokens
-            for p, log in enumerate(state.fragments)
-            if log.round > bases[p][0]
-            for ref in log.since
-            if ref.body.round > bases[p][0]
-            for contribution in ref.body.contributions
-        )
-
-    @property
-    def store(self) -> Store:
-        """The store, with its counts of requests and bytes."""
-        return self._store
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `decided` has something to give."""
-        return bool(self._following.decisions)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a decision is waited for at t + τ."""
-        return self.state.rules.quorum == "all"
-
-    @property
-    def max_stale(self) -> int:
-        """Rounds after which a payload that was not counted never will be."""
-        return self.state.rules.max_stale
-
-    def last_counted(self, replica: int, fragment: int) -> int:
-        """The newest payload of a replica that a fragment's rounds have counted; −1 if there is none."""
-        return self.state.fragments[fragment].last_seq.get(replica, -1)
-
-    def newest_round(self, fragment: int) -> int:
-        """The newest round of a fragment that was decided, as far as this replica has read the log."""
-        return self.state.fragments[fragment].round
-
-    def last_round(self, slot: int, fragment: int) -> int:
-        """The newest round of a fragment that counted a replica of a slot; 0 if there is none."""
-        return self.state.fragments[fragment].last_round.get(slot, 0)
-
-    @property
-    def _following(self) -> Follower:
-        if self._follower is None:
-            raise _not_joined()
-        return self._follower
-
-
-def _not_joined() -> UserError:
-    return UserError(
-        "this process has not joined the run: build the engine first; of a sharded replica the first process "
-        "alone joins: let it tell the others what they need to know",
-        "exchange",
-    )
-
 
 _T = TypeVar("_T")
 
@@ -121,7 +32,7 @@ _NUM_SHARES = 16
 _SECONDS_TO_WITHDRAW = 5.0
 
 
-class StoreRendezvous(StoreView):
+class StoreRendezvous:
     """A run in a store: a directory that all replicas see, or a bucket of S3, GCS or Azure.
 
     Each machine builds one with the same URL; the first creates the run, and the others join it, whenever they
@@ -145,8 +56,8 @@ class StoreRendezvous(StoreView):
         num_slots: parts of the text, and so the most replicas that are active at once; None is the run's, or 64.
         max_local_steps: inner steps without the store, after which this replica stops; None is 50 H.
         key: the file of this replica's key; None is that of the environment variable DILOCO_KEY, or no key.
-        memory_bytes: size of the others' payloads that are kept in memory until they are counted. Up to 16 times
-            as much lies in files of the temporary directory; what exceeds that is downloaded again.
+        memory_bytes: size of the others' payloads that are kept in memory until they are counted: what exceeds it
+            is downloaded again. Their decoded values take as much at the most: what exceeds it is decoded again.
         poll_seconds: time between two looks into the store; None is 0.02 for a directory, and 0.5 for others.
         timeout_seconds: how long joining, leaving, and with the quorum "all" a decision, may take.
         facts: further settings that all replicas of the run must share, JSON by name, such as the learning rate.
@@ -189,10 +100,45 @@ class StoreRendezvous(StoreView):
         self._asked = {rule: value for rule, value in asked.items() if value is not None}
         self._background = Background("diloco rendezvous")
         self._has_joined = False
-        self._own: int | None = None
-        self._follower: Follower | None = None
-        self._aborted: str | None = None
-        self._step_of_contact = 0
+        self._seat: _StoreSeat | None = None
+
+    @property
+    def replica(self) -> int:
+        """This replica's number in the run."""
+        return self._seated.own
+
+    @property
+    def slot(self) -> int:
+        """The number of this replica's place in the text, for `diloco.SlotSampler`: no shard of it."""
+        return self.state.members[self.replica].slot
+
+    @property
+    def start(self) -> int:
+        """The tokens after its slot's beginning at which this replica starts: earlier holders have read those."""
+        return self.state.members[self.replica].start
+
+    @property
+    def state(self) -> RunState:
+        """The state that the log makes, as far as this replica has read it."""
+        return self._seated.follower.state
+
+    @property
+    def store(self) -> Store:
+        """The store, with its counts of requests and bytes."""
+        return self._store
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens of all contributions to the outer steps that this replica has taken: P times those of the run."""
+        state, bases = self.state, self._seated.follower.bases
+        return state.tokens - sum(
+            contribution.tokens
+            for p, log in enumerate(state.fragments)
+            if log.round > bases[p][0]
+            for ref in log.since
+            if ref.body.round > bases[p][0]
+            for contribution in ref.body.contributions
+        )
 
     @property
     def timeout_seconds(self) -> float:
@@ -200,9 +146,14 @@ class StoreRendezvous(StoreView):
         return self._timeout_seconds
 
     @property
-    def failure(self) -> str | None:
-        """The reason why this replica can't go on; None as far as is known."""
-        return self._aborted or self._following.failure
+    def _seated(self) -> "_StoreSeat":
+        if self._seat is None:
+            raise UserError(
+                "this process has not joined the run: build the engine first; of a sharded replica the first "
+                "process alone joins: let it tell the others what they need to know",
+                "exchange",
+            )
+        return self._seat
 
     def join(self, facts: Mapping[str, Any], form: Form, *, sync_every: int) -> Joined:
         """Join the run, or create it.
@@ -221,105 +172,51 @@ class StoreRendezvous(StoreView):
             rules=_rules(self._asked, form),
             asked=frozenset(self._asked),
             facts={**self._facts, **facts},
-            sizes=form.sizes,
             timeout_seconds=self._timeout_seconds,
         )
-        self._background.start()
+        background, store, seconds = self._background, self._store, self._timeout_seconds
+        background.start()
         try:
-            log, own = self._wait(join(self._store, self._signer, wish))
-            with _withdrawing(self._background, log, own):
+            log, own = self._wait(join(store, self._signer, wish))
+            with _withdrawing(background, log, own):
                 wait_for_all(
-                    lambda: self._wait(missing(log, wish, own)),
+                    lambda: self._wait(missing(log, own)),
                     begin=time.monotonic(),
-                    seconds=self._timeout_seconds,
+                    seconds=seconds,
                     where=f" at {self._url}",
                     remedy="start the others, each with a name of its own",
                 )
-                entrance = self._wait(enter(self._store, log, own, wish))
                 form = form.cut(log.state.rules.num_shares)
+                objects = Objects(store=store, form=form, run=log.state.run, patience_seconds=seconds)
+                snapshots = self._wait(newest_snapshots(objects, log, own))
         except BaseException:
-            self._background.stop()
+            background.stop()
             raise
-        self._max_local_steps = self._asked_local_steps or 50 * sync_every
-        pace = Pace(
+        follower = Follower(store, log, own, form, self._signer, self._pace(sync_every))
+        most = self._asked_local_steps or 50 * sync_every
+        self._seat = _StoreSeat(store, background, follower, own, timeout_seconds=seconds, max_local_steps=most)
+        replay = outer_entries_to_replay(log.state)
+        background.run(follower.run(replay))
+        return Joined(
+            seat=self._seat,
+            run=log.state.run,
+            rules=log.state.rules,
+            replica=own,
+            slot=self.slot,
+            start=self.start,
+            slot_rounds=[fragment.last_round.get(self.slot, 0) for fragment in log.state.fragments],
+            snapshots=snapshots,
+            form=form,
+            num_decisions=len(replay),
+        )
+
+    def _pace(self, sync_every: int) -> Pace:
+        return Pace(
             poll_seconds=self._poll_seconds,
             memory_bytes=self._memory_bytes,
             patience=sync_every if self._patience is None else self._patience,
             drain_seconds=max(2.0, 10 * self._poll_seconds),
         )
-        self._own = own
-        self._follower = Follower(self._store, log, own, form, self._signer, pace)
-        self._background.run(self._follower.run(entrance.replay))
-        return Joined(
-            run=self.state.run,
-            replica=own,
-            slot=self.slot,
-            snapshots=entrance.snapshots,
-            form=form,
-            num_decisions=len(entrance.replay),
-        )
-
-    def offer(self, offer: Offer) -> None:
-        """Start to upload an outer gradient, and return at once."""
-        self._background.call(self._following.outbox.put, offer)
-
-    def at_step(self, step: int) -> None:
-        """Tell how many inner steps this replica has taken."""
-        self._following.step = step
-        self._following.draining_since = None
-        if (outage_seconds := self._store.outage_seconds) == 0:
-            self._step_of_contact = step
-        elif step - self._step_of_contact > self._max_local_steps:
-            self._aborted = (
-                f"{self._url} could not be reached or written to for {outage_seconds:.0f} s and "
-                f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
-                "check the network, and start this replica again from its checkpoint"
-            )
-
-    def applied(self, fragment: int, round: int, checksum: int) -> None:
-        """Tell the digest of Θ_p after a round."""
-        self._following.bases[fragment] = round, checksum
-
-    def wanted(self) -> Sequence[int]:
-        """The fragments whose open round has another replica's payload."""
-        return self._following.wanted
-
-    def decided(self, *, wait_for: int | None = None) -> Sequence[Decision]:
-        """The decisions since the last call, in the log's order.
-
-        Args:
-            wait_for: a fragment, or −1 for any: wait until there is a decision of it.
-
-        Raises:
-            ExchangeError: if it did not come in time, or this replica can't go on.
-        """
-        follower, decisions = self._following, list[Decision]()
-
-        def is_here() -> bool:
-            """Take what has come, since no more than a few decisions may wait."""
-            decisions.extend(follower.decisions)
-            follower.decisions.clear()
-            fragments = {decision.fragment for decision in decisions}
-            return wait_for is None or bool(fragments if wait_for == -1 else wait_for in fragments)
-
-        with follower.news:
-            if not follower.news.wait_for(lambda: is_here() or self.failure is not None, self._timeout_seconds):
-                about = "" if wait_for == -1 else f" about fragment {wait_for}"
-                raise ExchangeError(
-                    f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
-                    f"{self._url} which replica is missing"
-                )
-            if not is_here():
-                raise ExchangeError(str(self.failure))
-        return decisions
-
-    def drain(self) -> None:
-        """Decide without waiting for steps that are not taken any more, until the next `at_step`."""
-        self._following.draining_since = time.monotonic()
-
-    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
-        """Start to upload Θ_p (`outer`) and the slots after a round."""
-        self._background.call(self._following.keep, fragment, round, vectors)
 
     def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; what was uploaded may still be counted.
@@ -331,11 +228,125 @@ class StoreRendezvous(StoreView):
         Raises:
             ExchangeError: if it takes longer, or an own payload can't be uploaded.
         """
-        if self._follower is None or self._aborted is not None:
+        if self._seat is not None:
+            self._seat.leave(finished=finished, seconds=seconds)
+
+    def abort(self, reason: str) -> None:
+        """Stop at once, after an error; the other replicas go on."""
+        if self._seat is not None:
+            self._seat.abort(reason)
+        self._background.stop()
+
+    def _wait(self, work: "Coroutine[Any, Any, _T]") -> _T:
+        """The result of work in the loop, bounded in time."""
+        return self._background.wait(work, 2 * self._timeout_seconds, self._url)
+
+
+class _StoreSeat:
+    """The place of one replica in the run of a store: what its engine asks and tells.
+
+    Args:
+        store: the run's.
+        background: the loop in which the follower runs.
+        follower: this replica's.
+        own: its number.
+        timeout_seconds: how long a decision that is waited for, or half of leaving, may take.
+        max_local_steps: inner steps without the store, after which this replica stops.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        background: Background,
+        follower: Follower,
+        own: int,
+        *,
+        timeout_seconds: float,
+        max_local_steps: int,
+    ) -> None:
+        self.follower, self.own = follower, own
+        self._store, self._background = store, background
+        self._timeout_seconds, self._max_local_steps = timeout_seconds, max_local_steps
+        self._aborted: str | None = None
+        self._step_of_contact = 0
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why this replica can't go on; None as far as is known."""
+        return self._aborted or self.follower.failure
+
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+        """Start to upload an outer gradient, and return at once."""
+        self._background.call(self.follower.outbox.put, offer, payloads, values_N)
+
+    def step(
+        self,
+        num_steps: int,
+        applied: Sequence[tuple[int, int]],
+        *,
+        room: int,
+        wait_for: int | None = None,
+        is_last: bool = False,
+    ) -> News:
+        """Tell where this replica is, and take the news; see `Seat`."""
+        follower = self.follower
+        follower.step, follower.bases = num_steps, tuple(applied)
+        follower.draining_since = (follower.draining_since or time.monotonic()) if is_last else None
+        self._check_contact(num_steps)
+        decisions = self._waited_for(wait_for) if wait_for is not None else []
+        if wait_for is None and room > 0:
+            decisions = follower.taken()
+        rounds = [log.round for log in follower.state.fragments]
+        return News(decisions=decisions, wanted=follower.wanted, rounds=rounds)
+
+    def _check_contact(self, step: int) -> None:
+        """Stop after too many inner steps without the store."""
+        if (outage_seconds := self._store.outage_seconds) == 0:
+            self._step_of_contact = step
+        elif step - self._step_of_contact > self._max_local_steps:
+            self._aborted = (
+                f"{self._store.url} could not be reached or written to for {outage_seconds:.0f} s and "
+                f"{step - self._step_of_contact} inner steps, more than max_local_steps={self._max_local_steps}: "
+                "check the network, and start this replica again from its checkpoint"
+            )
+
+    def _waited_for(self, fragment: int) -> list[Decision]:
+        """The decisions that have come once one of a fragment has, or with −1 any.
+
+        Raises:
+            ExchangeError: if none came in time, or this replica can't go on.
+        """
+        follower, decisions = self.follower, list[Decision]()
+
+        def is_here() -> bool:
+            """Take what has come, since no more than a few decisions may wait."""
+            decisions.extend(follower.taken())
+            fragments = {decision.fragment for decision in decisions}
+            return bool(fragments if fragment == -1 else fragment in fragments)
+
+        with follower.news:
+            if not follower.news.wait_for(lambda: is_here() or self.failure is not None, self._timeout_seconds):
+                about = "" if fragment == -1 else f" about fragment {fragment}"
+                raise ExchangeError(
+                    f"no decision{about} came within {self._timeout_seconds:g} s: see with diloco store status "
+                    f"{self._store.url} which replica is missing"
+                )
+            if not is_here():
+                raise ExchangeError(str(self.failure))
+        return decisions
+
+    def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
+        """Start to upload Θ_p (`outer`) and the slots after a round."""
+        self._background.call(self.follower.keep, fragment, round, vectors)
+
+    def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
+        """Wait for own uploads and leave; see `StoreRendezvous.leave`."""
+        if self._aborted is not None:
             return
         try:
             if self.failure is None:
-                self._wait(self._follower.leave(finished=finished), seconds)
+                seconds = 2 * self._timeout_seconds if seconds is None else seconds
+                self._background.wait(self.follower.leave(finished=finished), seconds, self._store.url)
         finally:
             self._aborted = "this replica has left the run"
             self._background.stop()
@@ -344,10 +355,6 @@ class StoreRendezvous(StoreView):
         """Stop at once, after an error; the other replicas go on."""
         self._aborted = self._aborted or reason
         self._background.stop()
-
-    def _wait(self, work: "Coroutine[Any, Any, _T]", seconds: float | None = None) -> _T:
-        """The result of work in the loop, bounded in time."""
-        return self._background.wait(work, 2 * self._timeout_seconds if seconds is None else seconds, self._url)
 
 
 @contextmanager

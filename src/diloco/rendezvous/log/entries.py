@@ -1,21 +1,18 @@
-"""The entries of the log: what they say, their bytes, and the chain that they form.
+"""The entries of the log: what they say.
 
-An entry is two lines: compact JSON, and the Ed25519 signature of that line in hexadecimal, empty without keys. The
-SHA-256 of both lines stands in the next entry as `previous`: none can be changed, taken out or put between.
+The SHA-256 of an entry stands in the next one as `previous`: none can be changed, taken out or put between.
 """
 
-import json
-import re
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from diloco.errors import FileError
-from diloco.schema import Count, converted, decoded
+from diloco.schema import Count
 
-FORMAT = 2
+FORMAT = 3
 """Version of the log's format."""
 
 
@@ -58,10 +55,6 @@ Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
 
 
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-
-
-SIGNATURE = re.compile(r"([0-9a-f]{128})?")
-"""An Ed25519 signature in hexadecimal; empty in a run without keys."""
 
 
 class LogError(FileError):
@@ -123,15 +116,13 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """One payload in an outer step."""
+class Claim:
+    """The facts that a replica states of an outer gradient: in its offer, in the header, and in the log."""
 
     replica: Count
     seq: Count
-    """The number of the payload among its replica's, from 0; its header says of which fragment it is."""
-    sha256: Digest
-    """SHA-256 of its header, which holds those of its shares."""
-    base_round: Count
+    """The number of the offer among its replica's, from 0."""
+    base_round: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
     """The round after which Θ_p was what the outer gradient was taken against."""
     tokens: Positive
     """Tokens read since the replica's last send of the fragment that was counted."""
@@ -139,6 +130,14 @@ class Contribution:
     """Inner steps since then."""
     position: Count
     """The replica's place in its slot of the text, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution(Claim):
+    """One replica's outer gradient in an outer step."""
+
+    sha256: Digest
+    """SHA-256 of its header, which holds those of its shares."""
     norm: Norm
     """‖Δ‖₂ as decoded."""
 
@@ -186,9 +185,6 @@ class Keys:
 Body: TypeAlias = Create | Join | Outer | Snapshot | Leave | Keys
 
 
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in get_args(Body)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One entry of the log."""
@@ -200,37 +196,13 @@ class Entry:
     keys: int
     """Number of the newest entry before it that changes the allow-list; 0 if none does."""
     nonce: str
-    """Random, so that whoever lost the answer to a request knows its own entry again."""
+    """Random: a replica that lost the answer to a request recognizes its own entry by it."""
     body: Body
 
     @property
     def kind(self) -> str:
         """create, join, outer, snapshot, leave or keys."""
         return type(self.body).__name__.lower()
-
-    def line(self) -> bytes:
-        """The JSON line, which is what is signed."""
-        fields = {
-            "kind": self.kind,
-            "author": self.author,
-            "previous": self.previous,
-            "keys": self.keys,
-            "nonce": self.nonce,
-            "body": msgspec.to_builtins(self.body),
-        }
-        return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """An entry as it lies in the store."""
-
-    kind: str
-    author: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
-    previous: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
-    keys: Annotated[int, msgspec.Meta(ge=0)]
-    nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    body: dict[str, Any]
 
 
 def entry_name(number: int) -> str:
@@ -241,36 +213,3 @@ def entry_name(number: int) -> str:
 def new_entry(body: Body, *, author: int, previous: str, keys: int = 0) -> Entry:
     """An entry with a nonce of its own."""
     return Entry(author=author, previous=previous, keys=keys, nonce=secrets.token_hex(16), body=body)
-
-
-def seal_entry(entry: Entry, signature: str) -> bytes:
-    """The bytes of an entry, from the signature of its line."""
-    return entry.line() + signature.encode() + b"\n"
-
-
-def open_entry(data: bytes, *, number: int) -> tuple[Entry, str]:
-    """An entry and its signature, from bytes that nobody has checked.
-
-    Raises:
-        LogError: naming the entry, if they are not what `sealed` writes, to the last byte.
-    """
-    source = f"entry {number} of the log"
-    line, _, rest = data.partition(b"\n")
-    try:
-        if len(data) > MOST_ENTRY_BYTES:
-            raise LogError(f"{source} can't be read: it has more than {MOST_ENTRY_BYTES:,} bytes")
-        form = decoded(line, _Form, source=source)
-        if form.kind not in _KINDS:
-            raise LogError(f"{source} is of an unknown kind, {form.kind!r:.50}: install the newest diloco")
-        body = converted(form.body, _KINDS[form.kind], source=source)
-        entry = Entry(author=form.author, previous=form.previous, keys=form.keys, nonce=form.nonce, body=body)
-        signature = rest.removesuffix(b"\n").decode("ascii")
-        if seal_entry(entry, signature) != data or not SIGNATURE.fullmatch(signature):
-            raise LogError(f"{source} can't be read: its bytes are not in the form in which diloco writes them")
-    except LogError:
-        raise
-    except (FileError, ValueError, RecursionError) as error:
-        raise LogError(
-            str(error) if isinstance(error, FileError) else f"{source} can't be read: {error}"
-        ) from None
-    return entry, signature

@@ -1,65 +1,139 @@
-"""The log in the store: appending an entry, and reading all of them."""
+"""The log in the store: the one reader of its entries, and the writer of the next one."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 from diloco.errors import UserError
 from diloco.files import expanded, sha256
-from diloco.rendezvous.log.entries import (
-    MOST_ENTRY_BYTES,
-    Body,
-    Create,
-    Entry,
-    LogError,
-    entry_name,
-    new_entry,
-    open_entry,
-    seal_entry,
-)
-from diloco.rendezvous.log.keys import Signer, check
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, entry_name, new_entry
+from diloco.rendezvous.log.keys import NoKeys, Signed, Signer
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
+from diloco.schema import converted, decoded
 
 FOR_EVER = float("inf")
 
 
-_MOST_AT_ONCE = 16
-"""Entries that a replica which is behind asks for at once."""
+MOST_AT_ONCE = 32
+"""Entries that are asked for at once by a reader that is behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """An entry's JSON: its kind says how the body is read."""
+
+    kind: str
+    author: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+    previous: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    keys: Annotated[int, msgspec.Meta(ge=0)]
+    nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    body: dict[str, Any]
+
+
+_BODIES: dict[str, type[Any]] = {body.__name__.lower(): body for body in get_args(Body)}
+
+
+class _Entries(Signed[Entry]):
+    def fields(self, header: Entry) -> Any:
+        """The JSON value of an entry."""
+        return {"kind": header.kind, **vars(header), "body": msgspec.to_builtins(header.body)}
+
+    def read(self, line: bytes, source: str) -> Entry:
+        """The entry of a line of JSON.
+
+        Raises:
+            FileError: if it is none.
+        """
+        value = decoded(line, _Line, source=source)
+        if value.kind not in _BODIES:
+            raise LogError(f"{source} is of an unknown kind, {value.kind!r:.50}: install the newest diloco")
+        body = converted(value.body, _BODIES[value.kind], source=source)
+        return Entry(author=value.author, previous=value.previous, keys=value.keys, nonce=value.nonce, body=body)
+
+
+ENTRY = _Entries(
+    word="entry",
+    place="log/{:010d}",
+    form=Entry,
+    most_header_bytes=MOST_ENTRY_BYTES - 256,
+    has_body=False,
+    error=LogError,
+)
+
+
+def source_of(number: int) -> str:
+    """An entry in words, for errors."""
+    return f"entry {number} of the log"
 
 
 class Log:
     """The entries of a run, from a state on.
 
-    Whoever calls it does so from one task at a time.
+    One task at a time calls it.
+
+    Args:
+        store: the run's.
+        state: after the entries that are known.
+        signer: of the entries that are appended.
+        patience_seconds: how long a request may take.
     """
 
-    def __init__(self, store: Store, signer: Signer, state: RunState) -> None:
+    def __init__(
+        self, store: Store, state: RunState, signer: Signer | None = None, *, patience_seconds: float = 60.0
+    ) -> None:
         self.state = state
         """The state after all entries that were read."""
-        self._store, self._signer = store, signer
+        self.patience_seconds = patience_seconds
+        self._store, self._signer = store, signer or NoKeys()
 
-    async def read(self, *, patience_seconds: float = FOR_EVER) -> list[tuple[int, Entry]]:
-        """The entries that were written since the last call, with their numbers.
+    async def read(self, *, at_once: int = MOST_AT_ONCE) -> AsyncIterator[tuple[int, Entry]]:
+        """The entries that were written since the last call, with their numbers; `state` is that after each.
+
+        Args:
+            at_once: entries to ask for at first: 1 where mostly there is one new entry, or none.
 
         Raises:
-            LogError: naming an entry that is damaged, forged or not valid.
+            LogError: naming an entry that is missing, damaged, forged or not valid.
             StoreError: if the store can't be read.
         """
-        entries: list[tuple[int, Entry]] = []
+        begin = self.state.number
         while True:
-            # Mostly there is one new entry, or none: only who finds more asks for several at once.
-            names = map(entry_name, range(self.state.number, self.state.number + _num_at_once(len(entries))))
-            gets = (
-                self._store.get(n, most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience_seconds) for n in names
-            )
-            for data in await asyncio.gather(*gets):
+            first = self.state.number
+            window = await asyncio.gather(*(self._get(number) for number in range(first, first + at_once)))
+            for number, data in enumerate(window, first):
+                has_later = any(window[number - first :])
+                if data is None and has_later:
+                    data = await self._get(number)  # a live run may have written it in between
+                if data is None and has_later:
+                    raise LogError(f"{source_of(number)} is missing, and there are later ones")
                 if data is None:
-                    return entries
-                entries.append(self._taken(bytes(data)))
+                    return
+                yield number, self._taken(data)
+            at_once = max(at_once, min(self.state.number - begin, MOST_AT_ONCE))
 
-    async def append(
-        self, body: Body, *, author: int, patience_seconds: float = FOR_EVER
-    ) -> tuple[tuple[int, Entry], bool]:
+    async def read_all(self, *, at_once: int = MOST_AT_ONCE) -> RunState:
+        """The state after all entries that are there; errors as those of `read`."""
+        async for _ in self.read(at_once=at_once):
+            pass
+        return self.state
+
+    async def check_no_gap(self) -> None:
+        """Refuse a log in which entries are missing before later ones, however many.
+
+        Raises:
+            LogError: naming the first that is missing.
+            StoreError: if the store can't be listed.
+        """
+        number = self.state.number
+        later = [name for name, _ in await self._store.list("log") if name > ENTRY.name(number)]
+        if later and await self._get(number) is None:
+            raise LogError(f"{source_of(number)} is missing, and {later[0]} is there")
+
+    async def append(self, body: Body, *, author: int) -> tuple[tuple[int, Entry], bool]:
         """Try to write the next entry.
 
         Returns:
@@ -69,14 +143,13 @@ class Log:
             LogError: if the entry would not be valid, another's is not, or the entry before is not there any more.
             StoreError: if the store can't be written.
         """
-        entry = new_entry(body, author=author, previous=self.state.previous, keys=self.state.keys)
-        data = seal_entry(entry, self._signer.sign(entry.line()))
+        number = self.state.number
+        data = sealed_entry(body, self._signer, author=author, previous=self.state.previous, keys=self.state.keys)
         # Refuse here what everybody else would have to refuse.
-        self.state.after(open_entry(data, number=self.state.number)[0], sha256(data))
+        self.state.after(ENTRY.open(data, source_of(number)).header, sha256(data))
         await self.check_there()
-        name = entry_name(self.state.number)
-        other = await self._store.create(name, data, patience_seconds=patience_seconds)
-        return self._taken(data if other is None else other), other is None
+        other = await self._store.create(ENTRY.name(number), data, patience_seconds=self.patience_seconds)
+        return (number, self._taken(data if other is None else other)), other is None
 
     async def check_there(self) -> None:
         """Refuse to go on alone in a directory that was emptied, or unmounted under this replica."""
@@ -90,34 +163,53 @@ class Log:
                 "computer; bring it back, and start this replica again"
             )
 
-    def _taken(self, data: bytes) -> tuple[int, Entry]:
+    def _taken(self, data: bytes) -> Entry:
         """Check an entry, and go on to the state after it."""
-        number = self.state.number
-        entry, signature = open_entry(data, number=number)
-        check(self.state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
-        self.state = self.state.after(entry, sha256(data))
-        return number, entry
+        source = source_of(self.state.number)
+        opened = ENTRY.open(data, source)
+        ENTRY.check(opened, self.state.signer(opened.header), source)
+        self.state = self.state.after(opened.header, sha256(data))
+        return opened.header
+
+    async def _get(self, number: int) -> bytes | None:
+        return await stored_entry(self._store, number, patience_seconds=self.patience_seconds)
 
 
-def _num_at_once(num_read: int) -> int:
-    """Entries to ask for at once after so many new ones."""
-    return min(max(1, num_read), _MOST_AT_ONCE)
+def sealed_entry(body: Body, signer: Signer, *, author: int, previous: str, keys: int = 0) -> bytes:
+    """The bytes of an entry with a nonce of its own."""
+    return ENTRY.seal(new_entry(body, author=author, previous=previous, keys=keys), signer)
 
 
-def begun(data: bytes) -> RunState:
-    """The state after entry 0, from its bytes.
+async def stored_entry(store: Store, number: int, *, patience_seconds: float = 60.0) -> bytes | None:
+    """The bytes of an entry, which nobody has checked; None if it is not there."""
+    data = await store.get(ENTRY.name(number), most_bytes=MOST_ENTRY_BYTES, patience_seconds=patience_seconds)
+    return None if data is None else bytes(data)
+
+
+def begun(data: bytes) -> tuple[Create, RunState]:
+    """The content of entry 0, and the state after it, from its bytes.
 
     Raises:
         LogError: if it is damaged, or does not create a run.
     """
-    entry, signature = open_entry(data, number=0)
-    state = RunState.begin(entry, sha256(data))
-    check(state.creator, signature, entry.line(), source="entry 0 of the log")
-    return state
+    opened = ENTRY.open(data, source_of(0))
+    state = RunState.begin(opened.header, sha256(data))
+    ENTRY.check(opened, state.creator, source_of(0))
+    assert isinstance(opened.header.body, Create), "RunState.begin has looked"
+    return opened.header.body, state
 
 
-_AT_ONCE = 32
-"""Entries that are downloaded at once."""
+async def first_entry(store: Store) -> tuple[Create, RunState]:
+    """The content of entry 0, and the state after it.
+
+    Raises:
+        UserError: if the store holds no run.
+        LogError: if the entry is damaged or forged.
+        StoreError: if the store can't be read.
+    """
+    if (data := await stored_entry(store, 0)) is None:
+        raise UserError(f"{store.url} holds no run: {entry_name(0)} is missing", "url")
+    return begun(data)
 
 
 def is_store(source: str) -> bool:
@@ -134,55 +226,3 @@ def open_run(url: str) -> Store:
     if not is_store(url):
         raise UserError(f"{url} holds no run: {entry_name(0)} is missing", "url")
     return Store.open(url)
-
-
-async def first_entry(store: Store) -> tuple[Create, RunState]:
-    """Entry 0, and the state after it.
-
-    Raises:
-        UserError: if the store holds no run.
-        LogError: if the entry is damaged or forged.
-        StoreError: if the store can't be read.
-    """
-    data = await _entry(store, 0)
-    if data is None:
-        raise UserError(f"{store.url} holds no run: {entry_name(0)} is missing", "url")
-    state = begun(data)
-    body = open_entry(data, number=0)[0].body
-    assert isinstance(body, Create), "begun has looked"
-    return body, state
-
-
-async def entries_after(
-    store: Store, state: RunState, *, at_once: int = _AT_ONCE
-) -> AsyncIterator[tuple[int, Entry, RunState]]:
-    """The entries after a state: number, entry, and the state after it.
-
-    Args:
-        store: the run's.
-        state: after the entries that are known.
-        at_once: names that are asked for at once.
-
-    Raises:
-        LogError: naming an entry that is missing, damaged, forged or not valid.
-        StoreError: if the store can't be read.
-    """
-    while True:
-        numbers = range(state.number, state.number + at_once)
-        window = await asyncio.gather(*(_entry(store, number) for number in numbers))
-        for number, data in zip(numbers, window, strict=True):
-            if data is None and any(window[number - numbers[0] :]):
-                data = await _entry(store, number)  # a live run may have written it in between
-            if data is None and any(window[number - numbers[0] :]):
-                raise LogError(f"entry {number} of the log is missing, and there are later ones")
-            if data is None:
-                return
-            entry, signature = open_entry(data, number=number)
-            check(state.signer(entry), signature, entry.line(), source=f"entry {number} of the log")
-            state = state.after(entry, sha256(data))
-            yield number, entry, state
-
-
-async def _entry(store: Store, number: int) -> bytes | None:
-    data = await store.get(entry_name(number), most_bytes=MOST_ENTRY_BYTES)
-    return None if data is None else bytes(data)

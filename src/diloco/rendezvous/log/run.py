@@ -33,7 +33,7 @@ _MOST_TOKENS = 1 << 40
 """Largest number of tokens, or steps, of one contribution."""
 
 
-MOST_NORMS = 64
+_MOST_NORMS = 64
 """Norms of which the running median is taken."""
 
 
@@ -101,9 +101,13 @@ class FragmentLog:
     """The outer entries since the older of the two snapshots."""
 
 
+class FencedError(UserError):
+    """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The bookkeeping of the entries 0 … k−1."""
+class RunState:
+    """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
 
     number: Count
     """k, the number of the next entry."""
@@ -165,8 +169,8 @@ class RunRecord:
         """The slot that a joiner gets; None if active replicas hold all.
 
         Its name's last slot; or the lowest that nobody holds; or the lowest whose holder has left; or whose holder
-        is not active. Who held it is fenced by the join, so that what it still uploads can't be counted beside
-        the text that the joiner reads again.
+        is not active. The join fences the former holder: its later uploads can't be counted beside the
+        text that the joiner reads again.
         """
         holders = {member.slot: replica for replica, member in enumerate(self.members) if not member.fenced}
 
@@ -240,15 +244,6 @@ class RunRecord:
         if self.free_slot(body.name) is None:
             return f"joins {body.name}, and all {self.rules.num_slots} slots of the text are taken"
         return f"joins after {MOST_REPLICAS} others" if len(self.members) >= MOST_REPLICAS else None
-
-
-class FencedError(UserError):
-    """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState(RunRecord):
-    """The bookkeeping of the entries 0 … k−1, and the step to that of one more."""
 
     @classmethod
     def begin(cls, entry: Entry, digest: str) -> "RunState":
@@ -399,7 +394,7 @@ class RunState(RunRecord):
             log,
             round=body.round,
             before=(*log.before, body.before)[-self.rules.max_stale - 1 :],
-            norms=(*log.norms, *(c.norm for c in body.contributions))[-MOST_NORMS:],
+            norms=(*log.norms, *(c.norm for c in body.contributions))[-_MOST_NORMS:],
             last_seq=log.last_seq | {c.replica: c.seq for c in body.contributions},
             last_round=log.last_round | {self.members[replica].slot: body.round for replica in replicas},
             since=(*log.since, since),
@@ -454,7 +449,7 @@ def may_decide(
 ) -> tuple[Contribution, ...] | None:
     """The contributions of the fragment's next outer entry, if this replica may write it now; None if not yet.
 
-    The entry says what Θ_p is before it, and whoever has another Θ_p ends. So until its patience is over a replica
+    The entry names Θ_p before it, and a replica with another Θ_p ends. So until its patience is over, a replica
     writes only if a payload of another one was taken against the same newest Θ_p, or nobody else is active. Where
     its own payload is the only new one, the others write, if they have the same Θ_p.
 
@@ -516,8 +511,8 @@ def of_the_run(
 def turns(previous: str, replicas: Iterable[int]) -> tuple[int, ...]:
     """The replicas which may write the next entry, in the order in which they should try; the same on all.
 
-    The order is that of SHA-256(previous, replica): nobody is first twice in a row but by chance. Who comes later
-    waits for the earlier ones for a moment and no longer: they may be dead.
+    The order is that of SHA-256(previous, replica): nobody is first twice in a row but by chance. Later replicas
+    wait for earlier ones for a moment and no longer: they may be dead.
 
     Args:
         previous: SHA-256 of the newest entry, `RunState.previous`.
