@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.errors import UserError
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.loop import open_batches, open_split
 from diloco.training.prepare import prepare_run
 from diloco.training.state import initial_state
@@ -37,7 +38,7 @@ def demo_gradient(recipe_name: str = "laptop") -> Tensor:
         default = recipe(recipe_name)
         data = replace(default.data, cache=Path(directory) / "data")
         settings = replace(default, runs=Path(directory), num_replicas=1, data=data)
-        config = prepare_run(settings, resume=None)
+        config = resolved(prepare_run(settings))
         world = alone(config)
         assert config.data.prepared is not None, "the config is resolved"
         batches = open_batches(config, world, open_split(config.data.prepared, "train"))

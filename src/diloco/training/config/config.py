@@ -28,7 +28,6 @@ def trait(
     may_change_on_resume: bool = False,
     begins_a_phase: bool = False,
     planned: bool = False,
-    filled_in: bool = False,
     column: bool = False,
 ) -> dict[str, Any]:
     """The `metadata` of a config's field; a config of a room above writes the same dict itself.
@@ -40,7 +39,6 @@ def trait(
         may_change_on_resume: a resumed run is the same run with another value.
         begins_a_phase: a resumed run may have another value, and begins a new phase of its learning-rate schedule.
         planned: `diloco plan` chooses it.
-        filled_in: `resolve` sets it where it is left out, as None.
         column: it follows from a column of a sweep's table.
     """
     return {name: value for name, value in locals().items() if value}
@@ -179,9 +177,9 @@ class AdamWConfig:
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Number that is added to the root of the second moment."""
-    weight_decay: float | None = field(default=None, metadata=trait(filled_in=True))
+    weight_decay: float | None = None
     """Decoupled weight decay; None is 1/T for a run of T steps."""
-    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True, filled_in=True))
+    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True))
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
     schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
     """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
@@ -306,7 +304,7 @@ class CheckpointConfig:
 
     every_steps: int = field(default=200, metadata=trait(may_change_on_resume=True))
     """Steps between two checkpoints; 0 saves none."""
-    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Number of the newest checkpoints to keep; None is as many as replicas that are apart need, at least 3."""
 
 
@@ -356,7 +354,7 @@ class TrainConfig:
     )
     """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
     num_replicas."""
-    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
     command starts; None is 1, on a resume the run's own."""
     ddp_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
@@ -369,7 +367,7 @@ class TrainConfig:
     `train` takes 1e6, 1M or 20x (times the parameters), too, and rounds to whole steps."""
     global_batch: int = field(metadata=trait(column=True))
     """Sequences a step over all replicas; a multiple of the number of processes."""
-    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
     sequence_length: int
     """Tokens a sequence."""

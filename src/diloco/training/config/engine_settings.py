@@ -84,11 +84,19 @@ def check(config: TrainConfig) -> None:
     """
     if config.method == "data_parallel":
         return
-    schedule = checked_settings(config).schedule
+    check_sends(checked_settings(config).schedule, config.num_steps)
+
+
+def check_sends(schedule: Schedule, num_steps: int) -> None:
+    """Refuse a run in which a fragment is never sent.
+
+    Raises:
+        UserError: naming the fragment.
+    """
     last = max(range(schedule.num_fragments), key=schedule.send_step)
-    if (step := schedule.send_step(last)) > config.num_steps:
+    if (step := schedule.send_step(last)) > num_steps:
         raise UserError(
-            f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
+            f"fragment {last} is first sent at step {step}, and the run has {num_steps}: its outer "
             "parameters would stay the initial ones; lower diloco.sync_every, or raise num_tokens",
             *("diloco.sync_every", "num_tokens"),
         )
