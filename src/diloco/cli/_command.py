@@ -69,14 +69,14 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
     except SystemExit as end:
         if not end.code:
             raise
-        reason = _refusal(end) or UserError(f"{_mistake(kind, arguments, prog)} ({prog} --help)")
-        raise reason from None
+        sentence = _mistake(kind, arguments, prog, has_default="default" in options)
+        raise _refusal(end) or UserError(f"{sentence} ({prog} --help)") from None
     if unknown:
         raise _unknown_word(unknown[0], kind, prog)
     return value
 
 
-def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> str:
+def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, has_default: bool) -> str:
     """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
     own = {argument.name: argument for argument in arguments_of(kind)}
     before, given = _by_flag(arguments)
@@ -90,7 +90,7 @@ def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str) -> s
             if not argument.fits(value):
                 return f"{word} takes {argument.expected}, not {value!r}"
     words = {word for word, _ in given}
-    for argument in own.values():
+    for argument in () if has_default else own.values():
         if argument.is_required and not (argument.label in words if argument.is_flag else before):
             return f"{prog} needs {argument.label}"
     return f"{prog} can't take {shlex.join(arguments)!r:.200}"

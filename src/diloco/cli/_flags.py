@@ -58,7 +58,7 @@ class Argument:
         scalars = _scalars(self.kind)
         choices = [repr(value) for value in scalars if isinstance(value, str)]
         words = [f"one of {', '.join(choices)}"] if choices else []
-        return " or ".join([*words, *(_IN_WORDS[kind] for kind in scalars if kind in _IN_WORDS)])
+        return " or ".join([*words, *dict.fromkeys(_IN_WORDS[kind] for kind in scalars if kind in _IN_WORDS)])
 
     def fits(self, word: str) -> bool:
         """True if a word is one of its values, or can be one of them."""
@@ -97,7 +97,7 @@ def arguments_of(command: Callable[..., Any]) -> Iterator[Argument]:
     parameters = signature(command).parameters
     for name, hint in get_type_hints(command, include_extras=True).items():
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if name == "return" or _SUPPRESSED in extras:
+        if name not in parameters or _SUPPRESSED in extras:  # a function's `return`, or a class's own value
             continue
         is_required = parameters[name].default is Parameter.empty
         named = next((extra.name for extra in extras if getattr(extra, "name", None) is not None), name)

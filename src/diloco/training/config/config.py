@@ -13,7 +13,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import FileError, UserError
 from diloco.integrations.trackers import TrackerName
 from diloco.models.spec import DEFAULT_FAMILY, ModelConfig, load_family
-from diloco.presets import Method
+from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted
 
@@ -219,50 +219,11 @@ def out_of_range(name: str, bounds: str, value: Any) -> UserError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
+class DilocoConfig(DilocoSettings):
     """Outer step and exchange; data_parallel uses none of it."""
 
-    sync_every: int = field(default=30, metadata=trait(planned=True, column=True))
-    """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int | tuple[int, ...] | None = field(
-        default=None, metadata=trait(planned=True, own_with_rendezvous=True)
-    )
-    """τ: inner steps between sending a fragment and merging it, one number or one a replica; None is the method's
-    own."""
-    offsets: tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
-    """t_p, one a fragment; None is floor(p·H/P)."""
-    first_sync: Literal["full_period", "early"] = "full_period"
-    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
-    fragments: Literal["strided", "sequential", "whole"] | None = field(default=None, metadata=trait(planned=True))
-    """Pattern by which blocks form fragments; None is the method's own."""
-    layers_per_fragment: int = field(default=3, metadata=trait(planned=True))
-    """Blocks in a strided or sequential fragment."""
-    outer_learning_rate: float = field(default=0.4, metadata=trait(column=True))
-    """η of the outer SGD with Nesterov momentum."""
-    outer_momentum: float = 0.9
-    """μ of the outer SGD with Nesterov momentum."""
-    mixing: float | None = None
-    """α: how much of its own parameters a replica keeps at a merge; None is the method's own."""
-    wire: str | None = field(default=None, metadata=trait(planned=True))
-    """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is the method's own."""
-    combine: str = field(default="gather", metadata=trait(planned=True))
-    """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
-    in the same codec or, as in reduce_scatter:bf16, another."""
-    offload: bool = field(default=False, metadata=trait(may_change_on_resume=True))
-    """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
-    error_feedback: float | None = None
-    """β of error feedback, e ← β e + Δ, which sends later what the codec lost; None is no error feedback."""
     freeze: bool = False
     """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
-
-    def __post_init__(self) -> None:
-        """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
-        if not 0 < self.outer_learning_rate < math.inf:
-            raise out_of_range("diloco.outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
-        if not 0 <= self.outer_momentum < 1:
-            raise out_of_range("diloco.outer_momentum", "at least 0 and below 1", self.outer_momentum)
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise out_of_range("diloco.mixing", "at least 0 and below 1", self.mixing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,11 +475,11 @@ class TrainConfig:
     @property
     def steps_apart(self) -> int:
         """Largest number of steps by which a replica may be ahead of another."""
-        diloco, overlap = self.diloco, self.diloco.overlap_steps
+        diloco = self.diloco
         if self.method == "data_parallel":
             return 1
         first_offset = min(diloco.offsets) if diloco.offsets and diloco.first_sync == "full_period" else 0
-        return diloco.sync_every + first_offset + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
+        return diloco.sync_every + first_offset + max(1, diloco.max_overlap)
 
 
 def _check_data_parallel(config: TrainConfig) -> None:

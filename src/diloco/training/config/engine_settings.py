@@ -23,23 +23,15 @@ def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
         UserError: if the schedule, the codec or the model refuses them.
     """
     diloco = config.diloco
-    assert diloco.overlap_steps is not None, "the config is resolved"
     assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
     with setting("diloco.wire", diloco.wire):
         wire = codec(diloco.wire)
     with setting("diloco.combine", diloco.combine):
         reduction_of(diloco.combine, wire)
     fragments = _fragments(config, model)
-    schedule = Schedule(
-        sync_every=diloco.sync_every,
-        num_fragments=len(fragments),
-        overlap_steps=diloco.overlap_steps,
-        offsets=diloco.offsets,
-        first_sync=diloco.first_sync,
-    )
     return Settings(
         fragments=fragments,
-        schedule=schedule,
+        schedule=diloco.schedule(len(fragments)),
         outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
         mixing=Mixing(diloco.mixing),
         wire=wire,

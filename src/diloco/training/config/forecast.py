@@ -32,7 +32,7 @@ def device_bytes(config: TrainConfig) -> int:
     if config.method != "data_parallel":
         state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
     pass_bytes, sync_bytes = _pass_bytes(config), _sync_bytes(config)
-    together = max(pass_bytes, sync_bytes) if config.diloco.overlap_steps == 0 else pass_bytes + sync_bytes
+    together = max(pass_bytes, sync_bytes) if config.diloco.max_overlap == 0 else pass_bytes + sync_bytes
     return round(state + max(together, _evaluation_bytes(config)))
 
 

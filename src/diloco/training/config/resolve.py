@@ -13,7 +13,7 @@ from diloco.data.index import INDEX_FILE, read_index
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
-from diloco.presets import PRESETS
+from diloco.presets import own_settings
 from diloco.schema import read_bytes
 from diloco.training.config.config import (
     AdamWConfig,
@@ -185,11 +185,7 @@ _MOST_TOKENS = 2.0**60
 
 def with_method_values(config: TrainConfig) -> TrainConfig:
     """The same config with the values of its method's preset in the fields that were left out."""
-    if config.method == "data_parallel":
-        return config
-    preset = vars(PRESETS[config.method])
-    left_out = {name: value for name, value in preset.items() if getattr(config.diloco, name) is None}
-    return replace(config, diloco=replace(config.diloco, **left_out))
+    return replace(config, diloco=config.diloco.of_method(config.method))
 
 
 def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
@@ -287,8 +283,8 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     out, and so are those of `data`: text is known by its content, not by the place where it lies.
     """
     incidental = fields_with(TrainConfig, "incidental")
-    preset = {} if config.method == "data_parallel" else vars(PRESETS[config.method])
-    left_out = {name: None for name, value in preset.items() if getattr(config.diloco, name) == value}
+    own = own_settings(config.method).items()
+    left_out = {name: None for name, value in own if getattr(config.diloco, name) == value}
     config = replace(config, diloco=replace(config.diloco, **left_out))
     return {
         name: value
