@@ -28,7 +28,7 @@ from network.laboratory import Laboratory
 
 import diloco
 from diloco.exchange.process_group import GroupExchange
-from diloco.exchange.transport import Channel, Tag, share
+from diloco.exchange.transport import Channel, Tag, barrier
 
 Start = Callable[[int, list[str], dict[str, str]], "subprocess.Popen[str]"]
 
@@ -161,12 +161,12 @@ def exchange_payloads(arguments: argparse.Namespace) -> tuple[float, float]:
     exchange.start(payload, Tag(Channel.PROBE, round=1)).wait()  # the first one allocates
     seconds, processor_seconds = [], 0.0
     for number in range(2, arguments.rounds + 2):
-        share(exchange, "ready")
+        barrier(exchange)
         processor_start, start = time.process_time(), time.perf_counter()
         exchange.start(payload, Tag(Channel.PROBE, round=number)).wait()
         seconds.append(time.perf_counter() - start)
         processor_seconds += time.process_time() - processor_start
-    share(exchange, "done")
+    barrier(exchange)
     assert isinstance(exchange, GroupExchange), "each replica is one process"
     exchange.close()
     return statistics.median(seconds), processor_seconds / (1e-3 * arguments.megabytes * arguments.rounds)

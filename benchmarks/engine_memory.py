@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 import diloco
-from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
 
 NUM_REPLICAS = 2
@@ -33,7 +32,7 @@ def main() -> None:
     if "RANK" in os.environ:
         print(peak_bytes(arguments, with_engine="WITH_ENGINE" in os.environ))
         return
-    model = Decoder(_size(arguments), seed=0)
+    model = _size(arguments).build(seed=0)
     copy = 4 * sum(parameter.numel() for parameter in model.parameters())
     fragments = diloco.strided(model, layers_per_fragment=2)
     parameters = dict(model.named_parameters())
@@ -69,7 +68,7 @@ def _run(environment: dict[str, str]) -> int:
 def peak_bytes(arguments: argparse.Namespace, *, with_engine: bool) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = Decoder(_size(arguments), seed=0)
+    model = _size(arguments).build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine = None
     if with_engine:

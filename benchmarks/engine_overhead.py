@@ -12,7 +12,6 @@ import time
 import torch
 
 import diloco
-from diloco.models.decoder import Decoder
 from diloco.models.decoder_config import DecoderConfig
 
 
@@ -21,7 +20,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="the first five are not counted")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model = Decoder(DecoderConfig(num_layers=6, num_heads=4, width=256, vocab_size=1024), seed=0)
+    model = DecoderConfig(num_layers=6, num_heads=4, width=256, vocab_size=1024).build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     fragments = diloco.strided(model, layers_per_fragment=3)
     engine = diloco.StreamingDiLoCo(

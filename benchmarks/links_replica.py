@@ -24,11 +24,11 @@ from link_study.methods import PEER
 from link_study.synchronizers import DDP, Alone, Torchft
 
 from diloco.data.shards import open_split
-from diloco.exchange.transport import Channel, Tag, share
-from diloco.measure.link import measure_link
+from diloco.exchange.transport import Channel, Tag, barrier
 from diloco.presets import PRESETS
 from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
+from diloco.training.measure import measure_link
 from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import gradients, inner_step, learning_rate
@@ -64,7 +64,7 @@ def exchange_payload(world: World, num_bytes: int, round: int) -> Answer:
     """One payload each way, at once."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     others = {replica: payload for replica in range(world.num_replicas) if replica != world.replica}
-    share(world.exchange, "ready")
+    barrier(world.exchange)
     sent, start = _bytes_on_interface(), time.perf_counter()
     world.exchange.start(others, Tag(Channel.PROBE, round=round)).wait()
     wall_seconds = time.perf_counter() - start
@@ -96,12 +96,12 @@ def all_reduce_beside_training(config: TrainConfig, world: World, wire: str, num
         inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
         return time.perf_counter() - start
 
-    share(world.exchange, "ready")
+    barrier(world.exchange)
     quiet_seconds, step_seconds = reduce(), []
     for step in (1, 2):  # the first steps allocate
         train_step(step)
     with ThreadPoolExecutor(1) as beside:
-        share(world.exchange, "ready")
+        barrier(world.exchange)
         reduced = beside.submit(reduce)
         for step in count(3):
             step_seconds.append(train_step(step))
@@ -124,7 +124,7 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
         gradients(state, batches.batch(1), config, world)
         state.optimizer.zero_grad()
     ends, after_seconds, num_outer_steps = [], [], 0
-    share(world.exchange, "ready")
+    barrier(world.exchange)
     sent, start = _bytes_on_interface(), time.perf_counter()
     for step in range(1, question["num_steps"] + 1):
         inner_step(state, batches.batch(step), config, world, learning_rate(config, step))
@@ -133,7 +133,7 @@ def train(config: TrainConfig, world: World, question: Question) -> Answer:
         ends.append(time.perf_counter() - start)
         after_seconds.append(ends[-1] + start - getattr(state.sync, "last_gradient", ends[-1] + start))
     num_outer_steps += len(state.sync.finish())
-    share(world.exchange, "done")
+    barrier(world.exchange)
     answer = {
         "ends": ends,
         "after_seconds": statistics.median(after_seconds),

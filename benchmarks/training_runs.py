@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.experiments.runner.grid import LabelledRun, LocalMachine, adopt, run_grid
+from diloco.experiments.runner.grid import LabelledRun, adopt, run_grid
+from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe

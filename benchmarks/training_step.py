@@ -74,7 +74,7 @@ def main() -> None:
     print("| parameters | plain, tokens/s | ours, tokens/s | ours / plain |\n|---|---|---|---|")
     for name in arguments.sizes:
         config, shape = SIZES[name], (arguments.sequences, arguments.tokens)
-        ours, plain = our_step(Decoder(config, seed=0)), plain_step(Plain(config, arguments.tokens))
+        ours, plain = our_step(config.build(seed=0)), plain_step(Plain(config, arguments.tokens))
         times: list[tuple[float, float]] = []
         for step in range(arguments.steps):
             window = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1))

@@ -1,4 +1,4 @@
-"""How much of the package one thing runs through: files whose functions run, modules imported, sizes of the tree.
+"""The files whose functions run in a sync and in a run, the modules that are imported, and the sizes of the tree.
 
     python benchmarks/walks.py                # a table of numbers, in about a minute
     python benchmarks/walks.py --files        # the files of each walk as well

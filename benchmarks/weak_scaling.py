@@ -11,10 +11,8 @@ import argparse
 import numpy as np
 
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
+from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
 
 NUM_REPLICAS = (2, 4, 8, 16, 32, 64)
 WAYS = ("gather", "reduce_scatter", "reduce_scatter:bf16")

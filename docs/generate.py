@@ -79,8 +79,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def api() -> str:
-    """One section for each room, with an entry for each name that `diloco` exports."""
+    """One section per room, with an entry for each name that `diloco` exports, and one for `diloco.extend`."""
     import diloco
+    from diloco import extend
 
     names: dict[str, list[str]] = {room: [] for room in ROOMS}
     for name in vars(diloco)["__all__"]:
@@ -91,6 +92,9 @@ def api() -> str:
         if exported:
             entries = "\n\n".join(f"::: diloco.{name}" for name in exported)
             sections.append(f"## {ROOMS.get(room, room.capitalize())}\n\n{entries}")
+    kinds = {name: getattr(extend, name) for name in vars(extend)["__all__"]}
+    classes = [name for name, kind in kinds.items() if getattr(kind, "__module__", "").startswith("diloco.")]
+    sections.append("## Extensions\n\n" + "\n\n".join(f"::: diloco.extend.{name}" for name in classes))
     return "\n\n".join(sections)
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import diloco
-from diloco.exchange.transport import Tag
-from diloco.files import write_atomically
+from diloco.extend import Tag, write_atomically
 
 
 class DirectoryTransport:
@@ -72,8 +71,9 @@ def train(directory: Path, replica: int, num_replicas: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=5,
+        overlap_steps=2,
         exchange=DirectoryTransport(directory, replica=replica, num_replicas=num_replicas),
     )
     target, data = torch.randn(8, 1), torch.Generator().manual_seed(replica)

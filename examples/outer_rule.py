@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 import diloco
-from diloco.outer.averages import Average
-from diloco.outer.cohort import Cohort
-from diloco.outer.rule import JSON, FragmentState
-from diloco.schedule import Sync
+from diloco.extend import JSON, Average, Cohort, FragmentState, Sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +42,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=1),
+        fragments="whole",
+        sync_every=5,
+        overlap_steps=1,
         outer=OuterAdam(lr=0.1),
         exchange=diloco.LoopbackExchange(),
     )
@@ -60,7 +58,7 @@ def main() -> None:
         if step % 20 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
     engine.finish()
-    with engine.outer_in_place(), torch.no_grad():
+    with engine.outer_parameters_applied(), torch.no_grad():
         print(f"outer parameters: loss {(model(inputs) - inputs @ target).square().mean().item():.4f}")
 
 

@@ -28,7 +28,8 @@ fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
-    schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
+    sync_every=20,
+    overlap_steps=5,
     exchange=diloco.ProcessGroupExchange(),  # over the default group, in which nothing else travels
 )
 engine.attach(optimizer)

@@ -35,8 +35,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     )
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=4,
+        overlap_steps=2,
         exchange=exchange,
     )
     engine.attach(optimizer)
@@ -62,7 +63,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             report({"loss": loss.item(), "num_steps": step}, state)
     engine.finish()
     metrics = {"num_steps": engine.num_steps, "outer_hash": engine.outer_hash()}
-    with engine.outer_in_place():  # the last checkpoint holds Θ
+    with engine.outer_parameters_applied():  # the last checkpoint holds Θ
         report(
             metrics,
             {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "engine": engine.state_dict()},

@@ -62,7 +62,8 @@ fragments = diloco.strided(model, layers_per_fragment=1)
 engine = diloco.StreamingDiLoCo(
     model,
     fragments=fragments,
-    schedule=diloco.Schedule(sync_every=20, num_fragments=len(fragments), overlap_steps=5),
+    sync_every=20,
+    overlap_steps=5,
     exchange=exchange,
 )
 # --8<-- [end:engine]

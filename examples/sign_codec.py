@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import diloco
-from diloco.wire import Key
+from diloco.extend import Codec, Key
 
 
 @dataclass(frozen=True)
-class Sign(diloco.Codec):
+class Sign(Codec):
     """±s, s the mean magnitude: 4 bytes of scale, then the signs, eight a byte, the first in the lowest bit."""
 
     name = "sign"
@@ -43,8 +43,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=5, num_fragments=1),
+        fragments="whole",
+        sync_every=5,
+        overlap_steps=0,
         wire=Sign(),
         error_feedback=1.0,
         exchange=diloco.LoopbackExchange(),

@@ -1,6 +1,7 @@
 """The diffs of docs/extending.md: together, on a copy of the source code, they add what the page says."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,8 +15,8 @@ SNIPPETS = ROOT / "docs" / "snippets"
 MOST_FILES = {"new_codec": 2, "new_family": 2, "new_experiment": 1, "new_verb": 1}
 """The number of source files that each touches, as the page says."""
 COMMANDS = """\
-diloco train gated --num-replicas 2 --diloco.wire nf4 --num-tokens 10240 --name one --evaluation.num-tokens 512 \
---data.train TEXT --data.held-out-fraction 0.1
+diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --num-tokens 10240 \
+--name one --evaluation.num-tokens 512 --data.train TEXT --data.held-out-fraction 0.1
 diloco hash runs/one
 diloco experiment outer_momentum --commands
 diloco bench wire --wires nf4 --values 65536
@@ -53,6 +54,8 @@ def test_the_diffs_of_the_page_add_what_it_says(tmp_path, small_corpus):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in MOST_FILES:
         subprocess.run(["git", "apply", str(SNIPPETS / f"{name}.diff")], cwd=tmp_path, check=True, timeout=30)
+    (toml,) = re.findall(r"```toml\n(\[model\].*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    (tmp_path / "gated.toml").write_text(toml)
     output = diloco(tmp_path, *COMMANDS.replace("TEXT", shlex.quote(str(small_corpus))).splitlines())
     assert "nf4" in output and "momentum" in output
     summary = (tmp_path / "runs" / "one" / "summary.json").read_text()

@@ -26,18 +26,20 @@ ROOMS = [
         "wire",
         "outer",
     ),
-    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation", "training", "measure"),
-    *("simulator", "scaling", "experiments", "report", "cli"),
+    *("exchange", "rendezvous", "engine", "integrations", "models", "data", "evaluation", "training"),
+    *("published", "simulator", "scaling", "experiments", "report", "cli", "extend"),
 ]
 """A room imports only from rooms that stand before it."""
 ENTRANCES = ("__init__.py", "__main__.py")
 """Files of the package itself, which may import from every room."""
-WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "simulator", "scaling")
+WITHOUT_TORCH = ("presets", "schedule", "wire.formats", "published", "simulator", "scaling")
 FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 RIDDLES = ("found", "it", "of", "said", "those", "told", "what")
 """Names that no variable has: they do not say what it holds."""
 MAX_FUNCTION_LINES = 60
-FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/cluster.py": {"--head"}}
+MAX_FILES = 13
+"""Files of a folder; cli/ has one a verb."""
+FOREIGN_FLAGS = {"errors.py": {"--num-tokens"}, "experiments/runner/machines.py": {"--head"}}
 """Flags that a library file may spell: in a doctest of `UserError.spelled`, and those of other programs."""
 
 
@@ -121,6 +123,28 @@ def test_no_modules_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" ← ".join(error.args[1]))
+
+
+def test_no_module_hides_behind_a_string_or_the_front_door():
+    """`import_module("diloco.…")`, and `import diloco` in a room, would hide a circle, or an arrow upward."""
+    wrong = []
+    for path in sources():
+        if place(path) in ENTRANCES:
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import) and any(alias.name == "diloco" for alias in node.names):
+                wrong.append(f"{place(path)}:{node.lineno} imports the package itself")
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                wrong += [f"{place(path)}:{node.lineno} imports {n}" for n in names if n.startswith("diloco")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_folder_is_too_large():
+    folders = {path.parent for path in sources()} - {PACKAGE / "cli"}
+    sizes = {folder: len([*folder.glob("*.py")]) - (folder / "__init__.py").exists() for folder in folders}
+    wrong = [f"{folder.relative_to(ROOT)} has {size} files" for folder, size in sizes.items() if size > MAX_FILES]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_function_is_too_long():

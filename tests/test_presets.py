@@ -20,7 +20,7 @@ def test_the_first_is_diloco_and_each_of_the_others_changes_one_thing():
 
 
 def test_presets_formats_and_simulator_need_no_torch():
-    modules = "diloco.presets, diloco.simulator.remedy, diloco.simulator.timeline, diloco.simulator.wall_clock"
+    modules = "diloco.presets, diloco.simulator.planner, diloco.simulator.timeline, diloco.simulator.wall_clock"
     program = f"import sys, {modules}; print('torch' in sys.modules)"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert process.stdout == "False\n", process.stderr

@@ -95,7 +95,7 @@ class Replica:
                 sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps
             ),
             wire=wire,
-            exchange=self.exchange,
+            rendezvous=self.exchange,
         )
 
     def step(self, tokens: int = 1024) -> int:

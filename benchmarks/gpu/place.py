@@ -78,8 +78,11 @@ class Place:
 
     def model(self, scale: str) -> Decoder:
         """A decoder of the paper's ladder, or a tiny one."""
-        small = DecoderConfig(num_layers=6, num_heads=2, width=16, vocab_size=512)
-        return Decoder(small if self.dry else ladder(scale), seed=0).to(self.device)
+        return self.decoder(scale).build(seed=0).to(self.device)
+
+    def decoder(self, scale: str) -> DecoderConfig:
+        """The sizes of that decoder."""
+        return DecoderConfig(num_layers=6, num_heads=2, width=16, vocab_size=512) if self.dry else ladder(scale)
 
     def window(self, num_sequences: int, length: int, vocab_size: int) -> Tensor:
         """Random tokens (B, T+1)."""

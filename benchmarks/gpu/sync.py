@@ -30,7 +30,7 @@ def _training(place: Place, dtype: torch.dtype = torch.float32) -> tuple[torch.n
     model = place.model("180M").to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = place.size(2048, 16)
-    window = place.window(place.size(8, 2), length, model.config.vocab_size)
+    window = place.window(place.size(8, 2), length, model.embedding.num_embeddings)
 
     def step() -> None:
         with torch.autocast(place.device.type, torch.bfloat16, enabled=dtype == torch.float32):
@@ -70,7 +70,7 @@ def _with_syncs(place: Place, *, dtype: torch.dtype = torch.float32, apart: bool
     plain_ms = _mean_ms(place, train, 2 * _SYNC_EVERY)
     engine = engine_of(model, sync_every=_SYNC_EVERY, **settings)
     if not apart:
-        engine._rounds.lane, engine._rounds.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
+        engine._replica.lane, engine._membership.sends = SameLane(), HereLane()  # pyright: ignore[reportAttributeAccessIssue]
     clocks: dict[str, list[_Clock]] = {"send": [], "merge": [], "neither": []}
 
     def step() -> None:

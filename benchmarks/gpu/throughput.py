@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.models.decoder_config import ladder
+from diloco.models.decoder import Decoder
 from diloco.training.world import peak_flops
 from gpu.place import Measurements, Place, Row
 
@@ -46,7 +46,7 @@ def _llama(place: Place, scale: str) -> Model:
     """A Llama as wide and deep, with as many heads and entries; its MLP of three matrices is 8/3 as wide."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours = place.model(scale).config if place.dry else ladder(scale)
+    ours = place.decoder(scale)
     config = LlamaConfig(
         vocab_size=ours.vocab_size,
         hidden_size=ours.width,
@@ -88,8 +88,8 @@ def _row(place: Place, model: nn.Module, loss: Any, autocast: bool, num_sequence
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     backend = "eager" if place.dry else "inductor"
     forward: Any = torch.compile(model, backend=backend) if compiled else model
-    vocab_size = model.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
-    window_BxT1 = place.window(num_sequences, length, vocab_size)  # pyright: ignore[reportArgumentType]
+    vocab_size, layers, width = _shape(model)
+    window_BxT1 = place.window(num_sequences, length, vocab_size)
 
     def step() -> None:
         with torch.autocast(place.device.type, torch.bfloat16, enabled=autocast):
@@ -103,7 +103,6 @@ def _row(place: Place, model: nn.Module, loss: Any, autocast: bool, num_sequence
         torch.cuda.reset_peak_memory_stats()
     seconds = 1e-3 * place.milliseconds(step, repeats=20)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    layers, width = _shape(model)
     tokens = num_sequences * length
     flops = (6 * num_params + 12 * layers * width * length) * tokens
     peak = peak_flops(place.device)
@@ -117,10 +116,9 @@ def _row(place: Place, model: nn.Module, loss: Any, autocast: bool, num_sequence
     }
 
 
-def _shape(model: nn.Module) -> tuple[int, int]:
-    """Layers and width of either model."""
+def _shape(model: nn.Module) -> tuple[int, int, int]:
+    """Vocabulary, layers and width of either model."""
+    if isinstance(model, Decoder):
+        return model.embedding.num_embeddings, len(model.blocks), model.embedding.embedding_dim
     config: Any = model.config
-    return (
-        getattr(config, "num_layers", None) or config.num_hidden_layers,
-        getattr(config, "width", None) or config.hidden_size,
-    )
+    return config.vocab_size, config.num_hidden_layers, config.hidden_size

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
-from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
+from diloco.simulator.description import MethodSettings, ModelSize, Replica
+from diloco.simulator.physical import PhysicalModel, PhysicalRun
 from diloco.training.config.config import TrainConfig
 from diloco.wire.formats import parse
 
@@ -95,7 +93,7 @@ def predicted(
             for sync in model.schedule.sent(step):
                 seconds = 32e-9 * model.fragment_params[sync.fragment] / gbit_s
                 taken_SxM[step] += seconds * _slowed(alone_SxM, all_reduce) + own_seconds
-    run = model.start([gbit_s])
+    run = PhysicalRun(model, [gbit_s])
     run.advance(taken_SxM[:warm])
     begun = run.ready_BxM.mean()
     run.advance(taken_SxM[warm:])

@@ -44,7 +44,7 @@ class Alone:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @contextmanager
-    def outer_in_place(self) -> Iterator[None]:
+    def outer_parameters_applied(self) -> Iterator[None]:
         """The model with the outer parameters in the place of its own."""
         own = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         self.model.load_state_dict(self.outer_parameters())

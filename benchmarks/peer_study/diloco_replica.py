@@ -20,7 +20,7 @@ def main() -> None:
             num_fragments=settings.num_fragments,
             overlap_steps=settings.overlap_steps,
         ),
-        exchange=exchange,
+        rendezvous=exchange,
         mixing=ALPHA,
         wire="fp32",
     )

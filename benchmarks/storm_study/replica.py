@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from diloco.engine.elastic import ElasticRounds
+from diloco.engine.elastic import ElasticMembership
 from diloco.engine.streaming import StreamingDiLoCo
 from diloco.errors import UserError
 from diloco.outer.step import OuterStep
@@ -102,12 +102,12 @@ class Meter:
         line: dict[str, Any] = {"at": time.monotonic(), "ended": ended, "loss": loss}
         if self._engine is not None:
             self._note_outer()
-            rounds = _rounds(self._engine)
+            member = _membership(self._engine)
             line |= {
-                "replica": rounds.replica,
-                "steps": rounds.num_steps,
-                "sent_steps": sum(rounds.last_sent),
-                "counted_steps": sum(steps for _, steps in rounds.counted),
+                "replica": member.replica.number,
+                "steps": member.replica.num_steps,
+                "sent_steps": sum(member.replica.last_sent),
+                "counted_steps": sum(steps for _, steps in member.counted),
                 "queued_seconds": _queued_seconds(),
                 "in_step_seconds": self._in_step_seconds,
                 "own_in_step_seconds": self._in_step_seconds - self._queued_seconds,
@@ -122,13 +122,13 @@ class Meter:
 
     def _note_outer(self) -> None:
         assert self._engine is not None, "it has taken a step"
-        rounds = _rounds(self._engine)
-        if self._rounds != rounds.rounds:
-            before = self._rounds or [-1] * len(rounds.rounds)
-            for p, (old, new) in enumerate(zip(before, rounds.rounds, strict=True)):
+        member = _membership(self._engine)
+        if self._rounds != member.rounds:
+            before = self._rounds or [-1] * len(member.rounds)
+            for p, (old, new) in enumerate(zip(before, member.rounds, strict=True)):
                 if old != new:
-                    self._outer.append((p, new, f"{rounds.kept.base(p):016x}"))
-            self._rounds = list(rounds.rounds)
+                    self._outer.append((p, new, f"{member.digests.base(p):016x}"))
+            self._rounds = list(member.rounds)
 
 
 def _queued_seconds() -> float:
@@ -136,7 +136,7 @@ def _queued_seconds() -> float:
     return 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
 
 
-def _rounds(engine: StreamingDiLoCo) -> ElasticRounds:
-    rounds = engine._rounds  # what the engine does not show: checksums, and steps of sends
-    assert isinstance(rounds, ElasticRounds), "all replicas here have a rendezvous"
-    return rounds
+def _membership(engine: StreamingDiLoCo) -> ElasticMembership:
+    membership = engine._membership  # what the engine does not show: checksums, and steps of sends
+    assert isinstance(membership, ElasticMembership), "all replicas here have a rendezvous"
+    return membership

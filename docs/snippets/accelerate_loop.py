@@ -26,8 +26,9 @@ model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, 
 def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=5, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=5,
+        overlap_steps=2,
         exchange=diloco.connect(),
     )
 
@@ -46,7 +47,7 @@ accelerator.save_model(model, f"trained/replica-{replica}")  # Θ
 # --8<-- [end:loop]
 
 # --8<-- [start:evaluate]
-with diloco_.engine.outer_in_place(), torch.no_grad():
+with diloco_.engine.outer_parameters_applied(), torch.no_grad():
     held_out_loss = loss_function(model(held_out), held_out.sum(1, keepdim=True))
 # --8<-- [end:evaluate]
 outer_hash = diloco_.engine.outer_hash()

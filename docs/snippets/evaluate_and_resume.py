@@ -14,8 +14,9 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, diloco.StreamingDiL
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = diloco.StreamingDiLoCo(
         model,
-        fragments=diloco.whole(model),
-        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=2),
+        fragments="whole",
+        sync_every=4,
+        overlap_steps=2,
         exchange=diloco.LoopbackExchange(),
     )
     engine.attach(optimizer)
@@ -35,7 +36,7 @@ train(model, optimizer, range(1, 10))  # step 8 has sent a fragment, which step 
 held_out = torch.ones(1, 8)
 
 # --8<-- [start:evaluate]
-with engine.outer_in_place(), torch.no_grad():
+with engine.outer_parameters_applied(), torch.no_grad():
     loss = (model(held_out) - 8).square().mean()
 # --8<-- [end:evaluate]
 

@@ -15,8 +15,9 @@ from diloco.integrations.lightning import DiLoCoCallback
 def build(module: nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
         module,
-        fragments=diloco.whole(module),
-        schedule=diloco.Schedule(sync_every=4, num_fragments=1, overlap_steps=1),
+        fragments="whole",
+        sync_every=4,
+        overlap_steps=1,
         exchange=diloco.connect(),  # DILOCO_ADDRESS, DILOCO_REPLICA, DILOCO_NUM_REPLICAS
     )
 

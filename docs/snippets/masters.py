@@ -27,8 +27,9 @@ def inner_step() -> None:
 
 engine = diloco.StreamingDiLoCo(
     model,
-    fragments=diloco.whole(model),
-    schedule=diloco.Schedule(sync_every=10, num_fragments=1, overlap_steps=2),
+    fragments="whole",
+    sync_every=10,
+    overlap_steps=2,
     exchange=diloco.LoopbackExchange(),
     masters=masters,
 )

@@ -30,8 +30,9 @@ class Clipped:
 # --8<-- [start:use]
 engine = diloco.StreamingDiLoCo(
     model,
-    fragments=diloco.whole(model),
-    schedule=diloco.Schedule(sync_every=2, num_fragments=1),
+    fragments="whole",
+    sync_every=2,
+    overlap_steps=0,
     mixing=Clipped(0.01),
     exchange=diloco.LoopbackExchange(),
 )

@@ -24,12 +24,7 @@ for module in (*model.layers, model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 rendezvous = diloco.StoreRendezvous(STORE, name="node")  # the first process alone joins with it
 fragments = diloco.strided(model, layers_per_fragment=2)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments=fragments,
-    schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=2),
-    exchange=rendezvous,
-)
+engine = diloco.StreamingDiLoCo(model, fragments=fragments, sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
 

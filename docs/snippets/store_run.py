@@ -16,12 +16,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 # --8<-- [start:engine]
 rendezvous = diloco.StoreRendezvous(STORE)  # such as s3://bucket/run; credentials are in the environment
 fragments = diloco.strided(model, layers_per_fragment=2)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments=fragments,
-    schedule=diloco.Schedule(sync_every=10, num_fragments=len(fragments), overlap_steps=2),
-    exchange=rendezvous,
-)
+engine = diloco.StreamingDiLoCo(model, fragments=fragments, sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
 # --8<-- [start:loop]

@@ -15,8 +15,9 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine = diloco.StreamingDiLoCo(
     model,
-    fragments=diloco.whole(model),
-    schedule=diloco.Schedule(sync_every=4, num_fragments=1),
+    fragments="whole",
+    sync_every=4,
+    overlap_steps=0,
     exchange=exchange,
 )
 batches = torch.randn(12, 16, 8)

@@ -40,7 +40,8 @@ def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
         model,
         fragments=fragments,
-        schedule=diloco.Schedule(sync_every=5, num_fragments=len(fragments), overlap_steps=2),
+        sync_every=5,
+        overlap_steps=2,
         exchange=diloco.connect(),
     )
 

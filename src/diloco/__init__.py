@@ -8,12 +8,18 @@ import ast
 from importlib import import_module
 from pathlib import Path
 
-_MODULES = {
-    name.name: statement.module
-    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-    if isinstance(statement, ast.ImportFrom) and statement.module
-    for name in statement.names
-}
+
+def modules_of(file: str) -> dict[str, str]:
+    """The modules of the names that the stub beside a file exports."""
+    return {
+        name.name: statement.module
+        for statement in ast.parse(Path(file).with_suffix(".pyi").read_text()).body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for name in statement.names
+    }
+
+
+_MODULES = modules_of(__file__)
 
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll] - type checkers read the stub
 

@@ -21,5 +21,6 @@ from diloco.outer.step import OuterStep as OuterStep
 from diloco.rendezvous.store_rendezvous import StoreRendezvous as StoreRendezvous
 from diloco.schedule import Schedule as Schedule
 from diloco.version import __version__ as __version__
-from diloco.wire import Codec as Codec
 from diloco.wire import codec as codec
+
+def modules_of(file: str) -> dict[str, str]: ...

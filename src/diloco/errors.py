@@ -88,8 +88,10 @@ class MissingLibraryError(UserError, ImportError):
     """An optional library is not installed."""
 
 
-class NonFiniteError(UserError):
+class NonFiniteError(DilocoError, FloatingPointError):
     """An outer gradient holds NaN or infinity; it was not sent."""
+
+    exit_code = 2
 
 
 class TrainingError(UserError):

@@ -11,10 +11,9 @@ from tests.experiments.runner.machines import FakeMachine
 
 from diloco.cli import experiment as cli_experiment
 from diloco.cli.main import main
-from diloco.experiments.papers.recipes import experiment
+from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
-from diloco.experiments.runner.grid import make_job
-from diloco.experiments.runner.identity import run_name
+from diloco.experiments.runner.grid import make_job, run_name
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.training.config.forecast import device_bytes
 

@@ -9,7 +9,7 @@ from tests.experiments.runner.machines import tiny_config
 
 from diloco.cli import _grid
 from diloco.cli._grid import grid_progress, machines_of
-from diloco.experiments.runner import grid, job_server
+from diloco.experiments.runner import job_server, machines
 from diloco.experiments.runner.grid import LabelledRun, run_grid
 from diloco.experiments.runner.job import Job
 
@@ -37,7 +37,7 @@ def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, m
 
     begun, shown, console_print = list[Job](), list[str](), Console.print
     monkeypatch.setattr(Console, "print", show)
-    monkeypatch.setattr(grid, "run_job", run)
+    monkeypatch.setattr(machines, "run_job", run)
     monkeypatch.setattr(_grid, "_SECONDS_BETWEEN_LINES", 0.2)
     runs = [
         LabelledRun(labels={"kind": "a", "seed": seed}, config=tiny_config(small_corpus, tmp_path, seed=seed))

@@ -11,9 +11,11 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
 from diloco.rendezvous.log.entries import Leave
-from diloco.report.live import watched
-from diloco.report.live.server import LiveServer
-from diloco.report.live.watched import Watched
+from diloco.report import sources
+from diloco.report.runs import LOSS, run_facts
+from diloco.report.server import LiveServer
+from diloco.report.sources import Sources
+from diloco.training.records.tail import RunTail
 
 
 def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, capsys, monkeypatch):
@@ -29,6 +31,37 @@ def test_finished_runs_are_shown_once_beside_a_store(finished_run, tmp_path, cap
     assert "120 of 120" in printed and re.search("of [0-9] replicas active, finished", printed)
 
 
+def test_several_runs_are_a_table_of_the_facts_of_each(finished_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("one", "two"):
+        shutil.copytree(finished_run, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints"))
+    main(["watch", str(tmp_path)])
+    rows = capsys.readouterr().out.splitlines()[1:]
+    run = RunTail(finished_run)
+    run.read()
+    facts = run_facts(run)
+    for row, name in zip(rows, ("one", "two"), strict=True):
+        assert row.split()[:2] == [name, "finished"]
+        assert all(facts[fact] in row for fact in ("step", LOSS, "held-out loss", "tokens/s", "sent per replica"))
+
+
+def test_a_store_that_is_damaged_is_trouble_in_the_terminal_and_refused_by_the_report(tmp_path, capsys):
+    run = Handwritten(tmp_path / "store")
+    run.train(1)
+    shown = Sources([str(run.directory)])
+    shown.again()
+    assert shown.stores[0].standing == "running" and not shown.is_over
+    newest = max(path for path in (run.directory / "log").rglob("*") if path.is_file())
+    newest.write_bytes(b"{")
+    damaged = Sources([str(run.directory)])
+    damaged.again()
+    (store,) = damaged.stores
+    assert "can't be read" in store.standing and store.trouble and not damaged.is_over
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run.directory), "--output", str(tmp_path / "report.html")])
+    assert capsys.readouterr().err.strip().endswith(store.trouble)
+
+
 def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, monkeypatch):
     copies = iter(("one", "two"))
 
@@ -41,27 +74,27 @@ def test_a_run_is_shown_again_until_it_is_over(finished_run, tmp_path, capsys, m
     main(["watch", str(tmp_path / "runs"), "--every-seconds", "7"])
     printed = capsys.readouterr().out
     assert "not begun" in printed and "finished" in printed
-    everything = Watched([str(tmp_path / "runs"), str(tmp_path / "later")])
+    everything = Sources([str(tmp_path / "runs"), str(tmp_path / "later")])
     everything.again()
     assert [run.directory.name for run in everything.runs] == ["one", "later"] and not everything.is_over
 
 
 def test_a_source_that_cannot_be_looked_up_is_trouble_beside_the_others(finished_run):
-    everything = Watched([str(finished_run), "x" * 300])
+    everything = Sources([str(finished_run), "x" * 300])
     everything.again()
     one, other = everything.runs
     assert one.standing == "finished" and other.standing.endswith("can't be read: File name too long")
 
 
 def test_of_many_runs_those_that_began_last_are_shown(finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, "MOST_RUNS", 2)
+    monkeypatch.setattr(sources, "MOST_RUNS", 2)
     for name in "cba":
         (tmp_path / name).mkdir()
         for file in ("data.json", "config.json"):
             shutil.copy(finished_run / file, tmp_path / name)
-    shown = Watched([str(tmp_path)])
+    shown = Sources([str(tmp_path)])
     shown.again()
-    assert [run.directory.name for run in shown.runs] == ["a", "b"] and shown.num_left_out == 1
+    assert [run.directory.name for run in shown.runs] == ["a", "b"] and shown.note == "1 older runs are left out"
 
 
 def test_the_address_is_printed_and_answers_until_an_interruption(finished_run, capsys, monkeypatch):

@@ -10,9 +10,8 @@ import pytest
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.index import INDEX_FILE, SPLITS, read_index, shard_path
 from diloco.data.prepare import PrepareProgress, prepare, resolve
-from diloco.data.shards import open_split
+from diloco.data.shards import INDEX_FILE, SPLITS, open_split, read_index, shard_path
 from diloco.data.splits import is_held_out
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
@@ -287,9 +286,3 @@ def test_a_finished_directory_of_somebody_else_is_used_as_it_is(source, tmp_path
     (output / INDEX_FILE).unlink()
     with pytest.raises(UserError, match=r"out can't be locked, to be written: .*: name another directory"):
         prepare(config, output)
-
-
-def test_held_out_text_without_a_byte_is_refused(source, tmp_path):
-    held_out = write_rows(tmp_path / "held_out.jsonl", [""] * 50)
-    with pytest.raises(UserError, match=r"data.held_out=.* holds no text: name other sources"):
-        prepare(DataConfig(train=(source,), held_out=(held_out,)), tmp_path / "out")

@@ -5,8 +5,8 @@ import pytest
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
-from diloco.data.index import read_index
 from diloco.data.prepare import prepare
+from diloco.data.shards import read_index
 from diloco.data.splits import SplitDocuments, check_disjoint, is_held_out
 from diloco.errors import UserError
 
@@ -149,6 +149,7 @@ def test_a_limit_counts_bytes_where_it_is_decided_how_documents_are_split(tmp_pa
     ("train", "held_out", "message"),
     [
         ([], ["x"], r"data.train=.*/train\.jsonl holds no text: name other sources"),
+        (["x"], [""] * 50, r"data.held_out=.*/held_out\.jsonl holds no text: name other sources"),
         (["x"], [], r"data.held_out=.*/held_out\.jsonl holds no text: name other sources"),
         ([], None, r"data.train=.*/train\.jsonl holds no text"),
         (["x"], None, r"data.held_out_fraction=0\.02 holds out none of the text of data.train=.*: raise it"),

@@ -1,4 +1,5 @@
 import hashlib
+import io
 import json
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from diloco.data.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
+from diloco.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, text_pieces, train_bpe
 from diloco.errors import UserError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"
@@ -42,32 +43,20 @@ def test_bytes_that_are_not_utf8_decode_to_replacements():
 
 
 @needs_shared
-@pytest.mark.parametrize("path", [DOLMA, SENTENCEPIECE], ids=["json", "model"])
-def test_real_tokenizers_on_real_text(path):
+@pytest.mark.parametrize(("path", "sizes"), [(DOLMA, (50280, 50279)), (SENTENCEPIECE, (32101, 2))])
+def test_real_tokenizers_on_real_text(path, sizes):
     tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == sizes
     texts = book_texts()
     encoded = tokenizer.encode(texts)
     assert all(ids.dtype == np.uint32 and ids.max() < tokenizer.vocab_size for ids in encoded)
     assert all(tokenizer.bos_id not in ids for ids in encoded)
     for text, ids in zip(texts, encoded, strict=True):
         assert len(ids) < len(text.encode()) / 3
-        # SentencePiece folds white space, and both map ligatures and the like to one form.
-        assert tokenizer.decode([tokenizer.bos_id, *ids]).split() == text.split()
+        # SentencePiece folds white space.
+        decoded = tokenizer.decode([tokenizer.bos_id, *ids])
+        assert decoded == text if path == DOLMA else decoded.split() == text.split()
     assert tokenizer.digest == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@needs_shared
-def test_the_dolma_tokenizer_is_lossless_and_known():
-    tokenizer = load_tokenizer(DOLMA)
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (50280, 50279)
-    texts = book_texts()
-    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
-
-
-@needs_shared
-def test_the_sentencepiece_model_is_known():
-    tokenizer = load_tokenizer(SENTENCEPIECE)
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (32101, 2)
 
 
 @needs_shared
@@ -142,33 +131,36 @@ def test_the_usual_names_of_bos(bpe_path, tmp_path, bos):
     assert HuggingFaceTokenizer(path).bos_id == 0
 
 
-def test_no_bos(bpe_path, tmp_path):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(bpe_path.read_text().replace("<bos>", "<other>"))
-    with pytest.raises(UserError, match="no token to precede a document"):
-        load_tokenizer(path)
-
-
-@pytest.mark.parametrize("name", ["broken.json", "broken.model"])
-@pytest.mark.parametrize("content", ["", "{}"])
-def test_a_broken_file_is_named(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name} is not a"):
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("no.json", "<bos>", "<other>", "no token to precede a document"),
+        (
+            "large.json",
+            ": 599",
+            ": 2147483648",
+            r"large\.json has ids up to 2147483648: they must",
+        ),
+        ("long.json", "{", "{" + " " * 2**17, r"long\.json has more than 65,536 bytes: name another file"),
+        *(
+            (name, None, content, f"{name} is not a")
+            for name in ("broken.json", "broken.model")
+            for content in ("", "{}")
+        ),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_of_ours_is_named(bpe_path, tmp_path, monkeypatch, name, old, new, message):
+    monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 2**16)
+    (tmp_path / name).write_text(new if old is None else bpe_path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path / name)
 
 
 @pytest.mark.parametrize("spec", ["byte", "absent/tokenizer.json", "/", "bpe:9000"])
 def test_an_unknown_spec_says_what_is_known(spec):
-    with pytest.raises(
-        UserError, match="prepared directory" if spec.startswith("bpe:") else "is neither bytes, nor"
-    ):
+    message = "prepared directory" if spec.startswith("bpe:") else "is neither bytes, nor"
+    with pytest.raises(UserError, match=message):
         load_tokenizer(spec)
-
-
-def test_a_file_beyond_the_limit_is_refused_before_it_is_read_whole(bpe_path, monkeypatch):
-    monkeypatch.setattr("diloco.data.tokenizers._MOST_FILE_BYTES", 100)
-    with pytest.raises(UserError, match=r"has more than 100 bytes: name another file"):
-        load_tokenizer(bpe_path)
 
 
 def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):
@@ -187,3 +179,53 @@ def test_an_entry_that_text_encodes_to_is_no_bos(tmp_path):
     # An entry that its name does not encode to is one, though the file adds it to nothing.
     Backend(BPE(vocab=vocabulary | {"[BOS]": 258}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).bos_id == 257
+
+
+TEXTS = ["Hello wörld, 漢字 🙂!\n", "  two  spaces ", "né" * 20]
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "sentencepiece"])
+def tokenizer(request, tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        return ByteTokenizer()
+    if request.param == "bpe":
+        train_bpe(TEXTS * 9, 270, folder / "tokenizer.json")
+        return load_tokenizer(folder / "tokenizer.json")
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 9),
+        model_writer=model,
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return load_tokenizer(folder / "tokenizer.model")
+
+
+@given(st.text(max_size=30))
+def test_the_pieces_are_the_text(tokenizer, text):
+    for one in (text, *TEXTS):
+        ids = tokenizer.encode([one])[0].tolist()
+        pieces = [*text_pieces(tokenizer, ids)]
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert "" not in pieces
+        if "\ufffd" not in one:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_piece_after_others_keeps_the_space_before_it(tokenizer):
+    ids = tokenizer.encode(["two words"])[0].tolist()
+    for cut in range(len(ids)):
+        after = "".join(text_pieces(tokenizer, ids[cut:], after=ids[:cut]))
+        assert tokenizer.decode(ids[:cut]) + after == tokenizer.decode(ids)
+
+
+def test_bytes_that_are_no_character_are_shown_all_the_same(tokenizer):
+    if not isinstance(tokenizer, ByteTokenizer):
+        pytest.skip("only here every token is a byte")
+    assert "".join(text_pieces(tokenizer, [0xF0] * 9 + [0x41])).endswith("\ufffdA")
+    assert next(text_pieces(tokenizer, [0xF0] * 9))

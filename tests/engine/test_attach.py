@@ -1,5 +1,7 @@
 """Counting the steps of optimizers, their subclasses and wrappers; each test counts with a real engine."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -102,14 +104,12 @@ def test_a_step_that_raised_leaves_the_next_ones_counted():
     model = linear()
     optimizer, engine = CallsSuper(model.parameters()), engine_of(model)
     engine.attach(optimizer)
-    optimizer.fails = True
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
+    optimizer.step()
+    for fails in (True, True, False, False, True, False):
+        optimizer.fails = fails
+        with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
             optimizer.step()
-    optimizer.fails = False
-    optimizer.step()
-    optimizer.step()
-    assert engine.num_steps == 2
+    assert engine.num_steps == 4
 
 
 @pytest.mark.slow
@@ -146,20 +146,6 @@ class Container(torch.optim.Optimizer):
             optimizer.step(*args, **kwargs)
 
 
-class PlainContainer:
-    """Several optimizers, stepped more than once."""
-
-    def __init__(self, optimizers):
-        self.optimizers = optimizers
-
-    def step(self):
-        for optimizer in [*self.optimizers, *self.optimizers]:
-            optimizer.step()
-
-    def zero_grad(self):
-        pass
-
-
 class Wrapper(torch.optim.Optimizer):
     """A wrapper that is never initialised as an optimizer, and steps every second time, as accelerate's."""
 
@@ -172,10 +158,9 @@ class Wrapper(torch.optim.Optimizer):
             self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("container", [Container, PlainContainer])
-def test_a_container_of_optimizers_counts_once_a_step(container):
+def test_a_container_of_optimizers_counts_once_a_step():
     model = nn.Sequential(linear(), linear())
-    optimizers, engine = container([adamw(model[0]), adamw(model[1])]), engine_of(model)
+    optimizers, engine = Container([adamw(model[0]), adamw(model[1])]), engine_of(model)
     for _ in range(2):
         with engine.attach(optimizers):
             optimizers.step()

@@ -62,20 +62,17 @@ def test_a_run_resumes_bit_for_bit_with_exchanges_in_flight():
     run_replicas(resume_all, 2, RESUMED)
 
 
-def test_the_tokens_that_were_read_resume_and_an_older_state_has_none():
+def test_the_tokens_that_were_read_resume():
     case = Case(H=2, tau=0)
     engine = case.engine(case.model())
     for t in range(3):
         engine.step(tokens=np.int64(100 + t))
     state = copy.deepcopy(engine.state_dict())
     assert type(state["tokens"]) is int
-    resumed, older = (case.engine(case.model()) for _ in range(2))
+    resumed = case.engine(case.model())
     resumed.load_state_dict(state)
     resumed.step(tokens=7)
     assert resumed.tokens == engine.tokens + 7 == 310
-    older.step(tokens=5)
-    older.load_state_dict({name: value for name, value in state.items() if name != "tokens"})
-    assert (older.num_steps, older.tokens) == (3, 0)
 
 
 def test_keys_and_shapes_are_the_same_whatever_is_in_flight():

@@ -14,7 +14,7 @@ from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import P, Replica, theta0
 
 import diloco
-from diloco.engine.elastic import ElasticRounds
+from diloco.engine.elastic import ElasticMembership
 from diloco.errors import ExchangeError, NonFiniteError, UserError
 from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.contract import Decision
@@ -63,11 +63,11 @@ def test_work_that_is_not_told_yet_survives_the_outer_steps_of_others(tmp_path) 
     while num_translated < 12 or num_counted < 3:
         for _ in range(4):
             fast.step(pause_seconds=0.004)
-        counts, before = list(slow.engine._rounds.counted), slow.theta()
+        counts, before = list(slow.engine._membership.counted), slow.theta()
         moved = [np.copy(progress) for progress in slow.progress]
         steps = [outer_step.sync.fragment for outer_step in slow.step()]
         for p, (uncounted_p, progress) in enumerate(zip(uncounted(slow), slow.progress, strict=True)):
-            if slow.engine._rounds.counted[p] == counts[p]:
+            if slow.engine._membership.counted[p] == counts[p]:
                 np.testing.assert_allclose(uncounted_p + progress, sums[p], atol=2e-5)
                 num_translated += steps.count(p)
                 continue
@@ -119,13 +119,13 @@ def test_decisions_that_take_long_are_taken_one_an_inner_step_and_of_each_fragme
 @pytest.fixture
 def jumps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The fragments of which a replica has taken a snapshot in the place of outer steps."""
-    fragments, jump = [], ElasticRounds._jump
+    fragments, jump = [], ElasticMembership._jump
 
-    def noted(self: ElasticRounds, decision: Decision, *arguments) -> diloco.OuterStep:
+    def noted(self: ElasticMembership, decision: Decision, *arguments) -> diloco.OuterStep:
         fragments.append(decision.fragment)
         return jump(self, decision, *arguments)
 
-    monkeypatch.setattr(ElasticRounds, "_jump", noted)
+    monkeypatch.setattr(ElasticMembership, "_jump", noted)
     return fragments
 
 
@@ -138,17 +138,17 @@ def until_deleted(payload: Path, replica: Replica) -> None:
 def test_who_was_away_for_long_takes_snapshots_and_keeps_its_own_work(tmp_path, jumps: list[int]) -> None:
     fast = Replica(str(tmp_path), name="fast", patience=0, snapshot_rounds=2)
     slow = Replica(str(tmp_path), name="slow")
-    rounds = slow.engine._rounds
-    until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
+    membership = slow.engine._membership
+    until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     # More outer steps than wait for it have lost their payloads.
     num_waiting = MOST_DECISIONS_A_FRAGMENT * P + 4 * P
-    until_deleted(tmp_path / payloads.payload_name(0, fast.engine._rounds.next_seq + num_waiting), fast)
+    until_deleted(tmp_path / payloads.payload_name(0, fast.engine._membership.next_seq + num_waiting), fast)
     while any(map(int.__lt__, slow.rounds, fast.rounds)):
-        counts, num_jumps, uncounted_then = list(rounds.counted), len(jumps), uncounted(slow)
+        counts, num_jumps, uncounted_then = list(membership.counted), len(jumps), uncounted(slow)
         moved = [np.copy(progress) for progress in slow.progress]
         slow.step()
         for p in jumps[num_jumps:]:
-            assert rounds.counted[p] == counts[p]
+            assert membership.counted[p] == counts[p]
             expected = uncounted_then[p] + moved[p] - slow.progress[p]
             np.testing.assert_allclose(uncounted(slow)[p], expected, atol=1e-4)
     assert set(jumps) == set(range(P))
@@ -165,11 +165,11 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     settings = {"snapshot_rounds": 2, "max_stale": 1000}
     fast = Replica(str(tmp_path), name="fast", patience=0, **settings)
     slow = Replica(str(tmp_path), name="slow", **settings)
-    rounds = slow.engine._rounds
-    until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
+    membership = slow.engine._membership
+    until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     may_upload = held_payloads(slow)
-    until(lambda: 0 in rounds.in_flight, slow)
-    flight = rounds.in_flight[0]
+    until(lambda: 0 in membership.in_flight, slow)
+    flight = membership.in_flight[0]
     num_rounds = max(slow.rounds) + 12
     until(lambda: min(fast.rounds) >= num_rounds, fast)
     may_upload.set()
@@ -178,8 +178,8 @@ def test_a_payload_that_was_counted_during_a_long_absence_is_told_once(tmp_path,
     assert [counted.replica for counted in together] == [0, 1]
     until_deleted(tmp_path / payloads.payload_name(0, together[0].seq), fast)
     until(lambda: 0 in jumps, slow)
-    assert rounds.counted[0] == (flight.tokens, flight.step)
-    assert rounds.in_flight.get(0) is not flight
+    assert membership.counted[0] == (flight.tokens, flight.step)
+    assert membership.in_flight.get(0) is not flight
     fast.finish()
     slow.finish()
 
@@ -193,11 +193,11 @@ def test_the_error_of_error_feedback_changes_when_a_payload_is_counted_and_then_
     changes, deadline = [], time.monotonic() + 20
     while len(changes) < 60 * P or sum(changes) < 3:
         assert time.monotonic() < deadline
-        counts = list(ours.engine._rounds.counted)
+        counts = list(ours.engine._membership.counted)
         ours.step(pause_seconds=0.004)
         for p in range(P):
-            error = ours.engine._rounds.state.use("error", p).numpy()
-            is_counted = ours.engine._rounds.counted[p] != counts[p]
+            error = ours.engine._replica.state.use("error", p).numpy()
+            is_counted = ours.engine._membership.counted[p] != counts[p]
             assert np.array_equal(error, errors[p]) != is_counted
             errors[p] = error.copy()
             changes.append(is_counted)
@@ -242,16 +242,16 @@ def test_everything_restarts_from_the_log_after_all_were_killed(tmp_path, monkey
 def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) -> None:
     tau = 4 if when == "counted_and_not_merged" else 1
     ours = Replica(str(tmp_path), name="ours", overlap_steps=tau)
-    rounds = ours.engine._rounds
-    until(lambda: min(counted(ours)) >= 0 and (tau == 4 or not rounds.in_flight), ours)
+    membership = ours.engine._membership
+    until(lambda: min(counted(ours)) >= 0 and (tau == 4 or not membership.in_flight), ours)
     if tau == 4:
-        until(lambda: 0 in rounds.in_flight, ours)
-        seq, deadline = rounds.in_flight[0].seq, time.monotonic() + 10
+        until(lambda: 0 in membership.in_flight, ours)
+        seq, deadline = membership.in_flight[0].seq, time.monotonic() + 10
         while counted(ours)[0] < seq:  # alone, it decides at once; it merges at t + τ
             assert time.monotonic() < deadline
             time.sleep(0.002)
     state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
-    uncounted_then, pending = uncounted(ours), {p: flight.seq for p, flight in rounds.in_flight.items()}
+    uncounted_then, pending = uncounted(ours), {p: flight.seq for p, flight in membership.in_flight.items()}
     if when == "counted_since":
         before = counted(ours)
         until(lambda: min(map(int.__sub__, counted(ours), before)) > 0, ours)
@@ -270,7 +270,7 @@ def test_a_checkpoint_resumes_without_telling_work_twice(when: str, tmp_path) ->
 
 def test_a_checkpoint_is_told_once_however_often_it_is_resumed(tmp_path) -> None:
     ours = Replica(str(tmp_path), name="ours")
-    until(lambda: min(counted(ours)) >= 0 and not ours.engine._rounds.in_flight, ours)
+    until(lambda: min(counted(ours)) >= 0 and not ours.engine._membership.in_flight, ours)
     ours.step()
     state, theta = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
     ours.vanish()
@@ -293,9 +293,9 @@ def test_a_state_that_is_saved_again_before_the_next_step_is_the_one_that_was_lo
     ours = Replica(str(tmp_path), name="ours", num_slots=2, **settings)
     until(lambda: min(counted(ours)) >= 0, ours)
     ours.engine._membership._next_send = [1 << 30] * P  # no more is sent
-    until(lambda: not ours.engine._rounds.in_flight, ours)
+    until(lambda: not ours.engine._membership.in_flight, ours)
     ours.step()
-    assert not ours.engine._rounds.in_flight
+    assert not ours.engine._membership.in_flight
     state, model = copy.deepcopy(ours.engine.state_dict()), copy.deepcopy(ours.model.state_dict())
     theta, outer_then = ours.theta(), ours.outer()
     ours.vanish()

@@ -60,7 +60,7 @@ def assert_sound(url: str | Path, *survivors: Replica) -> None:
 def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None:
     a, b, c = members = [Replica(str(tmp_path), name=name, patience=100_000) for name in "abc"]
     until(lambda: min(min(counted(member)) for member in members) >= 0, *members)
-    c.engine._rounds.state.use(kind, 0)[0] += 1.0
+    c.engine._replica.state.use(kind, 0)[0] += 1.0
     rounds = a.rounds[0] + 6
     sentence = ending("c", lambda: min(a.rounds[0], b.rounds[0]) >= rounds, *members)
     name = {"outer": "outer parameters", "velocity": "outer rule's velocity"}[kind]
@@ -70,16 +70,16 @@ def test_only_the_replica_whose_memory_changed_ends(kind: str, tmp_path) -> None
 
 def gives_other_bits(replica: Replica) -> None:
     """Let a replica's outer steps of fragment 0 give other bits from now on."""
-    rounds = replica.engine._rounds
-    take = rounds.take
+    ours = replica.engine._replica
+    take = ours.take
 
     def other_take(sync: Sync, *arguments) -> None:
         take(sync, *arguments)
         if sync.fragment == 0:
-            rounds.state.use("outer", 0)[0] += 1.0
-            rounds.keep("outer", 0)
+            ours.state.use("outer", 0)[0] += 1.0
+            ours.keep("outer", 0)
 
-    rounds.take = other_take
+    ours.take = other_take
 
 
 def test_only_the_replica_whose_outer_steps_give_other_bits_ends(tmp_path) -> None:
@@ -154,11 +154,10 @@ def test_a_replica_with_other_bits_does_not_write_first_with_one_whose_payload_i
 
 def test_a_payload_that_was_taken_against_another_base_is_left_out(tmp_path, caplog) -> None:
     a, b = members = [Replica(str(tmp_path), name=name, patience=100) for name in "ab"]
-    until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._rounds.in_flight, *members)
+    until(lambda: min(counted(b)) >= 0 and 0 not in b.engine._membership.in_flight, *members)
     b.exchange._following._decision = lambda: None
-    rounds = b.engine._rounds
-    rounds.state.use("outer", 0).add_(1.0)
-    rounds.keep("outer", 0)
+    b.engine._replica.state.use("outer", 0).add_(1.0)
+    b.engine._replica.keep("outer", 0)
     seq = counted(b)[0]
     with caplog.at_level(logging.WARNING, "diloco"):
         goal = a.rounds[0] + 2
@@ -247,15 +246,15 @@ def test_who_leaves_does_not_wait_for_a_store_that_is_gone(tmp_path, monkeypatch
 
 def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> None:
     fast, slow = Replica(str(tmp_path), name="fast", patience=0), Replica(str(tmp_path), name="slow")
-    rounds = slow.engine._rounds
-    until(lambda: min(counted(slow)) >= 0 and not rounds.in_flight, fast, slow)
+    membership = slow.engine._membership
+    until(lambda: min(counted(slow)) >= 0 and not membership.in_flight, fast, slow)
     may_upload = held_payloads(slow)
     with (
         ThreadPoolExecutor(1) as thread,
         pytest.warns(UserWarning, match="lack this replica's last work on fragments") as warned,
     ):
         flushed = thread.submit(slow.engine.finish, flush=True)
-        until(lambda: set(rounds.in_flight) == set(range(P)), fast)
+        until(lambda: set(membership.in_flight) == set(range(P)), fast)
         num_rounds = max(slow.rounds) + 8
         until(lambda: min(fast.rounds) >= num_rounds, fast)
         may_upload.set()
@@ -263,9 +262,9 @@ def test_a_flush_that_comes_too_late_is_said_and_may_be_repeated(tmp_path) -> No
         flushed.result()
     assert str(list(range(P))) in str(warned[0].message)
     # The others are so far ahead that a payload against slow's Θ would be too late again.
-    until(lambda: min(map(slow.exchange.newest_round, range(P))) > max(rounds.rounds) + 8, fast)
+    until(lambda: min(map(slow.exchange.newest_round, range(P))) > max(membership.rounds) + 8, fast)
     slow.engine.finish(flush=True)
-    assert not any(rounds.has_uncounted(p) for p in range(P))
+    assert not membership.uncounted_fragments()
     fast.finish()
     slow.finish()
 
@@ -345,7 +344,7 @@ def test_leaving_says_that_an_own_payload_is_not_in_the_store(tmp_path) -> None:
         return await create(name, *arguments, **limits)
 
     replica.exchange._store.create = full_create
-    until(lambda: bool(replica.engine._rounds.in_flight), replica, other)
+    until(lambda: bool(replica.engine._membership.in_flight), replica, other)
     with pytest.raises(ExchangeError, match="No space left on device"):
         replica.exchange.leave()
     other.vanish()

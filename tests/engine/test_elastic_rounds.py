@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.engine.elastic import ElasticRounds
+from diloco.engine.elastic import ElasticMembership
 from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import outer_state
+from diloco.engine.replica import Replica, outer_state
 from diloco.engine.settings import settings_of
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous import objects as snapshots
-from diloco.rendezvous.contract import Content, Decision, Form, Offer, StoredSnapshot
+from diloco.rendezvous.contract import Content, Decision, Form, Joined, Offer, StoredSnapshot
 
 N, SLOT, ALPHA = 4, 7, 0.25
 
@@ -31,6 +31,9 @@ class Script:
         self.decisions: list[Decision] = []
         self.newest: tuple[int, int] = (-1, 0)
         """The newest own payload that was counted, and its round."""
+
+    def join(self, facts: object, form: Form, *, sync_every: int) -> Joined:
+        return Joined(run="", replica=self.replica, slot=SLOT, snapshots={}, form=form, num_decisions=0)
 
     def offer(self, offer: Offer) -> None:
         self.offers.append(offer)
@@ -48,10 +51,13 @@ class Script:
         return self.newest[1] if slot == SLOT else 0
 
 
-def rounds_of(script: Script) -> tuple[ElasticRounds, Tensor]:
-    """The rounds of a model of one fragment, and its θ."""
+def member_of(script: Script) -> tuple[ElasticMembership, Tensor]:
+    """A replica with a model of one fragment, and its θ."""
     model = nn.Linear(N, 1, bias=False)
     settings = settings_of(
+        model,
+        sync_every=None,
+        overlap_steps=None,
         fragments=diloco.whole(model),
         schedule=diloco.Schedule(sync_every=8, num_fragments=1, overlap_steps=1),
         outer=diloco.Nesterov(lr=0.5, momentum=0.0),
@@ -63,9 +69,7 @@ def rounds_of(script: Script) -> tuple[ElasticRounds, Tensor]:
     )
     parameters = FragmentParameters(model, settings.fragments)
     state = outer_state(settings, parameters, offload=False)
-    form = Form(codec=settings.wire, sizes=(N,), seed=0)
-    rounds = ElasticRounds(settings, parameters, state, rendezvous=script, form=form, slot=SLOT)
-    return rounds, model.weight.detach().view(N)
+    return ElasticMembership(Replica(settings, parameters, state), script), model.weight.detach().view(N)
 
 
 def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:
@@ -73,12 +77,14 @@ def snapshot_after(round: int, outer_N: Tensor) -> StoredSnapshot:
     return StoredSnapshot(round=round, name=snapshots.snapshot_name(0, round, digest), data=b"".join(buffers))
 
 
-def decision(rounds: ElasticRounds, round: int, content: Content | StoredSnapshot, *, is_own: bool) -> Decision:
+def decision(
+    member: ElasticMembership, round: int, content: Content | StoredSnapshot, *, is_own: bool
+) -> Decision:
     return Decision(
         number=10 + round,
         fragment=0,
         round=round,
-        before=rounds.kept.base(0),
+        before=member.digests.base(0),
         cohort=Cohort.weighted({0: 1}),
         content=content,
         base_rounds={0: 0},
@@ -87,34 +93,34 @@ def decision(rounds: ElasticRounds, round: int, content: Content | StoredSnapsho
     )
 
 
-def step(rounds: ElasticRounds) -> None:
-    rounds.num_steps += 1
-    rounds.tokens += 8
-    rounds.merge(wait=False)
+def step(member: ElasticMembership) -> None:
+    member.replica.num_steps += 1
+    member.replica.tokens += 8
+    member.merge(wait=False)
 
 
 @pytest.mark.parametrize("counted_in", [2, 3])
 def test_a_payload_is_merged_once_with_the_round_that_counted_it(counted_in: int) -> None:
     script = Script()
-    rounds, theta_N = rounds_of(script)
-    step(rounds)
+    member, theta_N = member_of(script)
+    step(member)
     first_N, move_N = theta_N.clone(), torch.arange(1.0, N + 1)
     theta_N += move_N
-    rounds.send(0)
+    member.send(0)
     # The log is read up to round 3 when a snapshot of round 2 comes in the place of round 1.
     script.newest, outer_N = (0, counted_in), first_N + 10
-    script.decisions = [decision(rounds, 1, snapshot_after(2, outer_N), is_own=False)]
-    step(rounds)
+    script.decisions = [decision(member, 1, snapshot_after(2, outer_N), is_own=False)]
+    step(member)
     if counted_in == 2:
-        assert rounds.counted[0] == (8, 1) and not rounds.in_flight
+        assert member.counted[0] == (8, 1) and not member.in_flight
         torch.testing.assert_close(theta_N, ALPHA * (first_N + move_N) + (1 - ALPHA) * outer_N)
         return
     torch.testing.assert_close(theta_N - outer_N, move_N)
-    assert rounds.counted[0] == (0, 0) and not rounds.has_uncounted(0)
+    assert member.counted[0] == (0, 0) and not member.uncounted_fragments()
     own = Content(payloads={0: script.offers[0].payloads[0]}, bytes_received=0)
-    script.decisions = [decision(rounds, 3, own, is_own=True)]
-    step(rounds)
-    assert rounds.counted[0] == (8, 1) and not rounds.in_flight
+    script.decisions = [decision(member, 3, own, is_own=True)]
+    step(member)
+    assert member.counted[0] == (8, 1) and not member.in_flight
     new_N = outer_N + 0.5 * move_N
-    torch.testing.assert_close(rounds.state.use("outer", 0), new_N)
+    torch.testing.assert_close(member.replica.state.use("outer", 0), new_N)
     torch.testing.assert_close(theta_N, ALPHA * (outer_N + move_N) + (1 - ALPHA) * new_N)

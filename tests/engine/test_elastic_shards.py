@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import diloco
 from diloco.engine.elastic_shards import cut
-from diloco.engine.shards import gathered, is_sharded, local
+from diloco.engine.parameters import gathered, is_sharded, local
 
 P, H, T = 3, 4, 14
 CASES = [("fp32", None, "gather"), ("e3m0", 0.5, "gather"), ("e3m0", 0.5, "reduce_scatter:bf16")]
@@ -61,7 +61,7 @@ class Replica:
             self.model,
             fragments=diloco.sequential(self.model, layers_per_fragment=1),
             schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P, overlap_steps=1),
-            exchange=self.exchange,
+            rendezvous=self.exchange,
             **engine,
         )
 
@@ -103,7 +103,11 @@ def train_fixed_members(folder: str, shards: int) -> list[tuple]:
             described += [(o.sync, o.norm(), o.mean_cosine()) for o in outer_steps]
             logs = replica.engine.logs()
         replica.engine.finish()
-        counts = replica.engine.bytes_sent, replica.engine.bytes_received, replica.engine.uncounted_tokens
+        counts = (
+            replica.engine.bytes_sent,
+            replica.engine.bytes_received,
+            replica.engine._membership.uncounted_tokens,
+        )
         results.append((replica.engine.outer_hash(), replica.theta(), replica.outer(), described, counts, logs))
         replica.exchange.leave()
     return results
@@ -152,7 +156,7 @@ def until_counted(replica: Replica) -> None:
         if dist.get_rank() == 0:
             state, own = replica.exchange.state, replica.exchange.replica
             is_over.fill_(
-                all(own in log.last_seq for log in state.fragments) and not replica.engine._rounds.in_flight
+                all(own in log.last_seq for log in state.fragments) and not replica.engine._membership.in_flight
             )
         dist.broadcast(is_over, 0)
         time.sleep(0.01)
@@ -216,7 +220,7 @@ def fail(folder: str, how: str) -> tuple[str, float]:
     rank = int(os.environ["DILOCO_REPLICA"])
     if rank == 2:
         replica = Replica(f"{folder}/run", name="b", num_replicas=2, patience=2)
-        while min(replica.engine._rounds.rounds) < 5:
+        while min(replica.engine._membership.rounds) < 5:
             replica.step()
             time.sleep(0.004)
         replica.finish()

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Shard
 
 import diloco
 from diloco.engine.elastic_shards import GatheredParameters
-from diloco.engine.parameters import FragmentParameters
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import FragmentParameters, gathered
 
 S = 3
 

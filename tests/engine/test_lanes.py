@@ -12,9 +12,9 @@ from diloco.engine.lanes import HereLane, QueueLane, SameLane, StreamLane, Threa
 def test_work_goes_on_while_its_starter_does_something_else(lane):
     go_on = threading.Event()
     handle = lane().run(lambda: go_on.wait(10))
-    assert not handle.has_ended()
+    assert not handle.done()
     go_on.set()
-    assert handle.wait() and handle.wait() and handle.has_ended()
+    assert handle.result() and handle.result() and handle.done()
 
 
 def test_a_queue_does_one_piece_of_work_after_the_other():
@@ -22,13 +22,13 @@ def test_a_queue_does_one_piece_of_work_after_the_other():
     first = lane.run(lambda: (go_on.wait(10), done.append(1)))
     second = lane.run(lambda: done.append(2))
     go_on.set()
-    first.wait(), second.wait()
+    first.result(), second.result()
     assert done == [1, 2]
 
 
 def test_work_that_is_done_here_is_done_or_raises_at_once():
     done: list[int] = []
-    assert HereLane().run(lambda: done.append(1)).has_ended() and done == [1]
+    assert HereLane().run(lambda: done.append(1)).done() and done == [1]
     with pytest.raises(ZeroDivisionError):
         HereLane().run(lambda: 1 / 0)
 
@@ -43,7 +43,7 @@ def test_what_the_work_raises_is_raised_where_it_is_waited_for(lane):
         handle = lane().run(fail)
         for _ in range(2):
             with pytest.raises(type(error), match="the link is gone"):
-                handle.wait()
+                handle.result()
 
 
 def orders() -> list[list[str]]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 
 SLOWER_SECONDS = 1.5
 
@@ -43,7 +43,7 @@ def logs_of(case: Case, slow_replica: int) -> tuple[dict[str, float], dict[str, 
         "blocked_seconds": engine.blocked_seconds,
         "bytes_sent": engine.bytes_sent,
     }
-    return before, after, expected, engine.counters(), seconds
+    return before, after, expected, engine.logs(computed=False), seconds
 
 
 COUNTERS = {"num_steps", "bytes_sent", "bytes_received", "blocked_seconds", "encode_seconds", "merge_seconds"}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 import diloco
 
 CASE = Case(P=2, H=4, tau=1)
-REFUSED = r"loaded into the model after the engine .*: build the engine after .* engine.adopt\(\)"
+REFUSED = r"loaded into the model after the engine .*: build the engine after .* engine.reset_outer\(\)"
 
 
 def parameters_of_another_run() -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def test_a_load_after_the_engine_was_built_is_refused_until_it_is_adopted(way):
             engine.step()
     with pytest.raises(diloco.UserError, match=REFUSED):
         engine.finish(flush=True)
-    engine.adopt()
+    engine.reset_outer()
     assert outer_of(engine).tobytes() == theta_of(model).tobytes()
     expected = CASE.model()
     expected.load_state_dict(model.state_dict())
@@ -82,7 +82,7 @@ def test_loads_that_change_nothing_or_are_undone_are_silent():
     engine.step()
     inner_step(model, 0, 2)
     theta = theta_of(model)
-    with engine.outer_in_place():
+    with engine.outer_parameters_applied():
         model.load_state_dict(parameters_of_another_run())
     assert theta_of(model).tobytes() == theta.tobytes()
     engine.step()
@@ -113,7 +113,7 @@ def adopt_what_differs() -> list[str]:
 
     def refused() -> None:
         with pytest.raises(diloco.DilocoError) as caught:
-            engine.adopt()
+            engine.reset_outer()
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
 
     nn.init.constant_(model.blocks[0].weight, 1.0 + dist.get_rank())
@@ -128,7 +128,7 @@ def adopt_what_differs() -> list[str]:
     velocity = engine.state_dict()["velocity"]
     assert any(tensor.any() for tensor in velocity.values())
     model.load_state_dict(parameters_of_another_run())
-    engine.adopt()
+    engine.reset_outer()
     assert not any(tensor.any() for tensor in velocity.values())
     assert outer_of(engine).tobytes() == theta_of(model).tobytes()
     engine.step()
@@ -138,6 +138,6 @@ def adopt_what_differs() -> list[str]:
 def test_replicas_adopt_the_same_parameters_or_none():
     for different, in_flight in run_replicas(adopt_what_differs, 2):
         assert different.startswith(
-            "DisagreementError: the replicas disagree on the model's parameters at adopt()"
+            "DisagreementError: the replicas disagree on the model's parameters at reset_outer()"
         )
-        assert in_flight == "UserError: fragment 0 is in flight: call finish() before adopt()"
+        assert in_flight == "UserError: fragment 0 is in flight: call finish() before reset_outer()"

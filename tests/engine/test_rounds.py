@@ -19,12 +19,15 @@ from torch import nn
 import diloco
 from diloco.engine.fixed import exchange as bring
 from diloco.engine.lanes import ThreadLane
+from diloco.engine.replica import Offer
 from diloco.errors import PayloadError
-from diloco.exchange.transport import Channel, Tag
-from diloco.outer.averages import reduction_of
+from diloco.exchange.transport import Channel
+from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.cohort import Cohort
+from diloco.schedule import Sync
 from diloco.wire import Key, codec
 from diloco.wire.floats import FP32
+from diloco.wire.payload import Unsealed
 
 
 class Losing:
@@ -298,7 +301,7 @@ def flip_a_bit_of_the_outer_parameters(case: Case, replica: int, after: int) -> 
             kept = theta_of(model).tobytes() == theta.tobytes() and outer_of(engine).tobytes() == Theta.tobytes()
             return t, str(error), kept
         if t == after and engine.exchange.replica == replica:
-            engine._rounds.state.at_home("outer")[1].view(torch.int32)[0] ^= 1
+            engine._replica.state.at_home("outer")[1].view(torch.int32)[0] ^= 1
     return 0, "no error", True
 
 
@@ -322,6 +325,19 @@ def test_a_share_with_a_wrong_header_is_refused_by_name_where_it_is_averaged():
     assert first.startswith(f"{REFUSED} 151 elements in e3m0")
 
 
+def offer_of(delta_N: torch.Tensor, reduction: Reduction, key: Key, cohort: Cohort) -> Offer:
+    """An outer gradient that is encoded and sealed."""
+    return Offer(
+        sync=Sync(key.fragment, key.round, 0),
+        key=key,
+        cohort=cohort,
+        num_elements=delta_N.numel(),
+        reduction=reduction,
+        unsealed=Unsealed(FP32()),
+        payloads=reduction.encode(delta_N, key, cohort),
+    )
+
+
 def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     exchange, reduction = (
         diloco.ProcessGroupExchange(timeout_seconds=20),
@@ -329,15 +345,14 @@ def reduce_while_the_first_replica_does_nothing(seconds: float) -> bool:
     )
     cohort = Cohort.equal(2)
     key, delta = Key(0, 0, 1, exchange.replica), torch.full((5,), float(exchange.replica))
-    payloads, tag = reduction.encode(delta, key, cohort), Tag(Channel.PAYLOAD, key.fragment, key.round)
-    pending = bring(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
+    wait = bring(exchange, ThreadLane(), offer_of(delta, reduction, key, cohort))
     if exchange.replica == 0:
         time.sleep(seconds)  # a training loop that is busy with other things
         dist.barrier()
-        pending.wait()
+        wait()
         return True
     start = time.monotonic()
-    received = pending.wait()
+    received = wait()
     in_time = time.monotonic() - start < seconds / 2
     dist.barrier()
     average = reduction.average(received, torch.empty(5), key, cohort)
@@ -359,10 +374,9 @@ def reduce_without_the_last_replica() -> str:
     if exchange.replica == 2:
         time.sleep(5)
         return ""
-    payloads, tag = reduction.encode(torch.ones(5), key, cohort), Tag(Channel.PAYLOAD, 3, 2)
-    pending = bring(exchange, ThreadLane(), reduction, payloads, 5, key, cohort, tag)
+    wait = bring(exchange, ThreadLane(), offer_of(torch.ones(5), reduction, key, cohort))
     with pytest.raises(diloco.ExchangeError, match="fragment 3, round 2: no payload from or to") as caught:
-        pending.wait()
+        wait()
     return str(caught.value.missing)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 import diloco
-from diloco.engine.shards import gathered, local
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.engine.parameters import gathered, local
+from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import next_token_loss
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
@@ -37,7 +37,7 @@ def sharded(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh) -> nn.Mod
 
 
 def decoder(mesh: DeviceMesh) -> nn.Module:
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     return sharded(model, model.blocks, mesh)
 
 
@@ -355,7 +355,7 @@ def what_is_masked() -> list[int]:
         exchange=diloco.ProcessGroupExchange(mesh.get_group("replica")),
         wire="feddropout:density=0.1",
     )
-    key, wire = engine._rounds.key(Sync(0, 1, 1)), engine.settings.wire
+    key, wire = engine._membership.key(Sync(0, 1, 1)), engine.settings.wire
     return wire.decode(wire.encode(torch.ones(1000), key), 1000, key).nonzero().flatten().tolist()
 
 
@@ -368,7 +368,7 @@ def test_shards_mask_other_places_and_replicas_the_same():
 def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of Θ, and of the replica's own parameters before and after; FSDP keeps the outermost gathered."""
     mesh = processes(S)
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     if S > 1:
         fully_shard(model.blocks[0], mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
@@ -386,7 +386,7 @@ def evaluate_outer(S: int) -> tuple[torch.Tensor, torch.Tensor]:
         engine.step()
     with torch.no_grad():
         before = logits(model, windows(0))
-        with engine.outer_in_place():
+        with engine.outer_parameters_applied():
             outer = logits(model, windows(0))
         assert torch.equal(logits(model, windows(0)), before)
     return outer, before

@@ -7,7 +7,7 @@ from tests.processes import run_replicas
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 
 NUM_STEPS, MERGED = 14, (6, 10, 14)
 """The steps after which the one fragment is merged."""
@@ -16,7 +16,7 @@ NUM_STEPS, MERGED = 14, (6, 10, 14)
 def train(evaluated: tuple[int, ...], reshard_after_forward: bool | None, built_gathered: bool = False) -> str:
     """The hash of Θ and the last loss, with evaluations between an inner step and the engine's."""
     mesh = processes(2)
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=65), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=65).build(seed=0)
     fully_shard(model.blocks[0], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=reshard_after_forward)
     if built_gathered:

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import diloco
-from diloco.engine.shards import all_shards_or_none, local
+from diloco.engine.parameters import local
+from diloco.exchange.group import TorchGroup
 from diloco.exchange.transport import Channel
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 
 
 def one_mesh_for_all() -> str:
-    model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB), seed=0)
+    model = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=VOCAB).build(seed=0)
     fully_shard(model)
     with pytest.raises(diloco.DisagreementError) as caught:
         diloco.StreamingDiLoCo(
@@ -43,7 +44,7 @@ def tell_each_other() -> list[str]:
     heard = []
     for failing in (None, 0, 1, None):
         try:
-            with all_shards_or_none(dist.group.WORLD, torch.device("cuda"), "another shard"):
+            with TorchGroup(dist.group.WORLD, torch.device("cuda")).fail_together("another shard"):
                 if dist.get_rank() == failing:
                     raise ZeroDivisionError
             heard.append("well")
@@ -158,7 +159,7 @@ def split_one_shard() -> tuple[int, str, bool]:
             kept = all(map(torch.equal, before, map(local, model.parameters())))
             return step, f"{type(error).__name__}: {error}", kept
         if step == 2 and tuple(mesh.get_coordinate()) == (1, 0):
-            engine._rounds.state.at_home("outer")[0].view(torch.int32)[0] ^= 1
+            engine._replica.state.at_home("outer")[0].view(torch.int32)[0] ^= 1
     return 0, "merged", False
 
 

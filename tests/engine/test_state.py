@@ -49,14 +49,14 @@ def test_outer_steps_that_are_kept_keep_no_outer_parameters():
     model = case.model()
     engine = case.engine(model)
     visitors = []
-    use = engine._rounds.state.use
+    use = engine._replica.state.use
 
     def used(kind, fragment):
         vector_N = use(kind, fragment)
         visitors.append(weakref.ref(vector_N))
         return vector_N
 
-    engine._rounds.state.use = used
+    engine._replica.state.use = used
     kept = []
     for t in range(1, 10):
         inner_step(model, 0, t)
@@ -72,15 +72,15 @@ def test_the_engine_finds_the_next_fragment_fetched_before_it_is_due(beta):
     model = case.model()
     engine = case.engine(model)
     fetched_at = []
-    fetch = engine._rounds.state._fetch
-    engine._rounds.state._fetch = lambda kind, fragment: (
+    fetch = engine._replica.state._fetch
+    engine._replica.state._fetch = lambda kind, fragment: (
         fetched_at.append((kind, fragment, engine.num_steps)),
         fetch(kind, fragment),
     )
     for t in range(1, 19):
         inner_step(model, 0, t)
         engine.step()
-        assert len({fragment for _, fragment in engine._rounds.state._visiting}) <= 1
+        assert len({fragment for _, fragment in engine._replica.state._visiting}) <= 1
     # Sent at 6, 8, 10, 12, …, and merged at 7, 9, …: after each event the next one's vectors are fetched.
     event_after = {6: ("velocity", 0), 7: ("outer", 1), 8: ("velocity", 1), 9: ("outer", 2), 11: ("outer", 0)}
     for step, (kind, fragment) in event_after.items():

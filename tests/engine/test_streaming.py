@@ -263,7 +263,7 @@ def test_the_outer_parameters_take_the_place_of_the_models_own_for_a_while(dtype
         engine.step()
     own = {name: parameter.clone() for name, parameter in model.named_parameters()}
     Theta = {name: outer.clone() for name, outer in engine.outer_parameters().items()}
-    with pytest.raises(ZeroDivisionError), engine.outer_in_place():
+    with pytest.raises(ZeroDivisionError), engine.outer_parameters_applied():
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, Theta[name].to(dtype)) and not torch.equal(parameter, own[name])
         raise ZeroDivisionError

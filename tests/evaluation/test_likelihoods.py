@@ -1,11 +1,17 @@
+import math
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 
-from diloco.evaluation.likelihoods import likelihoods
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.evaluation.likelihoods import held_out_loss, likelihoods, sequence_losses
+from diloco.models.decoder import Decoder
+from diloco.models.decoder_config import DecoderConfig
+from diloco.models.language_model import LanguageModel
 
 CPU = torch.device("cpu")
-MODEL = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=13), seed=3)
+MODEL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=13).build(seed=3)
 
 
 def directly(context: list[int], continuation: list[int], max_length: int) -> tuple[float, bool]:
@@ -69,24 +75,17 @@ def test_a_continuation_without_a_token_is_refused():
 
 
 def test_a_context_that_is_shared_is_read_once():
-    read = []
-
-    class Counting(Decoder):
-        def forward(self, tokens, cache=None):
-            read.append(tokens.numel())
-            return super().forward(tokens, cache)
-
-    model = Counting(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=13), seed=0)
+    model = Recording()
     context = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     likelihoods(model, [(context, [1, 2, 3]), (context, [4, 5]), (context, [6])] * 2, max_length=64, device=CPU)
-    assert read == [9, 6 * 2]
+    assert model.num_tokens == [9, 6 * 2]
 
 
 class Recording(Decoder):
     """A decoder that notes the tokens of each pass."""
 
     def __init__(self) -> None:
-        super().__init__(MODEL.config, seed=3)
+        super().__init__(num_layers=2, num_heads=2, width=16, vocab_size=13, seed=3)
         self.num_tokens: list[int] = []
 
     def forward(self, tokens_BxT, cache=None):
@@ -107,3 +106,45 @@ def test_no_pass_has_more_tokens_than_are_allowed(pairs):
     assert max(model.num_tokens) <= 200
     for pair, score in list(zip(pairs, scores, strict=True))[::50]:
         assert score.log_likelihood == pytest.approx(directly(*pair, 256)[0], abs=1e-4)
+
+
+class Bigrams(LanguageModel):
+    """A model whose logits are a row of a table: that of the last token."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens, cache=None):
+        return self.table[tokens]
+
+
+def test_a_uniform_model_needs_log2_of_the_vocabulary():
+    losses = sequence_losses(Bigrams(torch.zeros(8, 8)), [np.zeros((2, 5), np.int64)] * 3, CPU)
+    result = held_out_loss(losses, sequence_length=4, bytes_per_token=1.5)
+    assert result.loss == pytest.approx(math.log(8))
+    assert result.bits_per_byte == pytest.approx(3 / 1.5)
+    assert (result.num_tokens, result.standard_error) == (24, pytest.approx(0, abs=1e-7))
+
+
+def test_mean_and_standard_error_are_those_of_the_sequences():
+    rng = np.random.default_rng(0)
+    table = torch.from_numpy(rng.normal(size=(8, 8)).astype(np.float32))
+    windows = rng.integers(0, 8, (5, 4))
+    result = held_out_loss(
+        sequence_losses(Bigrams(table), [windows[:3], windows[3:]], CPU), sequence_length=3, bytes_per_token=1
+    )
+    log_probabilities = table.log_softmax(-1).numpy()
+    losses = [np.mean([-log_probabilities[a, b] for a, b in pairwise(w)]) for w in windows]
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert result.standard_error == pytest.approx(np.std(losses, ddof=1) / math.sqrt(5), rel=1e-4)
+
+
+def test_dropout_is_off_while_a_model_is_evaluated():
+    model = Bigrams(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    model.dropout = torch.nn.Dropout(0.5)
+    model.frozen = torch.nn.Dropout(0.5).eval()
+    model.forward = lambda tokens, cache=None: model.dropout(model.table[tokens])
+    batches = [np.arange(6).reshape(1, 6)]
+    assert sequence_losses(model, batches, CPU) == sequence_losses(Bigrams(model.table), batches, CPU)
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,7 @@ import torch
 from diloco.data.hugging_face import hugging_face_json
 from diloco.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 from diloco.errors import UserError
-from diloco.evaluation.likelihoods import Likelihood
-from diloco.models.decoder import Decoder, DecoderConfig
+from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
@@ -47,7 +45,7 @@ def test_texts_stay_as_they_are(tmp_path):
         {"query": "And London fell on", "choices": ["1066-12-25", "1066-12-26"], "gold": 0},
     ]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    model = Decoder(DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257), seed=0)
+    model = DecoderConfig(num_layers=1, num_heads=1, width=8, vocab_size=257).build(seed=0)
     assert score(model, path)["acc"] in (0, 0.5, 1)
 
 
@@ -123,22 +121,6 @@ def test_uniform_likelihood_chooses_the_answer_with_the_fewest_tokens(name, tmp_
         assert scores["acc_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (len(right) - 1)))
 
 
-@needs_questions
-@pytest.mark.parametrize("name", ["piqa_val", "arc_easy_test"])
-def test_a_random_score_is_right_as_often_as_chance(name, monkeypatch):
-    from diloco.evaluation import zero_shot
-
-    generator = random.Random(0)
-    monkeypatch.setattr(
-        zero_shot,
-        "likelihoods",
-        lambda _, requests, **__: [Likelihood(-generator.random(), False) for _ in requests],
-    )
-    chances = [1 / len(question["choices"]) for question in questions(EVAL / f"{name}.jsonl")]
-    error = math.sqrt(sum(chance * (1 - chance) for chance in chances)) / len(chances)
-    assert abs(score(Uniform(), EVAL / f"{name}.jsonl")["acc"] - np.mean(chances)) < 3 * error
-
-
 def test_a_model_that_knows_the_answers_scores_all(tmp_path):
     numbers = range(12)
     rows = [
@@ -164,7 +146,7 @@ def test_the_harness_own_class_gives_the_same_likelihoods(kind, tmp_path):
 
     tokenizer = ByteTokenizer() if kind == "bytes" else load_tokenizer(DOLMA)
     config = DecoderConfig(num_layers=2, num_heads=2, width=32, vocab_size=tokenizer.vocab_size)
-    ours = Decoder(config, seed=0)
+    ours = config.build(seed=0)
     values, state = config.to_hugging_face(ours.state_dict(), context=512, bos_id=tokenizer.bos_id)
     theirs = transformers.PersimmonForCausalLM(transformers.PersimmonConfig(**values)).eval()
     theirs.load_state_dict(state, strict=False)

@@ -46,7 +46,7 @@ def fail(who: int) -> tuple[str, float]:
     """One process fails while the first gathers; the end of each, and how long it took."""
     ours, start = inside(), time.monotonic()
     try:
-        with ours.failing_together():
+        with ours.fail_together():
             ours.together(Call.GATHER)
             if ours.index == who:
                 raise ValueError("no room")
@@ -76,7 +76,7 @@ def be_killed(who: int) -> str:
         if ours.is_first:
             ours.receive(1, 1)  # so that the other's connections stand
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(ExchangeError) as caught, ours.failing_together():
+    with pytest.raises(ExchangeError) as caught, ours.fail_together():
         if ours.is_first:
             ours.receive(1, 1)
         else:

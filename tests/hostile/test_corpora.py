@@ -1,4 +1,4 @@
-"""Files of text, tokenizers and prepared directories that somebody damaged, or made to do harm."""
+"""Files of text, tokenizers and prepared directories that somebody damaged, and those that unpack to much."""
 
 import gzip
 import io
@@ -8,7 +8,6 @@ import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,13 +16,11 @@ from hypothesis import settings
 from tests.hostile.mutations import generator
 
 from diloco.data.config import DataConfig
-from diloco.data.contained import MIB, Contained
 from diloco.data.corpora import documents
-from diloco.data.parquet import ParquetReader
 from diloco.data.prepare import prepare
 from diloco.data.readers import Document, Reading
 from diloco.data.shards import open_split
-from diloco.data.tokenizers import train_bpe
+from diloco.data.tokenizers import load_tokenizer, train_bpe
 from diloco.errors import UserError
 from diloco.evaluation.questions import read_questions
 
@@ -72,6 +69,7 @@ def mutations(content: bytes, seed: int):
         ("a.csv", CSV),
         ("a.jsonl.gz", gzip.compress(ROWS, mtime=0)),
         ("a.jsonl.zst", zstandard.compress(ROWS)),
+        ("a.parquet", parquet()),
     ],
 )
 def test_damaged_text_is_read_or_refused_by_its_file(tmp_path, name, content):
@@ -86,43 +84,20 @@ def test_damaged_text_is_read_or_refused_by_its_file(tmp_path, name, content):
             assert all(isinstance(document, Document) and isinstance(document.text, str) for document in read)
 
 
-def test_a_damaged_parquet_file_is_read_or_refused_by_its_file(tmp_path):
-    path = tmp_path / "a.parquet"
-    with ParquetReader("text", 4096) as reader:
-        for damaged in mutations(parquet(), 2):
-            path.write_bytes(damaged)
-            try:
-                assert all(isinstance(value, str) for row in reader.rows(path) for value in row.values())
-            except UserError as error:
-                assert str(error).startswith(str(path))
-
-
-LOADING = """
-from diloco.data.tokenizers import load_tokenizer
-
-def loading():
-    def load(path):
-        tokenizer = load_tokenizer(path.decode())
-        ids = tokenizer.encode(["one two", "é"])
-        tokenizer.decode(ids[0])
-        return str(max(map(max, filter(len, ids)), default=0) < tokenizer.vocab_size).encode()
-    return load
-"""
-
-
 @pytest.mark.parametrize("suffix", [".json", ".model"])
-def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, monkeypatch, suffix):
-    (tmp_path / "hostile_loading.py").write_text(LOADING)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, suffix):
     path = tmp_path / f"tokenizer{suffix}"
     write_tokenizer(path)
-    with Contained("hostile_loading:loading", doing="tokenizer") as process:
-        for damaged in mutations(path.read_bytes(), 3):
-            path.write_bytes(damaged)
-            try:
-                assert process.ask(str(path).encode(), most_bytes=1024 * MIB, most_seconds=20) == b"True"
-            except UserError as error:
-                assert "tokenizer" in str(error)
+    for damaged in mutations(path.read_bytes(), 3):
+        path.write_bytes(damaged)
+        try:
+            tokenizer = load_tokenizer(path)
+            ids = tokenizer.encode(["one two", "é"])
+            tokenizer.decode(ids[0])
+        except UserError as error:
+            assert "tokenizer" in str(error)
+        else:
+            assert max(map(max, filter(len, ids)), default=0) < tokenizer.vocab_size
 
 
 def write_tokenizer(path: Path) -> None:
@@ -184,20 +159,17 @@ for source in sys.argv[1:]:
 def test_what_unpacks_to_much_takes_little_memory(tmp_path):
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     bombs = {
-        "line.jsonl.gz": zipped([b'{"text": "', *[b"x" * MIB] * 80, b'"}\n']),
-        "text.txt.gz": zipped([b"x" * MIB] * 80),
+        "line.jsonl.gz": zipped([b'{"text": "', *[b"x" * 2**20] * 80, b'"}\n']),
+        "text.txt.gz": zipped([b"x" * 2**20] * 80),
         "lines.jsonl.gz": zipped([row * 1000] * 100),
-        "text.txt.zst": zstandard.compress(b"x" * (80 * MIB)),
-        "line.jsonl": b'{"text": "' + b"x" * (80 * MIB) + b'"}\n',
-        "values.jsonl": b'{"text": "a", "n": [' + b"[]," * 300_000 + b"[]]}\n",
+        "text.txt.zst": zstandard.compress(b"x" * (80 * 2**20)),
+        "line.jsonl": b'{"text": "' + b"x" * (80 * 2**20) + b'"}\n',
         "deep.jsonl": b'{"text": "a", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
-        "rows.parquet": repeated_rows(),
-        "field.csv.gz": zipped([b'text\n"', *[b"x\n" * (MIB // 2)] * 80, b'"\n']),
-        "fields.csv.gz": zipped([b"text\n", *[b"x," * (MIB // 2)] * 80, b"\n"]),
+        "field.csv.gz": zipped([b'text\n"', *[b"x\n" * (2**20 // 2)] * 80, b'"\n']),
+        "fields.csv.gz": zipped([b"text\n", *[b"x," * (2**20 // 2)] * 80, b"\n"]),
     }
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(content)
-    assert len(bombs["rows.parquet"]) < 9000
     program = READING.replace("**LIMIT", "max_document_bytes=2**20")
     command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in bombs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
@@ -208,19 +180,10 @@ def test_what_unpacks_to_much_takes_little_memory(tmp_path):
     for name in ("field.csv.gz", "fields.csv.gz"):
         assert outcomes[name] == f"UserError {tmp_path / name} can't be read: row 1 {too_long}"
     assert outcomes["line.jsonl"] == f"UserError {tmp_path}/line.jsonl can't be read: line 1 {too_long}"
-    assert outcomes["lines.jsonl.gz"] == "1000" and outcomes["values.jsonl"] == "1"
+    assert outcomes["lines.jsonl.gz"] == "1000"
     assert outcomes["deep.jsonl"].endswith("line 1 is not JSON: its lists and objects are nested too deep")
-    assert outcomes["rows.parquet"] == "25000"
 
 
 def zipped(pieces: list[bytes]) -> bytes:
     packer = zlib.compressobj(1, wbits=31)
     return b"".join([*map(packer.compress, pieces), packer.flush()])
-
-
-def repeated_rows() -> bytes:
-    """1.6 GB of text in a few kilobytes: one value, and 65,536 rows that name it."""
-    buffer = io.BytesIO()
-    values = pyarrow.DictionaryArray.from_arrays(np.zeros(65_536, "int32"), ["x" * 25_000])
-    pyarrow.parquet.write_table(pyarrow.table({"text": values}), buffer, compression="zstd", store_schema=False)
-    return buffer.getvalue()

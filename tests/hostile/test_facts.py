@@ -14,8 +14,8 @@ from tests.rendezvous.handwritten import SEED, Handwritten
 
 from diloco.cli.main import main
 from diloco.data.config import DataConfig
-from diloco.data.index import read_index
 from diloco.data.prepare import prepare
+from diloco.data.shards import read_index
 from diloco.errors import DilocoError
 from diloco.models.decoder_config import DecoderConfig
 from diloco.rendezvous.replay import replayed

@@ -81,7 +81,7 @@ def train_replica(folder: str, ports: list[int]) -> dict[str, Any]:
     job.accelerator.load_state(folder)
     engine = job.diloco.engine
     assert engine.num_steps == SAVED_AT
-    with engine.outer_in_place():
+    with engine.outer_parameters_applied():
         evaluated = job.loss(held_out).item()
     own = job.loss(held_out).item()
     job.train(first=SAVED_AT + 1)

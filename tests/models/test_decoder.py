@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diloco.models.decoder import Decoder, causal_attention, rotary, rotate
+from diloco.models.decoder import causal_attention, rotary, rotate
 from diloco.models.decoder_config import DecoderConfig, ladder
 from diloco.models.language_model import next_token_loss
 
@@ -14,7 +14,7 @@ SMALL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=11)
 
 
 def test_forward_equals_a_decoder_written_out_by_hand():
-    model = Decoder(SMALL, seed=1)
+    model = SMALL.build(seed=1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(2))
@@ -59,7 +59,7 @@ def turned(x):
 
 
 def test_the_future_does_not_change_the_past():
-    model = Decoder(SMALL, seed=0)
+    model = SMALL.build(seed=0)
     tokens = torch.randint(0, 11, (1, 8))
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 11
@@ -80,7 +80,7 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
     tokens = torch.randint(0, 50, (4, 33), generator=torch.Generator().manual_seed(0))
     results = {}
     for enabled in (False, True):
-        model = Decoder(config, seed=0)
+        model = config.build(seed=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             logits = model(tokens[:, :-1])
         loss, _ = next_token_loss(logits, tokens[:, 1:])
@@ -112,14 +112,14 @@ def test_attention_that_forms_all_scores_is_as_exact_as_torchs():
 
 
 def test_the_same_seed_gives_the_same_parameters():
-    one, two, other = (dict(Decoder(SMALL, seed=seed).named_parameters()) for seed in (5, 5, 6))
+    one, two, other = (dict(SMALL.build(seed=seed).named_parameters()) for seed in (5, 5, 6))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert all(not torch.equal(one[name], other[name]) for name in one if one[name].dim() == 2)
 
 
 def test_every_matrix_begins_with_variance_one_over_its_inputs():
     config = ladder("35M")
-    for name, parameter in Decoder(replace(config, num_layers=2, vocab_size=1000), seed=0).named_parameters():
+    for name, parameter in replace(config, num_layers=2, vocab_size=1000).build(seed=0).named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
             continue
@@ -130,7 +130,7 @@ def test_every_matrix_begins_with_variance_one_over_its_inputs():
 
 
 def test_a_cache_gives_the_logits_of_the_whole_sequence():
-    model = Decoder(SMALL, seed=1)
+    model = SMALL.build(seed=1)
     tokens = torch.randint(0, 11, (3, 12), generator=torch.Generator().manual_seed(0))
     whole = model(tokens)
     cache = model.new_cache()

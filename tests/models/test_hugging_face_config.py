@@ -9,14 +9,10 @@ import pytest
 from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import FileError, UserError
-from diloco.models import hugging_face_config
-from diloco.models.hugging_face_config import (
-    HuggingFaceConfig,
-    hugging_face_model,
-    transformers_config,
-    weight_files,
-)
-from diloco.models.spec import load_family
+from diloco.models import pretrained
+from diloco.models.families import load_family
+from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
+from diloco.models.pretrained import transformers_config, weight_files
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
@@ -64,7 +60,7 @@ def test_a_name_on_the_hub_is_kept_and_its_files_are_looked_up(tmp_path, monkeyp
         asked.append((name, *files))
         return next(path for path in (tmp_path / "gpt2" / file for file in files) if path.exists())
 
-    monkeypatch.setattr(hugging_face_config, "hub_file", hub_file)
+    monkeypatch.setattr(pretrained, "hub_file", hub_file)
     config = hugging_face_model("some/gpt2")
     assert config == replace(here, hf="some/gpt2")
     assert {name for name, *_ in asked} == {"some/gpt2"} and ("some/gpt2", "config.json") in asked
@@ -139,6 +135,6 @@ def test_the_weights_are_those_that_transformers_takes_first(tmp_path):
         (tmp_path / name).write_bytes(name.encode())
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
     config = hugging_face_model(str(tmp_path))
-    assert weight_files(config) == [tmp_path / "model.safetensors"]
+    assert weight_files(config.hf) == [tmp_path / "model.safetensors"]
     (tmp_path / "model.safetensors").unlink()
-    assert weight_files(config) == [tmp_path / "a.safetensors"]
+    assert weight_files(config.hf) == [tmp_path / "a.safetensors"]

@@ -9,7 +9,7 @@ from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import UserError
 from diloco.models.hugging_face_config import hugging_face_model
-from diloco.models.lora import parse_lora
+from diloco.models.pretrained import parse_lora
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -13,8 +13,9 @@ from diloco.data.config import DataConfig
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.models.decoder_config import DecoderConfig
+from diloco.models.families import load_family
 from diloco.models.language_model import LanguageModel
-from diloco.models.spec import ModelConfig, load_family
+from diloco.models.spec import ModelConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
@@ -97,6 +98,7 @@ def test_sizes_and_data_need_no_torch_and_a_model_on_meta_no_compiler():
 import importlib, pkgutil, sys
 import diloco.data
 from diloco.models.decoder_config import DecoderConfig
+from diloco.models.families import load_family
 config = DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=11)
 for module in pkgutil.iter_modules(diloco.data.__path__):
     importlib.import_module(f"diloco.data.{module.name}")
@@ -115,18 +117,8 @@ def test_a_family_is_loaded_by_the_path_that_it_is_stored_by():
     assert load_family(config.family) is DecoderConfig
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("diloco.models.nothing.Config", "is not known here: import it first"),
-        ("antigravity.geohash", "is not known here: import it first"),  # a module that nobody has imported
-        ("diloco.models.decoder_config.Nothing", "is not known here: import it first"),
-        ("Nothing", "is not known here: import it first"),
-        ("pathlib.Path", "model.family='pathlib.Path' is no subclass of ModelConfig"),
-    ],
-)
-def test_a_stored_family_that_is_none_is_refused(path, message):
-    with pytest.raises(UserError) as refusal:
+@pytest.mark.parametrize("path", ["diloco.models.Nothing", "antigravity.geohash", "Nothing", "pathlib.Path"])
+def test_a_stored_family_that_is_none_is_refused_and_its_module_not_imported(path):
+    with pytest.raises(UserError, match="is not known here: import it first") as refusal:
         load_family(path)
-    assert message in str(refusal.value) and refusal.value.field == "model.family"
-    assert "antigravity" not in sys.modules
+    assert refusal.value.field == "model.family" and "antigravity" not in sys.modules

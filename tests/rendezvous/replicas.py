@@ -61,7 +61,7 @@ class Replica:
             wire=wire,
             combine=combine,
             error_feedback=error_feedback,
-            exchange=self.exchange,
+            rendezvous=self.exchange,
         )
         self.rounds = [log.round for log in self.exchange.state.fragments]
         """The round of each fragment of the Θ that `outer()` gives."""
@@ -153,7 +153,11 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
     try:
         for t in range(1, plan.num_steps + 1):
             replica.step(tokens=plan.tokens, pause_seconds=plan.step_seconds)
-            if plan.kill_at and t >= plan.kill_at and any(steps for _, steps in replica.engine._rounds.counted):
+            if (
+                plan.kill_at
+                and t >= plan.kill_at
+                and any(steps for _, steps in replica.engine._membership.counted)
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
             if plan.stops is not None and t == plan.stops[1]:
                 step_while_stopped(replica, int(Path(folder, f"{plan.stops[0]}.pid").read_text()), plan)
@@ -165,9 +169,9 @@ def live(folder: str, plans: list[Plan]) -> Outcome | None:
         num_steps=replica.engine.num_steps,
         rounds=replica.rounds,
         outer=replica.outer(),
-        sent_steps=list(replica.engine._rounds.last_sent),
-        counted_steps=[steps for _, steps in replica.engine._rounds.counted],
-        uncounted_tokens=replica.engine.uncounted_tokens,
+        sent_steps=list(replica.engine._replica.last_sent),
+        counted_steps=[steps for _, steps in replica.engine._membership.counted],
+        uncounted_tokens=replica.engine._membership.uncounted_tokens,
         failure=failure,
     )
 

@@ -224,7 +224,7 @@ class Member:
             schedule=diloco.Schedule(sync_every=6, num_fragments=1, overlap_steps=5),
             wire="fp32",
             combine=combine,
-            exchange=self.exchange,
+            rendezvous=self.exchange,
         )
 
     def step(self) -> None:

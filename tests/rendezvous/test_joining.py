@@ -89,7 +89,7 @@ def test_a_join_is_tried_once(tmp_path):
                 model,
                 fragments=fragments,
                 schedule=diloco.Schedule(sync_every=sync_every, num_fragments=P),
-                exchange=exchange,
+                rendezvous=exchange,
             )
     exchange.abort("the test is over")
     first.vanish()

@@ -224,7 +224,7 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
         fragments=diloco.sequential(model, layers_per_fragment=1),
         schedule=CASE.schedule(),
         wire=CASE.wire,
-        exchange=exchange,
+        rendezvous=exchange,
     )
     for t in range(1, CASE.T + 1 - 20 * rank):
         inner_step(model, rank, t)
@@ -232,8 +232,8 @@ def train_among_others(url: str) -> tuple[list[int], list[str]]:
         engine.step(tokens=8)
     engine.finish()
     exchange.leave()
-    rounds = engine._membership.rounds
-    return list(rounds.rounds), [f"{rounds.kept.base(p):016x}" for p in range(len(rounds.rounds))]
+    membership = engine._membership
+    return list(membership.rounds), [f"{membership.digests.base(p):016x}" for p in range(len(membership.rounds))]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import diloco
 H, P = 4, 3
 
 
-def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
+def engine_of(case: Case, model: nn.Module, **exchange) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
         model,
         fragments=diloco.sequential(model, layers_per_fragment=1),
@@ -27,7 +27,7 @@ def engine_of(case: Case, model: nn.Module, exchange) -> diloco.StreamingDiLoCo:
         combine=case.combine,
         mixing=case.alpha,
         error_feedback=case.beta,
-        exchange=exchange,
+        **exchange,
     )
 
 
@@ -53,7 +53,7 @@ def over_both(folder: str) -> list:
     for number, case in enumerate(CASES + (OF_SHARES if size > 1 else [])):
         model = case.model()
         group = diloco.ProcessGroupExchange() if size > 1 else diloco.LoopbackExchange()
-        by_gloo = hashes(engine_of(case, model, group), model, rank, case.T)
+        by_gloo = hashes(engine_of(case, model, exchange=group), model, rank, case.T)
         model = case.model()
         url = f"{folder}/store{number}"
         wait_for_entry(url, rank)  # the order of joins is that of the ranks
@@ -61,7 +61,7 @@ def over_both(folder: str) -> list:
         exchange = diloco.StoreRendezvous(
             url, quorum="all", num_replicas=size, num_shares=num_shares, timeout_seconds=60
         )
-        engine = engine_of(case, model, exchange)
+        engine = engine_of(case, model, rendezvous=exchange)
         assert exchange.replica == rank
         by_store = hashes(engine, model, rank, case.T)
         exchange.leave()

@@ -1,9 +1,8 @@
 """A run's timeline: how each replica ended; and the section of the report that shows it."""
 
-import re
-
 import pytest
 from tests.rendezvous.handwritten import Handwritten
+from tests.report.test_page import content
 
 from diloco.cli.main import main
 from diloco.rendezvous.log.entries import Keys, Leave
@@ -52,10 +51,9 @@ def test_a_revoked_key_is_told_apart(tmp_path) -> None:
 
 
 def test_the_report_shows_it(run, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     main(["report", str(run.directory), "--output", str(tmp_path / "report.html")])
-    page = (tmp_path / "report.html").read_text()
-    facts = dict(re.findall(r'<dd data-fact="([^"]+)">([^<]*)</dd>', page))
-    assert (facts["joins"], facts["active"], facts["left"], facts["deaths"]) == ("5", "2", "1", "2")
-    assert page.count("<figure>") == 3
-    assert "<td>c</td><td>0</td><td>1</td><td>died</td>" in page
+    (section,) = content(tmp_path / "report.html")["sections"]
+    facts = section["facts"]
+    assert (facts["replicas active"], facts["left"], facts["deaths"]) == ("2 of 5", "1", "2")
+    assert "A dot is an outer step" in section["charts"][0]["about"] and len(section["charts"]) == 3
+    assert ["2 c", "died", "0", "1"] in [row[:4] for row in section["table"]["rows"]]

@@ -1,6 +1,5 @@
-import csv
 import math
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,32 +8,13 @@ import pytest
 from diloco.cli.main import main
 from diloco.errors import UserError
 from diloco.scaling import judgement, parametric
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
 from diloco.scaling.parametric import FORMS, NUM_STARTS, fit_parametric
-from diloco.scaling.power_laws import PowerLaw, PowerLawFit
-from diloco.scaling.published import (
-    EXTRAPOLATED,
-    EXTRAPOLATED_PARAMS,
-    FORM_RESIDUALS,
-    JOINT,
-    LAWS,
-    LOSS,
-    NUM_PARAMS,
-    SEQUENCE_LENGTH,
-    batch_tokens,
-)
-from diloco.scaling.published import SIZES as NAMED_SIZES
-from diloco.scaling.table import Point
+from diloco.scaling.power_laws import JOINT, LAWS, PowerLaw, PowerLawFit
+from diloco.scaling.table import PUBLISHED_PARAMS, published_table
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "published"
 SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    if not PUBLISHED.is_dir():
-        pytest.skip(f"no published tables in {PUBLISHED}")
-    lines = (PUBLISHED / name).read_text().splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
 def named(size: str) -> float:
@@ -42,36 +22,12 @@ def named(size: str) -> float:
     return float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
 
 
-def test_the_published_numbers_are_the_papers():
-    losses = {(float(r["params"]), int(r["replicas"])): float(r["eval_loss"]) for r in rows("scaling_loss.csv")}
-    ours = {
-        (named(n), m): loss for m, several in LOSS.items() for n, loss in zip(NAMED_SIZES, several, strict=False)
-    }
-    assert ours == losses
-    names = {"loss": "loss", "learning_rate": "learning_rate", "batch_size": "batch_tokens"}
-    for row in rows("scaling_power_laws.csv"):
-        joint = row["replicas"] == "joint"
-        law = (JOINT if joint else LAWS)[names[row["quantity"]]]
-        law = law if joint else law[int(row["replicas"])]
-        beta = float(row["beta"]) if row["beta"] else None
-        assert law == PowerLaw(float(row["A"]), float(row["alpha"]), beta)
-    extrapolated = {
-        (r["fit"], int(r["replicas"])): (float(r["loss_4b"]), float(r["loss_10b"]))
-        for r in rows("scaling_extrapolation.csv")
-    }
-    assert extrapolated == EXTRAPOLATED
-    residuals = [float(row["average_residual"]) for row in rows("scaling_parametric.csv")]
-    assert list(FORM_RESIDUALS.values()) == residuals and list(FORM_RESIDUALS) == list(FORMS)
-    assert 2**16 < batch_tokens(1e9, 0) < 2**19 and SEQUENCE_LENGTH == 2048
-
-
 def test_the_parameters_that_we_count_have_the_papers_names():
-    for size, num_params in NAMED_SIZES.items():
+    for size, num_params in PUBLISHED_PARAMS.items():
         assert num_params == pytest.approx(named(size), rel=0.05)
-    assert (*NUM_PARAMS, *EXTRAPOLATED_PARAMS) == tuple(NAMED_SIZES.values())
 
 
-@pytest.mark.parametrize("replicas", list(LOSS))
+@pytest.mark.parametrize("replicas", LAWS["loss"])
 def test_the_published_losses_give_the_published_independent_laws(replicas):
     """Losses are rounded to 0.001: a standard deviation of A of 0.06 %."""
     law = Laws().fit("loss", replicas, "independent").law
@@ -100,11 +56,8 @@ def test_the_published_losses_give_the_published_residuals_at_the_size_left_out(
         ours = {error.law: error.by_replicas for error in judgement.held_out_errors(laws)}
         return max(abs(ours[law][m] - theirs) for law, by_m in RESIDUALS.items() for m, theirs in by_m.items())
 
-    rounded = [
-        Point(named(size), m, loss)
-        for m, losses in LOSS.items()
-        for size, loss in zip(NAMED_SIZES, losses, strict=False)
-    ]
+    names = {num_params: name for name, num_params in PUBLISHED_PARAMS.items()}
+    rounded = [replace(point, params=named(names[point.params])) for point in published_table()]
     assert farthest(Laws()) < 0.0005  # half of the last printed digit
     assert farthest(Laws(rounded)) > 0.002
 
@@ -133,9 +86,9 @@ def test_the_published_table_is_judged(capsys, monkeypatch):
     assert "9.79e+09 parameters 2.086   law 1.994 (-4.4 %)   form 2.066 (-1.0 %)" in printed
     assert "among all starts, as the paper selects: 0.0120; published: 0.0044" in printed
     ranked = sorted(fits, key=lambda name: fits[name].residual)
-    assert ranked == sorted(FORM_RESIDUALS, key=FORM_RESIDUALS.__getitem__)
+    assert ranked == sorted(parametric.PUBLISHED_RESIDUALS, key=parametric.PUBLISHED_RESIDUALS.__getitem__)
     for name in ranked[:3]:
-        assert fits[name].residual == pytest.approx(FORM_RESIDUALS[name], abs=0.0006)
+        assert fits[name].residual == pytest.approx(parametric.PUBLISHED_RESIDUALS[name], abs=0.0006)
     # A·N^α·M^β is the joint law, whose residual is 0.012 in Table 11; the 0.0044 of Table 13 is not reproduced.
     assert fits["product"].residual_of_all == pytest.approx(0.0120, abs=0.0002)
     c = fits["exponent"].coefficients

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from diloco.cli.main import main
-from diloco.scaling.batches import best_batch
 from diloco.scaling.judgement import crossing, held_out_errors
-from diloco.scaling.laws import Laws
-from diloco.scaling.power_laws import PowerLaw
+from diloco.scaling.laws import Laws, best_batch
+from diloco.scaling.power_laws import JOINT, PowerLaw
 from diloco.scaling.prediction import predict
-from diloco.scaling.published import JOINT
 from diloco.scaling.table import Point, best_points, read_table
 
 SIZES = (1e5, 2e5, 4e5)
@@ -217,49 +215,6 @@ def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
     assert sentence in printed and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("params,loss\n1,2\n", "no column 'replicas': it needs .* commas between them, and has 'params', 'loss'"),
-        ("", "no column 'params': .* and has none"),
-        ("params,replicas,eval_loss\n", "has no run: a law in N needs two sizes"),
-        ("params,replicas,eval_loss\n1e6,1\n", "line 2: eval_loss is missing"),
-        (
-            "params,replicas,eval_loss\n1e6,1,2\n2e6,1,nan\n",
-            "line 3: eval_loss must be above 0 and finite, not nan",
-        ),
-        ("params,replicas,eval_loss\n1e6,1,-2\n", "line 2: eval_loss must be above 0 and finite, not -2"),
-        ("params,replicas,eval_loss\n1e6,1,x\n", "line 2: eval_loss must be a number, not 'x'"),
-        ("params,replicas,eval_loss\n1e6,1.5,2\n", "line 2: replicas must be a whole number, not 1.5"),
-        ("params,replicas,eval_loss\n# c\n1e6,1,2\n1e6,2,2\n", r"runs of one size only \(1e\+06\)"),
-        (
-            "params,replicas,eval_loss,learning_rate\n1e6,1,2,0.1\n2e6,1,2,\n",
-            "line 3: learning_rate is missing, and other rows have it",
-        ),
-        (
-            "params,replicas,eval_loss,sync_every\n1e6,0,2,\n1e6,1,2,30\n2e6,1,2,100\n",
-            r"runs of several periods \(30, 100\): set sync_every to one",
-        ),
-        ("params,replicas,eval_loss\n1e6,1,2,95\n2e6,1,2,\n", "line 2: more cells than columns .a decimal comma"),
-        ("params,replicas,eval_loss\n1e6,1,2\n1000100,1,1.9\n", r"runs of one size only \(1e\+06\)"),
-        ("params,replicas,eval_loss\n1e6,1,2\n2e6,1,2\n1e6,1,2\n", "lines 2 and 4 are runs of the same settings"),
-        (
-            "params,replicas,eval_loss,seed,wire\n1e6,1,2,0,fp32\n2e6,1,2,0,fp32\n2e6,1,2,0,e3m0\n",
-            "lines 3 and 4 are runs of the same settings: if they differ in their seed, .* keep the rows of one",
-        ),
-        (
-            "params,replicas,eval_loss,tokens\n1e6,1,2,2e7\n2e6,1,2,1e7\n",
-            "runs of 5 to 20 tokens a parameter",
-        ),
-    ],
-)
-def test_bad_data_is_refused_by_its_row(text, sentence, tmp_path):
-    path = tmp_path / "sweep.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=sentence):
-        read_table(path)
-
-
 def at_batches(losses: dict[float, float], **settings: float) -> list[Point]:
     return [Point(1e6, 1, loss, {"batch_tokens": batch, **settings}) for batch, loss in losses.items()]
 
@@ -396,3 +351,14 @@ def test_sizes_too_near_to_each_other_are_no_crash(tmp_path):
     assert 0 < near["value"] < 1
     factor = laws.fit("learning_rate", 0, "independent").factor()
     assert factor.low is None and "the interval has no end" in factor.reason
+
+
+def test_a_batch_that_fewer_seeds_have_tried_does_not_move_the_best():
+    tried = {16: (3.05, 1), 17: (3.00, 3), 18: (2.98, 1)}
+    points = [
+        Point(35e6, 2, loss, {"batch_tokens": 2.0**octave}, num_seeds=num_seeds)
+        for octave, (loss, num_seeds) in tried.items()
+    ]
+    assert best_batch(points, points[1]) == 2.0**17
+    everywhere = [replace(point, num_seeds=3) for point in points]
+    assert best_batch(everywhere, everywhere[1]) > 2.0**17

@@ -1,14 +1,15 @@
-"""Random physical models, and the same runs simulated event by event."""
+"""Random physical models, the same runs simulated event by event, and tasks to plan."""
+
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
 from tests.simulator.reference import Events
 
 from diloco.presets import METHODS
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
+from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
+from diloco.simulator.planner import Task
 
 
 @st.composite
@@ -64,3 +65,14 @@ def events(model: PhysicalModel, compute_SxM: np.ndarray, gbit_s: float, kind: t
         [replica.latency_seconds for replica in model.replicas],
         [schedule.overlap(m) for m in range(num_replicas)],
     )
+
+
+def task(gbit_s: float, *, num_replicas: int = 2, latency_seconds: float = 0.05) -> Task:
+    """A 7B model of 7 layers, for 20 tokens a parameter."""
+    replica = Replica(step_seconds=2.3, gbit_s=gbit_s, latency_seconds=latency_seconds)
+    size = ModelSize(num_params=7e9, num_layers=7)
+    return Task(size=size, replicas=(replica,) * num_replicas, num_steps=66_757)
+
+
+def with_replicas(original: Task, **changes: float) -> Task:
+    return replace(original, replicas=tuple(replace(replica, **changes) for replica in original.replicas))

@@ -7,7 +7,7 @@ from tests.simulator.reference import paper_seconds
 from diloco.errors import UserError
 from diloco.presets import METHODS
 from diloco.simulator.bandwidth import GBIT_S
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.paper import PaperModel, PaperRun
 
 
@@ -76,27 +76,3 @@ def test_more_bandwidth_never_makes_a_run_with_uneven_fragments_slower():
         settings=MethodSettings(method="streaming_overlapped"), num_params=671e9, num_layers=61, step_seconds=20
     )
     assert (np.diff(model.compute_utilization(GBIT_S)) >= -1e-9).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message", "field"),
-    [
-        (
-            {"settings": MethodSettings(method="streaming", layers_per_fragment=1, sync_every=2)},
-            "sync_every=2 is too short for 6 fragments",
-            "sync_every",
-        ),
-        ({"num_params": 0}, "num_params must be above 0 and finite, not 0", "num_params"),
-        ({"step_seconds": float("nan")}, "step_seconds must be above 0 and finite, not nan", "step_seconds"),
-        (
-            {"settings": MethodSettings(method="streaming_overlapped", overlap_steps=(1, 2))},
-            "one replica, and takes one overlap_steps",
-            "overlap_steps",
-        ),
-    ],
-)
-def test_contradictions_are_refused(changes, message, field):
-    fields = {"settings": MethodSettings(method="diloco"), "num_params": 1e9, "num_layers": 6, "step_seconds": 0.1}
-    with pytest.raises(UserError, match=message) as refusal:
-        PaperModel(**(fields | changes))
-    assert refusal.value.field == field

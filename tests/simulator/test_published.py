@@ -1,15 +1,9 @@
-import csv
 import math
 
 import numpy as np
-import pytest
 
 from diloco.simulator.published import (
-    BANDWIDTHS,
     OVERTRAINING_COSTS,
-    SCALING_BANDWIDTHS,
-    SCALING_SIZES,
-    SIZES,
     WALL_CLOCK_HOURS,
     Cell,
     bandwidth_tables,
@@ -51,35 +45,3 @@ def test_the_published_costs_of_overtraining_are_reproduced():
         is_printed_whole = published.tebibits > 100
         assert published.tebibits == (int(ours.tebibits) if is_printed_whole else round(ours.tebibits, 2))
         np.testing.assert_allclose(ours[:2], published[:2], rtol=0.06)
-
-
-def rows(config: pytest.Config, name: str) -> list[dict[str, str]]:
-    source = config.rootpath.parent / "shared" / "published" / name
-    if not source.exists():
-        pytest.skip("the published tables are not beside the project")
-    return list(csv.DictReader(line for line in source.read_text().splitlines() if line[0] != "#"))
-
-
-def cells(row: dict[str, str]) -> tuple[float, ...]:
-    texts = (row[f"cu{percent}"] for percent in (50, 80, 90, 95, 99))
-    return tuple(math.inf if text == "1000+" else float(text) for text in texts)
-
-
-def test_the_published_figures_equal_another_transcription(pytestconfig):
-    names = ("streaming_bandwidth.csv", "streaming_bandwidth_100b.csv")
-    first = [row for name in names for row in rows(pytestconfig, name)]
-    assert {(row["model"], row["method"]): cells(row) for row in first} == BANDWIDTHS
-    second = rows(pytestconfig, "scaling_bandwidth.csv")
-    assert {(row["model"], int(row["sync_every"])): cells(row) for row in second} == SCALING_BANDWIDTHS
-    costs = ("hours_infinite_link", "hours_1_gbit", "terabytes_exchanged")
-    third = [row for row in rows(pytestconfig, "streaming_dolma.csv") if row["replicas"] != "4"]
-    assert {
-        (row["method"], int(row["tokens_billion"])): tuple(float(row[cost]) for cost in costs) for row in third
-    } == OVERTRAINING_COSTS
-    for row in first:
-        size = SIZES[row["model"]]
-        assert (size.num_layers, size.step_seconds) == (int(row["layers"]), float(row["step_seconds"]))
-    for row in second:
-        size = SCALING_SIZES[row["model"]]
-        assert (size.num_params, size.num_layers) == (float(row["params"]), int(row["layers"]))
-        assert 0 < size.step_seconds - float(row["step_seconds"]) < (0.1 if row["model"] == "10B" else 1)

@@ -2,12 +2,9 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.errors import UserError
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
+from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
 
 SETTINGS = MethodSettings(method="streaming_overlapped", sync_every=4, overlap_steps=1)
@@ -55,11 +52,3 @@ def test_each_layer_and_each_fragment_has_intervals_of_its_own():
     assert set(reductions) == {(layer,) for layer in range(6)}
     sent = [bar.layers for bar in TIMELINES["physical"](60.0) if bar.lane == "link 0"]
     assert sent[:3] == [(0, 2, 4), (1, 3, 5), (6,)]
-
-
-def test_data_parallel_has_no_timeline_in_the_physical_model():
-    model = PhysicalModel(
-        settings=MethodSettings(method="data_parallel"), size=PHYSICAL.size, replicas=PHYSICAL.replicas
-    )
-    with pytest.raises(UserError, match="has a timeline with preset=paper only"):
-        physical_timeline(model, gbit_s=1, num_steps=2)

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from diloco.errors import CheckpointError, CheckpointWriteError
+from diloco.exchange.group import OneProcess
 from diloco.training.records import checkpoints as checkpoints_module
 from diloco.training.records.checkpoints import Checkpoints
 
@@ -16,17 +16,8 @@ TENSORS = {"model": {"weight": torch.arange(4.0), "half": torch.ones(2, dtype=to
 
 
 @pytest.fixture
-def group(monkeypatch):
-    """The process group of a replica with one process."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def checkpoints(tmp_path, group):
-    return Checkpoints(tmp_path, 0, group, keep=2)
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, 0, OneProcess(), keep=2)
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
@@ -135,15 +126,13 @@ def test_files_that_another_process_wrote_elsewhere_are_missed(checkpoints, tmp_
 
 
 _FULL_DISK = """
-import os, resource, sys, torch
-import torch.distributed as dist
+import resource, sys, torch
 from pathlib import Path
-from diloco.training.checkpoints import Checkpoints
+from diloco.exchange.group import OneProcess
+from diloco.training.records.checkpoints import Checkpoints
 from diloco.errors import CheckpointWriteError
 
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-checkpoints = Checkpoints(Path(sys.argv[1]), 0, dist.group.WORLD, keep=1)
+checkpoints = Checkpoints(Path(sys.argv[1]), 0, OneProcess(), keep=1)
 checkpoints.save(1, {}, {"tensor": torch.zeros(10)})
 checkpoints.wait()
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -153,7 +142,6 @@ try:
 except CheckpointWriteError as error:
     print(error)
 print(checkpoints.steps(), sorted(path.name for path in Path(sys.argv[1], "replica-0").iterdir()))
-dist.destroy_process_group()
 """
 
 

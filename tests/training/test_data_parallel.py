@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.outer.digest import parameters_hash
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import tiny
@@ -52,7 +52,7 @@ def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
     config = config_of(num_replicas, num_shards)
     world = world_of(config, torch.device("cpu"), timedelta(seconds=20), is_first_on_machine=False)
     state = initial_state(config, world)
-    checkpoints = Checkpoints(folder, world.replica, world.own_group, keep=1)
+    checkpoints = Checkpoints(folder, world.replica, world.host_group, keep=1)
     losses = advance(state, config, world, SAVED)
     state.save(checkpoints)
     losses += advance(state, config, world, LAST)
@@ -72,7 +72,7 @@ def train_and_resume(num_replicas: int, num_shards: int, folder: Path) -> tuple:
         losses,
         {name: value.numpy() for name, value in parameters.items()},
         outer_hash,
-        state.sync.counters(),
+        state.sync.logs(computed=False),
         same,
     )
 

@@ -39,7 +39,7 @@ def elastic_progress(num_others: int, budget: int) -> tuple[ElasticProgress, Sim
     settings = SimpleNamespace(
         fragments=(None,) * 3, schedule=Schedule(num_fragments=3, sync_every=6, overlap_steps=1)
     )
-    engine = SimpleNamespace(settings=settings, num_steps=0, uncounted_tokens=0.0)
+    engine = SimpleNamespace(settings=settings, num_steps=0, _membership=SimpleNamespace(uncounted_tokens=0.0))
     run = SimpleNamespace(active=range(1 + num_others), finished=False)
     rendezvous = SimpleNamespace(state=run, counted_tokens=0)
     questions = []
@@ -59,7 +59,7 @@ def test_replicas_that_come_and_go_know_tokens_rate_and_end_of_one_question():
     per_step = config_of().tokens_per_step
     seen = []
     for step in (1, 2):
-        engine.num_steps, engine.uncounted_tokens = step, float(step * per_step)
+        engine.num_steps, engine._membership.uncounted_tokens = step, float(step * per_step)
         seen.append(progress.after(step))
     assert questions == [3, 3]
     assert seen == [Standing(3 * per_step, 6 * per_step, False), Standing(6 * per_step, 9 * per_step, True)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.rendezvous.handwritten import Handwritten
 
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.errors import UserError
 from diloco.training.config.config import to_json
 from diloco.training.config.recipes import tiny

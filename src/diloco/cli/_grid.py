@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import LocalMachine, Machines
-from diloco.experiments.runner.progress import GridProgress
-from diloco.report.terminal.grid import GridView
+from diloco.experiments.runner.grid import GridProgress
+from diloco.experiments.runner.machines import LocalMachine, Machines, RayCluster
+from diloco.report.terminal.watching import GridView
 
 _SECONDS_IN_A_TERMINAL = 1.0
 _SECONDS_BETWEEN_LINES = 30.0
@@ -28,8 +28,6 @@ def machines_of(cores: int | None, ray: str | None) -> Machines:
         raise UserError(
             f"cores={cores} are this machine's, and ray={ray} has its own: leave one out", "cores", "ray"
         )
-    from diloco.experiments.runner.cluster import RayCluster
-
     return RayCluster(ray)
 
 

@@ -77,7 +77,7 @@ def as_utf8() -> Iterator[None]:
 
 def show(pieces: Iterable[str]) -> Iterator[str]:
     """Print pieces of text as they come, on a terminal without control characters, and pass them on."""
-    from diloco.report.terminal.training import printable  # with torch, which the help needs not
+    from diloco.report.text import printable  # with torch, which the help needs not
 
     shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
     for piece in pieces:

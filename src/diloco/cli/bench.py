@@ -8,9 +8,8 @@ from rich.console import Console
 
 from diloco.cli._command import choose
 from diloco.errors import UserError, setting
-from diloco.measure.gradient import demo_gradient, load_gradient
-from diloco.measure.wire import measure_wire
-from diloco.report.terminal.wire import print_wire, wire_json
+from diloco.report.terminal.tables import print_wire, wire_json
+from diloco.training.measure import demo_gradient, load_gradient, measure_wire
 from diloco.wire import CODECS, codec
 
 HELP = "how long parts of a run take on this machine: diloco bench wire [--json]"

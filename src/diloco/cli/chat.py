@@ -29,7 +29,7 @@ def _chat(run: Run, writing: Annotated[Writing, tyro.conf.arg(name="")] = Writin
         run: Directory of the run, over or not, or the URL of the store in which its replicas meet.
         writing: How the text is written.
     """
-    from diloco.data.streaming import text_pieces
+    from diloco.data.tokenizers import text_pieces
     from diloco.models.writer import generate
 
     writer, tokenizer = writing.load(run)

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from diloco.cli._command import choose
 from diloco.data.config import DataConfig
-from diloco.data.index import read_index, total
 from diloco.data.prepare import prepare
+from diloco.data.shards import read_index, total
 from diloco.errors import UserError
 from diloco.report.terminal.training import preparation_progress
 

@@ -14,11 +14,12 @@ from diloco.cli._flags import changes
 from diloco.cli._grid import grid_progress, machines_of
 from diloco.errors import UserError
 from diloco.evaluation.questions import read_questions
+from diloco.experiments.papers import EXPERIMENTS, experiment
 from diloco.experiments.papers.comparison import finished
 from diloco.experiments.papers.experiment import Experiment
-from diloco.experiments.papers.recipes import EXPERIMENTS, experiment
 from diloco.experiments.papers.tiers import TIERS
-from diloco.experiments.runner.grid import LabelledRun, Machines, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.grid import LabelledRun, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.files import require
 from diloco.training.config.config import TrainConfig
@@ -48,7 +49,7 @@ def _experiment(
 ) -> None:
     """Run a paper's experiments; after an interruption the same command continues, and no run is repeated.
 
-    Writes OUTPUT/NAME.csv, a row a run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs;
+    Writes OUTPUT/NAME.csv, a row per run, as runs finish, then OUTPUT/NAME.svg and .png. Runs stay in OUTPUT/runs;
     without them, too, a run whose row is in such a table counts as done, if the row has all that is asked for.
 
     Args:
@@ -110,8 +111,7 @@ def _run_one(one: Experiment, tier: str, output: Path, machines: Machines, tasks
     Returns:
         The number of its runs that failed.
     """
-    from diloco.report.figures.drawing import save
-    from diloco.report.figures.experiments import draw_experiment
+    from diloco.report.figures.drawing import draw_experiment, save
 
     _check_table(one, output)
     rows: list[dict] = []

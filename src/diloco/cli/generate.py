@@ -29,7 +29,7 @@ def _generate(
         prompt: The text to go on from; left out, the beginning of a document.
         writing: How the text is written.
     """
-    from diloco.data.streaming import text_pieces
+    from diloco.data.tokenizers import text_pieces
     from diloco.models.writer import generate
 
     writer, tokenizer = writing.load(run)

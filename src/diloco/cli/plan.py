@@ -11,16 +11,13 @@ import tyro
 from diloco.cli._command import call
 from diloco.cli._flags import changes, flags, spelled
 from diloco.errors import UserError
-from diloco.report.terminal.plan import plan_json, print_plans, print_remedy, print_store
-from diloco.report.terminal.simulation import wide_console
-from diloco.simulator.model_size import ModelSize
-from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible
-from diloco.simulator.remedy import remedy
-from diloco.simulator.replicas import Replica, replicas_of
+from diloco.report.terminal.tables import plan_json, print_plans, print_remedy, print_store, wide_console
+from diloco.simulator.description import ModelSize, Replica, replicas_of
+from diloco.simulator.planner import MIN_STEPS, Plan, Task, feasible, remedy
 
 if TYPE_CHECKING:
-    from diloco.measure.step import Machines
     from diloco.training.config.config import TrainConfig
+    from diloco.training.measure import Machines
 
 HELP = "what run a link allows: diloco plan --num-params N --num-layers L --step-seconds S --link-gbit-s G"
 ORDER = 2
@@ -35,15 +32,11 @@ def run(arguments: list[str]) -> None:
 
 
 def _plan_described(
-    num_params: float,
-    num_layers: int,
+    size: Annotated[ModelSize, tyro.conf.arg(name="")],
     step_seconds: tuple[float, ...],
     link_gbit_s: tuple[float, ...],
     latency_seconds: tuple[float, ...] = (0.0,),
     num_replicas: int | None = None,
-    width: int | None = None,
-    vocab_size: int = 32_000,
-    untied_embeddings: bool = False,
     num_tokens: float | None = None,
     batch_tokens: float = 2**21,
     target: float = 0.95,
@@ -56,30 +49,19 @@ def _plan_described(
     between its replicas are timed first, here or, under torchrun, on several machines.
 
     Args:
-        num_params: N, number of all parameters.
-        num_layers: L, number of transformer blocks.
-        step_seconds: Compute time of an inner step; one number, or one a replica.
-        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one a replica.
-        latency_seconds: Latency of a replica's link, one way; one number, or one a replica.
+        size: The model.
+        step_seconds: Compute time of an inner step; one number, or one per replica.
+        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one per replica.
+        latency_seconds: Latency of a replica's link, one way; one number, or one per replica.
         num_replicas: M; left out, 2, or as many as the longest of the three lists above.
-        width: D; left out, the width with which 12·L·D² and the embeddings make N.
-        vocab_size: V, number of tokens in the vocabulary.
-        untied_embeddings: The head has a matrix of its own.
         num_tokens: Tokens of the whole run; left out, 20·N.
         batch_tokens: Tokens of a step over all replicas.
         target: Compute utilization to reach, between 0 and 1.
         store: Say, too, what a day costs if the replicas meet in a bucket; with --json that is always said.
         json: Print JSON.
     """
-    size = ModelSize(
-        num_params=num_params,
-        num_layers=num_layers,
-        width=width,
-        vocab_size=vocab_size,
-        tied_embeddings=not untied_embeddings,
-    )
     replicas = replicas_of(num_replicas, step_seconds, latency_seconds, link_gbit_s)
-    tokens = 20 * num_params if num_tokens is None else num_tokens
+    tokens = 20 * size.num_params if num_tokens is None else num_tokens
     for name, value in (("num_tokens", tokens), ("batch_tokens", batch_tokens)):
         if not 0 < value < math.inf:
             raise UserError(f"{name} must be above 0 and finite, not {value}", name)
@@ -123,8 +105,8 @@ def _plan_measured(arguments: list[str]) -> None:
 
 
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
-    from diloco.measure.step import measurable
     from diloco.training.config.config import fields_with, get
+    from diloco.training.measure import measurable
     from diloco.training.processes import launch, under_a_launcher
     from diloco.training.state import slow_imports
 
@@ -149,7 +131,7 @@ def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
 
 def _measure_and_plan(config: "TrainConfig", target: float, train: str, json: bool) -> None:
     """Measure as one of the replicas; the first then prints the plan."""
-    from diloco.measure.step import measure_machines
+    from diloco.training.measure import measure_machines
 
     machines = measure_machines(config)
     if int(os.environ["RANK"]) == 0:

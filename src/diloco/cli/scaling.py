@@ -11,8 +11,7 @@ from diloco.errors import UserError
 from diloco.scaling.judgement import judge
 from diloco.scaling.laws import Kind, Laws
 from diloco.scaling.prediction import predict
-from diloco.scaling.published import method_name
-from diloco.scaling.table import read_table
+from diloco.scaling.table import method_name, read_table
 
 HELP = "loss and hyperparameters to expect: diloco scaling predict|fit|pictures [--data FILE]"
 ORDER = 8

@@ -2,17 +2,17 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
+from numpy.typing import ArrayLike, NDArray
 
 from diloco.cli._command import choose
-from diloco.cli._simulated_run import SimulatedRun, SimulatorKind, paper_model
 from diloco.errors import UserError
-from diloco.presets import Method
-from diloco.report.terminal.simulation import (
+from diloco.report.terminal.tables import (
     bandwidth_json,
     print_bandwidth,
     print_published,
@@ -22,13 +22,11 @@ from diloco.report.terminal.simulation import (
     wide_console,
 )
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
+from diloco.simulator.description import MethodSettings, ModelSize, Stragglers, replicas_of
+from diloco.simulator.paper import PaperModel
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import replicas_of
-from diloco.simulator.step_time import step_seconds
 from diloco.simulator.timeline import Interval, paper_timeline, physical_timeline
-from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
+from diloco.simulator.wall_clock import IdealizedRun, step_seconds
 
 HELP = "links and runs: diloco simulate bandwidth|utilization|step-seconds|timeline|pictures|wall-clock|published"
 ORDER = 3
@@ -37,6 +35,122 @@ ORDER = 3
 def run(arguments: list[str]) -> None:
     """Simulate as a command line asks."""
     choose(_COMMANDS, arguments, prog="diloco simulate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """The run to simulate."""
+
+    size: Annotated[ModelSize, tyro.conf.arg(name="")]
+    """The model; of its sizes preset=paper takes N and L alone."""
+    settings: Annotated[MethodSettings, tyro.conf.arg(name="")]
+    """The method with its numbers."""
+    step_seconds: tuple[float, ...]
+    """Compute time of an inner step; one number, or one per replica."""
+    num_steps: int | None = None
+    """Steps of a run, which ends when everything has arrived; left out, the steady state."""
+    preset: Literal["physical", "paper"] = "physical"
+    """physical: replicas on links, as the engine works; paper: the simulator of the paper's table."""
+    num_replicas: int | None = None
+    """M; left out, 2, or as many as the longest list of numbers (physical)."""
+    latency_seconds: tuple[float, ...] = (0.0,)
+    """Latency of a replica's link, one way; one number, or one per replica (physical)."""
+    wire: str | None = None
+    """Codec of the outer gradients; left out, the method's own (physical)."""
+    combine: str = "gather"
+    """gather, reduce_scatter, or reduce_scatter:CODEC (physical)."""
+    stragglers: Annotated[Stragglers, tyro.conf.arg(name="")] = field(default_factory=Stragglers)
+    """The distribution of step times (physical)."""
+    seed: int | None = None
+    """Seed of the step times and stalls; left out, 0 (physical)."""
+
+    def flags(self) -> dict[str, Any]:
+        """The values of all fields and of the fields within them, which are flags alike."""
+        parts = asdict(self)
+        nested = [parts.pop(name) for name, value in tuple(parts.items()) if isinstance(value, dict)]
+        return parts | {name: value for part in nested for name, value in part.items()}
+
+    def compute_utilization(
+        self, gbit_s: ArrayLike, links: tuple[float | None, ...] = (None,)
+    ) -> NDArray[np.float64]:
+        """The compute utilization at each of several bandwidths, those of the links that are None.
+
+        Raises:
+            UserError: if the fields contradict each other, or nothing would be sent.
+        """
+        self._check()
+        if self.preset == "paper":
+            return self.paper_model().compute_utilization(gbit_s, num_steps=self.num_steps)
+        return self.physical_model(links).compute_utilization(
+            gbit_s, num_steps=self.num_steps, seed=self.seed or 0
+        )
+
+    def paper_model(self) -> PaperModel:
+        """The model of the preset paper.
+
+        Raises:
+            UserError: if a field is set that the preset does not have, or more than one number of seconds.
+        """
+        plain = SimulatedRun(
+            size=ModelSize(num_params=self.size.num_params, num_layers=self.size.num_layers),
+            settings=replace(self.settings, first_sync=MethodSettings.first_sync, offsets=None),
+            step_seconds=self.step_seconds,
+            num_steps=self.num_steps,
+            preset=self.preset,
+        )
+        known = plain.flags()
+        for name, value in self.flags().items():
+            if value != known[name]:
+                raise UserError(f"{name}={value} means nothing to preset=paper: leave it out", name, "preset")
+        if len(self.step_seconds) != 1:
+            raise UserError(
+                f"step_seconds={self.step_seconds} with preset=paper, which has one replica: give one number",
+                *("step_seconds", "preset"),
+            )
+        return PaperModel(
+            settings=self.settings,
+            num_params=self.size.num_params,
+            num_layers=self.size.num_layers,
+            step_seconds=self.step_seconds[0],
+        )
+
+    def physical_model(self, links: tuple[float | None, ...] = (None,)) -> PhysicalModel:
+        """The model of the preset physical; links that are None have the bandwidth that is simulated."""
+        is_random = self.stragglers != Stragglers()
+        if self.seed is not None and not is_random:
+            raise UserError(
+                f"seed={self.seed}, but nothing is random: leave it out, or set step_variation or "
+                "stall_probability",
+                *("seed", "step_variation", "stall_probability"),
+            )
+        least = self.settings.least_replicas
+        return PhysicalModel(
+            settings=self.settings,
+            size=self.size,
+            replicas=replicas_of(self.num_replicas, self.step_seconds, self.latency_seconds, links, least=least),
+            wire=self.wire,
+            combine=self.combine,
+            stragglers=self.stragglers if is_random else None,
+        )
+
+    def _check(self) -> None:
+        lengths = (
+            ("sync_every", self.settings.sync_every, 100_000),
+            ("num_layers", self.size.num_layers, 10_000),
+            ("num_steps", self.num_steps or 0, 1_000_000),
+        )
+        for name, value, most in lengths:
+            if value > most:
+                raise UserError(f"{name}={value:,} must be at most {most:,} in a simulation", name)
+        if (self.seed or 0) < 0:
+            raise UserError(f"seed={self.seed} must be at least 0", "seed")
+        sync_every = 1 if self.settings.method == "data_parallel" else self.settings.sync_every
+        if self.num_steps is not None and 1 <= self.num_steps < sync_every:
+            raise UserError(
+                f"num_steps={self.num_steps} with sync_every={sync_every}: nothing would be sent; set "
+                "a smaller sync_every, or more num_steps",
+                *("num_steps", "sync_every"),
+            )
 
 
 def _bandwidth(
@@ -78,7 +192,7 @@ def _utilization(
 
     Args:
         run: The run to simulate.
-        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one a replica (physical).
+        link_gbit_s: Bandwidth of a replica's link, each way, in Gbit/s; one number, or one per replica (physical).
         json: Print JSON.
     """
     if run.preset == "paper" and len(link_gbit_s) != 1:
@@ -95,7 +209,7 @@ def _print_rounded_period(run: SimulatedRun) -> None:
     """Print the H that the preset paper took in the place of the one that was given."""
     if run.preset == "paper" and run.settings.streams:
         schedule = run.paper_model().schedule
-        if schedule.sync_every != run.sync_every:
+        if schedule.sync_every != run.settings.sync_every:
             print(
                 f"diloco: the preset paper took H = {schedule.sync_every}, a multiple of its "
                 f"{schedule.num_fragments} fragments",
@@ -130,61 +244,51 @@ def _published() -> None:
     print_published(wide_console())
 
 
+_PICTURED = SimulatedRun(
+    size=ModelSize(num_params=1e9, num_layers=6),
+    settings=MethodSettings(method="streaming_overlapped", sync_every=6),
+    step_seconds=(0.1,),
+    num_steps=14,
+)
+
+
 def _timeline(
     output: Path = Path("pictures"),
-    method: Method = "streaming_overlapped",
-    num_layers: int = 6,
-    num_params: float = 1e9,
-    step_seconds: tuple[float, ...] = (0.1,),
-    num_replicas: int | None = None,
+    run: Annotated[SimulatedRun, tyro.conf.arg(name="")] = _PICTURED,
     link_gbit_s: float = 80.0,
-    sync_every: int = 6,
-    layers_per_fragment: int = 3,
-    overlap_steps: int | tuple[int, ...] | None = None,
-    num_steps: int = 14,
-    preset: SimulatorKind = "physical",
 ) -> None:
     """Draw what replicas and links do in the first steps, with strided and with sequential fragments.
 
     Args:
         output: Directory to write timeline.svg and timeline.png to.
-        method: Method of the papers.
-        num_layers: L, number of transformer blocks.
-        num_params: N, number of all parameters.
-        step_seconds: Compute time of a step; one number, or one a replica.
-        num_replicas: M; left out, 2 (physical).
+        run: The run to draw; the fragments that it has come first.
         link_gbit_s: Bandwidth of every link, in Gbit/s.
-        sync_every: H, inner steps between two syncs of the same fragment.
-        layers_per_fragment: Blocks in a fragment of the streaming methods.
-        overlap_steps: τ, inner steps between sending a fragment and merging it; left out, the method's own.
-        num_steps: Number of steps to draw.
-        preset: physical: replicas on links, as the engine works; paper: the simulator of the paper's table.
     """
     from diloco.report.figures.drawing import save
-    from diloco.report.figures.schedules import draw_timelines
+    from diloco.report.figures.simulator import draw_timelines
 
-    settings = MethodSettings(
-        method=method,
-        sync_every=sync_every,
-        layers_per_fragment=layers_per_fragment,
-        overlap_steps=overlap_steps,
-    )
+    if run.stragglers != Stragglers():
+        raise UserError(
+            f"step_variation={run.stragglers.step_variation} and stall_probability="
+            f"{run.stragglers.stall_probability}: a timeline has steps of one duration; leave them out",
+            *("step_variation", "stall_probability"),
+        )
+    num_steps = _PICTURED.num_steps if run.num_steps is None else run.num_steps
+    assert num_steps is not None, "the picture's default has a number"
 
     def intervals(settings: MethodSettings) -> list[Interval]:
-        if preset == "paper":
-            physical: dict[str, Any] = {} if num_replicas is None else {"num_replicas": num_replicas}
-            model = paper_model(settings, num_params, num_layers, step_seconds, physical=physical)
-            return paper_timeline(model, gbit_s=link_gbit_s, num_steps=num_steps)
-        size = ModelSize(num_params=num_params, num_layers=num_layers)
-        replicas = replicas_of(num_replicas, step_seconds, (0.0,), (None,), overlap_steps)
-        machines = PhysicalModel(settings=settings, size=size, replicas=replicas)
-        return physical_timeline(machines, gbit_s=link_gbit_s, num_steps=num_steps)
+        drawn = replace(run, settings=settings)
+        if run.preset == "paper":
+            return paper_timeline(drawn.paper_model(), gbit_s=link_gbit_s, num_steps=num_steps)
+        return physical_timeline(drawn.physical_model(), gbit_s=link_gbit_s, num_steps=num_steps)
 
+    settings = run.settings
     if settings.streams:
-        both = (settings, replace(settings, fragments="sequential"))
-        panels = {f"{method}, {one.fragments} fragments": intervals(one) for one in both}
+        other = "strided" if settings.fragments == "sequential" else "sequential"
+        both = (settings, replace(settings, fragments=other))
+        panels = {f"{one.method}, {one.fragments} fragments": intervals(one) for one in both}
     else:
-        panels = {method: intervals(settings)}
+        panels = {settings.method: intervals(settings)}
     _print_paths(save(draw_timelines(panels), output, "timeline"))
 
 
@@ -192,9 +296,7 @@ def _pictures(figures: tuple[str, ...] = (), output: Path = Path("pictures")) ->
     """Draw the papers' figures of schedules, of compute utilization over bandwidth, and of loss over wall-clock.
 
     Args:
-        figures: Names among fragment_patterns, schedules, methods, large_models, step_seconds, sync_every,
-            overlap_steps, fragments, layers_per_fragment, fragment_bandwidth, diloco_sync_every, wall_clock; left
-            out, all.
+        figures: Names of figures, such as methods or schedules, which any other word lists; left out, all.
         output: Directory to write NAME.svg and NAME.png to.
     """
     from diloco.report.figures.simulator import FIGURES, draw_figures
@@ -207,52 +309,13 @@ def _print_paths(paths: Sequence[Path]) -> None:
         print(path)
 
 
-def _wall_clock(
-    num_params: float,
-    num_tokens: float,
-    batch_tokens: float,
-    num_chips: int,
-    num_replicas: int = 0,
-    sync_every: int = 30,
-    overlap_steps: int = 0,
-    inside: NetworkName = "high",
-    between: NetworkName = "low",
-    flops_per_chip: float = 300e12,
-    inner_bits_per_param: float = 16,
-    outer_bits_per_param: float = 16,
-    json: bool = False,
-) -> None:
+def _wall_clock(run: Annotated[IdealizedRun, tyro.conf.arg(name="")], json: bool = False) -> None:
     """Idealized time of a whole run on two levels of network (arXiv 2503.09799, appendix A).
 
     Args:
-        num_params: N, number of all parameters.
-        num_tokens: D, tokens of the whole run.
-        batch_tokens: Tokens of a step over all chips.
-        num_chips: R, number of all chips.
-        num_replicas: M; 0 is Data-Parallel.
-        sync_every: H, inner steps between two syncs.
-        overlap_steps: τ, inner steps that hide the exchange of outer gradients.
-        inside: Network within a replica (400, 100 or 10 Gbit/s).
-        between: Network between replicas, and of Data-Parallel.
-        flops_per_chip: Q, floating-point operations that a chip does in a second.
-        inner_bits_per_param: Bits of a gradient on the network.
-        outer_bits_per_param: Bits of an outer gradient on the network.
+        run: The run.
         json: Print JSON.
     """
-    run = IdealizedRun(
-        num_params=num_params,
-        num_tokens=num_tokens,
-        batch_tokens=batch_tokens,
-        num_chips=num_chips,
-        num_replicas=num_replicas,
-        sync_every=sync_every,
-        overlap_steps=overlap_steps,
-        inside=NETWORKS[inside],
-        between=NETWORKS[between],
-        flops_per_chip=flops_per_chip,
-        inner_bits_per_param=inner_bits_per_param,
-        outer_bits_per_param=outer_bits_per_param,
-    )
     if json:
         print(wall_clock_json(run))
     else:

@@ -21,7 +21,7 @@ from diloco.rendezvous.log.log import open_run
 from diloco.rendezvous.replay import Initial, Replay
 from diloco.rendezvous.status import Look
 from diloco.rendezvous.store import StoreError
-from diloco.report.terminal.store_status import rendered
+from diloco.report.terminal.watching import store_view
 from diloco.training.records.store_runs import initial_parameters
 
 HELP = "the store of replicas that come and go: diloco store check | status | verify URL"
@@ -82,14 +82,14 @@ def _status(
         print(json_module.dumps(dataclasses.asdict(status)))
         return
     if not watch:
-        Console().print(rendered(url, status))
+        Console().print(store_view(url, status))
         return
-    with Live(rendered(url, status), auto_refresh=False) as live:
+    with Live(store_view(url, status), auto_refresh=False) as live:
         before, then = status, time.monotonic()
         while not status.finished:
             time.sleep(every_seconds)
             status, now = look.again(), time.monotonic()
-            live.update(rendered(url, status, before, now - then), refresh=True)
+            live.update(store_view(url, status, before, now - then), refresh=True)
             if status.outer_steps > before.outer_steps:
                 before, then = status, now
 

@@ -15,14 +15,15 @@ from diloco.cli._recipe import parsed_recipe
 from diloco.data.prepare import resolve as resolve_data
 from diloco.data.tokenizers import load_tokenizer
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import LabelledRun, Machines, adopt
+from diloco.experiments.runner.grid import LabelledRun, adopt
+from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import read_rows, write_rows
 from diloco.experiments.runner.sweep import EXTENDED, Sweep, run_sweep
-from diloco.measure.step import flops_per_second
 from diloco.report.terminal.training import preparation_progress
 from diloco.scaling.table import read_table
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
+from diloco.training.measure import flops_per_second
 from diloco.training.processes import num_cores
 from diloco.training.records.runs import running
 

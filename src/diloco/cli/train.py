@@ -176,7 +176,7 @@ def _start(command: Command, budget: Budget | None) -> None:
 
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
-    from diloco.report.terminal.start import forecast_lines, start_lines
+    from diloco.report.terminal.training import forecast_lines, start_lines
     from diloco.training.config.forecast import forecast
 
     print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
@@ -184,7 +184,7 @@ def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
 
 def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | None) -> None:
     """Print what the first process of a run knows before it starts."""
-    from diloco.report.terminal.start import change_lines, start_lines
+    from diloco.report.terminal.training import change_lines, start_lines
     from diloco.training.config.config import differences
     from diloco.training.records.runs import read_config
 

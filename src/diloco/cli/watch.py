@@ -10,7 +10,7 @@ from diloco.cli._command import call
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
-    from diloco.report.live.watched import Watched
+    from diloco.report.sources import Sources
 
 HELP = "runs while they go on, in the terminal or on a live page: diloco watch RUN|DIR|STORE … [--serve]"
 ORDER = 3
@@ -42,19 +42,19 @@ def _watch(
         raise UserError(f"every_seconds={every_seconds} must be above 0 and at most 86400", "every_seconds")
     if port and not serve:
         raise UserError(f"port={port} means nothing without serve: add that, or leave it out", "port", "serve")
-    from diloco.report.live.watched import Watched
+    from diloco.report.sources import Sources
 
-    watched = Watched(sources)
+    looked_at = Sources(sources)
     if serve:
-        _serve(watched, f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}", port)
+        _serve(looked_at, f"diloco: {', '.join(Path(source).name or source for source in sources[:4])}", port)
     else:
-        _show(watched, every_seconds)
+        _show(looked_at, every_seconds)
 
 
-def _serve(watched: "Watched", title: str, port: int) -> None:
-    from diloco.report.live.server import LiveServer
+def _serve(sources: "Sources", title: str, port: int) -> None:
+    from diloco.report.server import LiveServer
 
-    server = LiveServer(watched, title=title, port=port)
+    server = LiveServer(sources, title=title, port=port)
     print(f"{server.url} (Ctrl-C ends it)", flush=True)
     try:
         server.serve()
@@ -62,7 +62,7 @@ def _serve(watched: "Watched", title: str, port: int) -> None:
         server.close()
 
 
-def _show(watched: "Watched", every_seconds: float) -> None:
+def _show(sources: "Sources", every_seconds: float) -> None:
     """Show the state in place on a terminal, and elsewhere one below the other."""
     from rich.console import Console
     from rich.live import Live
@@ -72,13 +72,13 @@ def _show(watched: "Watched", every_seconds: float) -> None:
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            watched.again()
-            if watched.is_behind:
+            sources.again()
+            if sources.is_behind:
                 continue
             if console.is_terminal:
-                live.update(view(watched), refresh=True)
+                live.update(view(sources), refresh=True)
             else:
-                console.print(view(watched))
-            if watched.is_over:
+                console.print(view(sources))
+            if sources.is_over:
                 return
             time.sleep(every_seconds)

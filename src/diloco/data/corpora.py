@@ -26,8 +26,8 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
       and its `id` where it has one); all but `.parquet` also as `.gz` or `.zst`;
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 
-    Memory is bounded by a small multiple of `reading.longest_bytes`, whatever compressed or damaged files hold.
-    That of the library that reads the Hub is not.
+    Compressed text is read in pieces: a document takes a small multiple of `reading.longest_bytes` at the most.
+    The libraries that read Parquet and the Hub take what a file asks for.
 
     Args:
         source: as above.

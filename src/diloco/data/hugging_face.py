@@ -66,7 +66,7 @@ _SPACE = "▁"
 
 
 def _pieces(tokenizer: SentencePieceTokenizer) -> Any:
-    """A SentencePiece model as the library's tokenizer."""
+    """A SentencePiece model as the library's tokenizer; transformers' own converter gives texts other ids."""
     from tokenizers import Regex, decoders
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE, Unigram

@@ -6,33 +6,39 @@ same bytes as a call that was never interrupted.
 
 import fcntl
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from diloco.data.config import DataConfig, as_typed
 from diloco.data.corpora import fingerprint
-from diloco.data.encoding import ContainedTokenizer
-from diloco.data.index import (
+from diloco.data.readers import Document
+from diloco.data.shards import (
     FORMAT,
     INDEX_FILE,
     SETTINGS_FILE,
     SPLITS,
+    Counts,
     Index,
     PreparationSettings,
     Shard,
     Split,
+    check_shard,
     read_index,
     read_settings,
+    read_shard,
     shard_path,
     token_dtype,
+    tokens_digest,
     total,
     write_record,
 )
-from diloco.data.packing import SplitWriter
-from diloco.data.readers import Document
 from diloco.data.splits import DOCUMENT_BYTES, SplitDocuments, check_disjoint, empty_split
 from diloco.data.tokenizers import FILES, Tokenizer, is_file, load_tokenizer, tokenizer_file, train_bpe
 from diloco.errors import UserError
@@ -89,11 +95,8 @@ def resolve(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
 
 
 def _name(settings: PreparationSettings) -> str:
-    """A digest of the settings; a default leaves no trace, so that what was prepared before a field is found."""
-    changed = {
-        f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) != f.default
-    }
-    return sha256(json.dumps({"format": FORMAT} | changed).encode())[:16]
+    """The name of a directory in the cache: a digest of the settings."""
+    return sha256(json.dumps({"format": FORMAT, **asdict(settings)}).encode())[:16]
 
 
 def prepare(
@@ -208,8 +211,8 @@ def _install_tokenizer(
             train_bpe(_training_texts(documents), int(config.tokenizer.removeprefix("bpe:")), path)
     else:
         original = tokenizer_file(config.tokenizer)
-        with ContainedTokenizer(original):  # an error then names the user's file, not the copy
-            path = output / f"tokenizer{original.suffix}"
+        load_tokenizer(original)  # an error then names the user's file, not the copy
+        path = output / f"tokenizer{original.suffix}"
         write_atomically(path, [original.read_bytes()])
     return load_tokenizer(path)
 
@@ -238,17 +241,12 @@ def _pack(
         split: SplitWriter(output, split, dtype=dtype, bos_id=tokenizer.bos_id, shard_tokens=settings.shard_tokens)
         for split in SPLITS
     }
-    with ExitStack() as stack:
-        encode = tokenizer.encode
-        if config.tokenizer != "bytes":
-            path = tokenizer_file(config.tokenizer if is_file(config.tokenizer) else output)
-            encode = stack.enter_context(ContainedTokenizer(path)).encode
-        for batch in _batches(_unfinished(documents, writers)):
-            encoded = encode([document.text for _, document in batch])
-            for (split, document), ids in zip(batch, encoded, strict=True):
-                writers[split].add(ids, num_bytes=len(_utf8(document)))
-            packed = total(writer.packed for writer in writers.values())
-            report(PrepareProgress(stage="packing", **asdict(packed)))
+    for batch in _batches(_unfinished(documents, writers)):
+        encoded = tokenizer.encode([document.text for _, document in batch])
+        for (split, document), ids in zip(batch, encoded, strict=True):
+            writers[split].add(ids, num_bytes=len(_utf8(document)))
+        packed = total(writer.packed for writer in writers.values())
+        report(PrepareProgress(stage="packing", **asdict(packed)))
     for split, writer in writers.items():
         writer.close()
         if not total(writer.shards).num_bytes:
@@ -266,6 +264,70 @@ def _pack(
             *(shard_path(output, split, i, ".bin") for split in SPLITS for i in range(len(splits[split])))
         ),
     )
+
+
+class SplitWriter:
+    """Packs documents in the order in which they come; a shard ends with the document that fills it.
+
+    A shard is a function of the documents alone. So a writer that keeps the finished shards of an interrupted one,
+    and is given the documents after theirs, writes the same files as a writer that was never interrupted.
+    """
+
+    def __init__(self, directory: Path, split: Split, *, dtype: str, bos_id: int, shard_tokens: int) -> None:
+        self.shards = _finished_shards(directory, split, dtype)
+        self._directory = directory
+        self._split: Split = split
+        self._bos = np.array([bos_id], dtype=dtype)
+        self._shard_tokens = shard_tokens
+        self._begin_shard()
+
+    @property
+    def packed(self) -> Counts:
+        """Counts of all documents so far, those of kept shards included."""
+        return total([*self.shards, self._counts()])
+
+    def add(self, ids: np.ndarray, *, num_bytes: int) -> None:
+        """Pack one document: its tokens without BOS, shape (num_tokens,), and the UTF-8 bytes of its text."""
+        self._starts.append(self._num_tokens)
+        self._tokens += self._bos.data
+        self._tokens += ids.astype(self._bos.dtype).data
+        self._num_tokens += 1 + len(ids)
+        self._num_bytes += num_bytes
+        if self._num_tokens >= self._shard_tokens:
+            self._write_shard()
+
+    def close(self) -> None:
+        """Write the last shard, which may be short."""
+        if self._starts:
+            self._write_shard()
+
+    def _begin_shard(self) -> None:
+        # Compact, since a document may have no token but BOS.
+        self._starts = array("q")
+        self._tokens = bytearray()
+        self._num_tokens = 0
+        self._num_bytes = 0
+
+    def _counts(self) -> Counts:
+        return Counts(num_tokens=self._num_tokens, num_documents=len(self._starts), num_bytes=self._num_bytes)
+
+    def _write_shard(self) -> None:
+        path = shard_path(self._directory, self._split, len(self.shards), ".json")
+        write_atomically(path.with_suffix(".bin"), [memoryview(self._tokens)])
+        write_atomically(path.with_suffix(".idx"), [np.array(self._starts, dtype="<i8").data])
+        shard = Shard(**asdict(self._counts()), tokens_digest=tokens_digest(self._tokens))
+        write_record(path, shard)
+        self.shards.append(shard)
+        self._begin_shard()
+
+
+def _finished_shards(directory: Path, split: Split, dtype: str) -> list[Shard]:
+    paths = takewhile(Path.exists, (shard_path(directory, split, number, ".json") for number in count()))
+    shards = []
+    for path in paths:
+        shards.append(read_shard(path))
+        check_shard(path.with_suffix(".bin"), shards[-1], dtype=dtype)
+    return shards
 
 
 def _unfinished(

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from diloco.data.config import DataConfig
-from diloco.data.parquet import ParquetReader
 from diloco.errors import UserError
 from diloco.files import require
 
@@ -70,12 +67,8 @@ def read_files(paths: Sequence[tuple[Path, str]], reading: Reading) -> Iterator[
     Raises:
         UserError: if a file or a row can't be read.
     """
-    with ParquetReader(reading.text_field, reading.longest_bytes) as parquet:
-        for path, name in paths:
-            if path.suffix == ".parquet":
-                yield from _read_parquet(path, name, reading, parquet)
-            else:
-                yield from _read(path, name, reading)
+    for path, name in paths:
+        yield from _read_parquet(path, name, reading) if path.suffix == ".parquet" else _read(path, name, reading)
 
 
 def suffixes_of(path: Path) -> str | None:
@@ -123,7 +116,6 @@ def _read_text(file: IO[bytes], name: str, reading: Reading) -> Iterator[Documen
 
 
 def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
-    decoder = _decoder(reading.text_field)
     number = 0
     while line := file.readline(reading.longest_bytes + 1):
         number += 1
@@ -133,31 +125,16 @@ def _read_jsonl(file: IO[bytes], name: str, reading: Reading) -> Iterator[Docume
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not line.strip():
             continue
-        row = _parsed(line, place, reading.text_field, decoder)
-        yield reading.document(row, default_id=f"{name}:{number}", place=place)
+        yield reading.document(_parsed(line, place), default_id=f"{name}:{number}", place=place)
 
 
-def _decoder(text_field: str) -> msgspec.json.Decoder:
-    """A parser that keeps the text and the id of a row, and takes no memory for its other fields."""
-    text, id_ = msgspec.field(name=text_field), msgspec.field(default=msgspec.Raw(b"null"))
-    return msgspec.json.Decoder(msgspec.defstruct("Row", [("text", str, text), ("id", msgspec.Raw, id_)]))
-
-
-def _parsed(line: bytes, place: str, text_field: str, decoder: msgspec.json.Decoder) -> Any:
-    """A row, of which the other fields take no memory if the line is long."""
+def _parsed(line: bytes, place: str) -> Any:
     try:
-        if len(line) <= _SHORT_LINE_BYTES:
-            return json.loads(line.decode())  # it takes NaN, and halves of surrogates, in the other fields
-        row = decoder.decode(line)
-        id_ = msgspec.json.decode(row.id) if bytes(row.id).startswith(b'"') else None
-        return {text_field: row.text, "id": id_}
+        return json.loads(line.decode())
     except RecursionError:
         raise UserError(f"{place} is not JSON: its lists and objects are nested too deep") from None
     except ValueError as error:
-        strictly = (
-            "" if len(line) <= _SHORT_LINE_BYTES else " (NaN is none, and is taken in lines below 1 MiB only)"
-        )
-        raise UserError(f"{place} is not JSON: {error}{strictly}") from error
+        raise UserError(f"{place} is not JSON: {error}") from error
 
 
 def _read_csv(file: IO[bytes], name: str, reading: Reading) -> Iterator[Document]:
@@ -209,16 +186,34 @@ class _Lines:
             self._encoding = "utf-8"
 
 
-def _read_parquet(path: Path, name: str, reading: Reading, reader: ParquetReader) -> Iterator[Document]:
-    for number, row in enumerate(reader.rows(path), start=1):
-        try:
-            yield reading.document(row, default_id=f"{name}:{number}", place=f"row {number}")
-        except UserError as error:
-            raise _unreadable(path, error) from error
+def _read_parquet(path: Path, name: str, reading: Reading) -> Iterator[Document]:
+    try:
+        with require("pyarrow.parquet", extra="data").ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
+            for number, row in enumerate(_rows(file, reading), start=1):
+                yield reading.document(row, default_id=f"{name}:{number}", place=f"row {number}")
+    except Exception as error:  # a damaged file raises errors of any class
+        raise _unreadable(path, error) from error
 
+
+def _rows(file: Any, reading: Reading) -> Iterator[dict[str, Any]]:
+    """The text and the field `id` of each row of a Parquet file; all of a row where it has no text."""
+    names: list[str] = file.schema_arrow.names
+    if names.count(reading.text_field) > 1:
+        raise UserError(f"it has several columns `{reading.text_field}`: rename all but one")
+    columns = [name for name in ("id", reading.text_field) if name in names]
+    columns = columns if reading.text_field in names else names
+    for group in range(file.num_row_groups):
+        about = file.metadata.row_group(group)
+        at_once = min(max(_ROWS_BYTES * about.num_rows // max(1, about.total_byte_size), 1), _MOST_ROWS)
+        options = {"row_groups": [group], "columns": columns, "use_threads": False}
+        for batch in file.iter_batches(batch_size=at_once, **options):
+            yield from batch.to_pylist()
+
+
+_ROWS_BYTES, _MOST_ROWS = 2**20, 4096
+"""Bytes, and rows, of a Parquet file that are decoded together."""
 
 _BUFFER_BYTES = 2**17
-_SHORT_LINE_BYTES = 2**20
 
 _READERS: dict[str, Callable[[IO[bytes], str, Reading], Iterator[Document]]] = {
     ".txt": _read_text,

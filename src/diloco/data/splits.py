@@ -6,8 +6,8 @@ from itertools import chain
 
 from diloco.data.config import DataConfig, as_typed
 from diloco.data.corpora import documents, parts
-from diloco.data.index import Split
 from diloco.data.readers import Document, Reading
+from diloco.data.shards import Split
 from diloco.errors import UserError
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.data.index import INDEX_FILE, MOST_TOKENS, read_index
+from diloco.data.shards import INDEX_FILE, MOST_TOKENS, read_index
 from diloco.errors import UserError
 from diloco.files import expanded, require, sha256, write_atomically
 from diloco.hub import hub_file
@@ -284,3 +284,33 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
             "data.tokenizer",
         )
     write_atomically(path, [backend.to_str(pretty=True).encode()])
+
+
+_MOST_TOKENS_OF_A_CHARACTER = 8
+"""Most tokens of a character: its four bytes may be one each, and a tokenizer may put others before them."""
+
+
+def text_pieces(tokenizer: Tokenizer, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of tokens in pieces, which joined are the text of all.
+
+    Args:
+        tokenizer: of the tokens.
+        ids: the tokens as they come.
+        after: tokens that stand before them; some tokenizers begin a text in another way than they go on.
+
+    >>> list(text_pieces(ByteTokenizer(), "né!".encode()))
+    ['n', 'é', '!']
+    """
+    before, pending = [*after[-_MOST_TOKENS_OF_A_CHARACTER:]], []
+    for token in ids:
+        pending.append(token)
+        text = _text_of(tokenizer, before, pending)
+        if text and (not text.endswith("\ufffd") or len(pending) >= _MOST_TOKENS_OF_A_CHARACTER):
+            yield text
+            before, pending = pending, []
+    if pending and (text := _text_of(tokenizer, before, pending)):
+        yield text
+
+
+def _text_of(tokenizer: Tokenizer, before: list[int], pending: list[int]) -> str:
+    return tokenizer.decode([*before, *pending])[len(tokenizer.decode(before)) :]

@@ -1,7 +1,6 @@
-"""The inner steps of an optimizer, counted: the outermost `step()` once, a step that a scaler skips included."""
+"""The inner steps of a torch optimizer, counted by its hooks; a step that a GradScaler skips is counted too."""
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -17,7 +16,8 @@ class Attachment:
 
     Args:
         count: the function.
-        optimizer: a torch optimizer, or a wrapper with `optimizer` or `optimizers`.
+        optimizer: a torch optimizer, or a wrapper that holds one as `optimizer`, or several as `optimizers`, of
+            which the last counts.
         scaler: the GradScaler that steps it; None is the wrapper's own, where it has one.
 
     Raises:
@@ -25,35 +25,25 @@ class Attachment:
     """
 
     def __init__(self, count: Callable[[], object], optimizer: object, scaler: object = None) -> None:
-        self._optimizer, wrappers = _unwrapped(optimizer)
-        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
-        if not isinstance(scaler, torch.amp.GradScaler | None):
+        self._optimizer = _innermost(optimizer)
+        self._scaler: Any = getattr(optimizer, "scaler", None) if scaler is None else scaler
+        if not isinstance(self._scaler, torch.amp.GradScaler | None):
             raise UserError(f"scaler={scaler!r} must be a torch.amp.GradScaler, or None", "scaler")
-        self._count = _untraced(self._counting(count))
+        self._count = count
         self.is_counting = False
         """True while the function runs."""
-        self._depth = 0  # calls of the optimizer's step that are running
-        self._num_around = 0  # calls of a wrapper's or the scaler's step that are running
-        self._is_due = False
-        self._before_handle = self._optimizer.register_step_pre_hook(_untraced(self._before))
-        self._after_handle = self._optimizer.register_step_post_hook(_untraced(self._after))
-        self._replaced: list[tuple[Any, object, object]] = []
-        for wrapper in wrappers:
-            self._replace_step(wrapper, self._step_of_wrapper)
-        if scaler is not None:
-            self._replace_step(scaler, self._step_of_scaler)
-
-    def _counting(self, count: Callable[[], object]) -> Callable[[], None]:
-        """The function, with `is_counting` while it runs."""
-
-        def counted() -> None:
-            self.is_counting = True
-            try:
-                count()
-            finally:
-                self.is_counting = False
-
-        return counted
+        self._num_counted = 0
+        # torch calls hooks for the step of each class whose step calls super's: the outermost one counts.
+        self._depth = self._most_depth = 0
+        self._num_levels = 0  # steps in each other, known after the first one
+        # Called as they are where torch.compile traces the optimizer's step.
+        before, after = map(torch.compiler.disable, (self._before, self._after))
+        self._before_handle = self._optimizer.register_step_pre_hook(cast(Any, before))
+        self._after_handle = self._optimizer.register_step_post_hook(cast(Any, after))
+        if self._scaler is not None:
+            step = self._scaler.step
+            self._scaler_step = functools.wraps(step)(functools.partial(self._step_of_scaler, step))
+            self._scaler.step = self._scaler_step
 
     @property
     def is_attached(self) -> bool:
@@ -64,14 +54,9 @@ class Attachment:
         """Count no more."""
         self._before_handle.remove()
         self._after_handle.remove()
-        for owner, step, before in self._replaced:
-            if vars(owner).get("step") is not step:
-                continue  # somebody has replaced it again, and ours does nothing any more
-            if before is None:
-                del owner.step
-            else:
-                owner.step = before
-        self._replaced.clear()
+        # If another attachment has replaced the scaler's step since, ours stays, and only passes calls on.
+        if self._scaler is not None and vars(self._scaler).get("step") is self._scaler_step:
+            del self._scaler.step
 
     def __enter__(self) -> "Attachment":
         return self
@@ -79,93 +64,38 @@ class Attachment:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._depth and _num_running(optimizer) < 2:
-            self._depth = 0  # a step that raised has left it
+    def _before(self, *_: object) -> None:
         self._depth += 1
+        if self._num_levels and self._depth > self._num_levels:
+            self._depth = self._num_levels  # a step that raised has left it too high
+        self._most_depth = max(self._most_depth, self._depth)
 
-    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        # torch calls hooks for the step of each class whose step calls super's.
+    def _after(self, *_: object) -> None:
         self._depth -= 1
-        if self._depth:
-            return
-        if self._num_around:
-            self._is_due = True
-        else:
-            self._count()
-
-    def _replace_step(self, owner: Any, around: Callable[..., Any]) -> None:
-        """Call `around` with the owner's step, and its arguments, in the place of the step."""
-        before = vars(owner).get("step")
-        step = functools.wraps(owner.step)(functools.partial(around, owner.step))
-        owner.step = step
-        self._replaced.append((owner, step, before))
-
-    def _step_of_wrapper(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._counted_once(functools.partial(step, *args, **kwargs), is_due=False)
+        if not self._depth:
+            self._num_levels = self._most_depth
+            self._counted()
 
     def _step_of_scaler(self, step: Callable[..., Any], optimizer: object, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(step, optimizer, *args, **kwargs)
-        is_ours = _unwrapped(optimizer)[0] is self._optimizer
-        return self._counted_once(call, is_due=True) if is_ours else call()
-
-    def _counted_once(self, call: Callable[[], Any], *, is_due: bool) -> Any:
-        """Make the call, and count one step if the optimizer has stepped in it, or if it is due anyway."""
-        if not self.is_attached:
-            return call()
-        self._is_due = is_due or (self._is_due and self._num_around > 0)
-        self._num_around += 1
-        try:
-            result = call()
-        finally:
-            self._num_around -= 1
-        if self._is_due and not self._num_around:
-            self._is_due = False
-            self._count()
+        """The scaler's step; it is counted if it skipped ours, so that replicas stay in step."""
+        before = self._num_counted
+        result = step(optimizer, *args, **kwargs)
+        if self.is_attached and _innermost(optimizer) is self._optimizer and self._num_counted == before:
+            self._counted()
         return result
 
-
-def attached(
-    before: Attachment | None, count: Callable[[], object], optimizer: object, scaler: object
-) -> Attachment:
-    """A new attachment in the place of an earlier one, which must have been removed.
-
-    Raises:
-        UserError: if it has not, or as `Attachment`.
-    """
-    if before is not None and before.is_attached:
-        raise UserError(
-            "the engine is attached already, and would count every inner step twice: attach it alone to the "
-            "optimizer that steps last"
-        )
-    return Attachment(count, optimizer, scaler)
+    def _counted(self) -> None:
+        self._num_counted += 1
+        self.is_counting = True
+        try:
+            self._count()
+        finally:
+            self.is_counting = False
 
 
-def refuse_second_count(attachment: Attachment | None) -> None:
-    """Refuse to count an inner step that the attachment counts, too.
-
-    Raises:
-        UserError: if the engine is attached, and it is not the attachment that counts.
-    """
-    if attachment is not None and not attachment.is_counting and attachment.is_attached:
-        raise UserError(
-            "the engine is attached to an optimizer and counts its steps: leave out engine.step(), or call "
-            "remove() of what attach() returned"
-        )
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called as it is where torch.compile traces an optimizer's step."""
-    return cast(Callable[..., Any], torch.compiler.disable(function))
-
-
-def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:
-    """The torch optimizer inside any wrappers, and those wrappers whose step is no optimizer's.
-
-    accelerate's AcceleratedOptimizer is an Optimizer that has no hooks, and may step nothing. Others, such as
-    DeepSpeed's and containers of several optimizers, may step several times.
-    """
-    wrappers, inner = [], optimizer
+def _innermost(optimizer: object) -> Optimizer:
+    """The torch optimizer in wrappers, such as accelerate's, which is an Optimizer that has no hooks."""
+    inner = optimizer
     while not _takes_hooks(inner):
         if inner is None or isinstance(inner, nn.Module | type) or not hasattr(inner, "zero_grad"):
             raise UserError(
@@ -174,13 +104,10 @@ def _unwrapped(optimizer: object) -> tuple[Optimizer, list[Any]]:
                 "step",
                 "optimizer",
             )
-        if not isinstance(inner, Optimizer):
-            wrappers.append(inner)
         several = getattr(inner, "optimizers", None)
-        several = list(several) if isinstance(several, Sequence) else []
-        inner = getattr(inner, "optimizer", several[-1] if several else None)
-    assert isinstance(inner, Optimizer), "it takes hooks"
-    return inner, wrappers
+        last = several[-1] if isinstance(several, Sequence) and several else None
+        inner = getattr(inner, "optimizer", last)
+    return cast(Optimizer, inner)
 
 
 def _takes_hooks(optimizer: object) -> bool:
@@ -192,16 +119,3 @@ def _takes_hooks(optimizer: object) -> bool:
     except AttributeError:
         return False
     return True
-
-
-_STEP_CODE = Optimizer.profile_hook_step(lambda *_: None).__code__
-"""The code of the function that torch puts around the step of each class of optimizers, and that calls hooks."""
-
-
-def _num_running(optimizer: Optimizer) -> int:
-    """The number of calls of an optimizer's step on the stack."""
-    count, frame = 0, sys._getframe()
-    while frame is not None:
-        count += frame.f_code is _STEP_CODE and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count

@@ -3,96 +3,41 @@
 Shapes: N elements of one fragment that this process holds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from diloco.engine.outer_state import ERROR, OUTER
-from diloco.engine.settings import COUNTERS
-from diloco.engine.shards import local
+from diloco.engine.parameters import local
+from diloco.engine.replica import Replica
+from diloco.engine.settings import Settings
 from diloco.errors import DisagreementError, FileError, UserError
-from diloco.exchange.transport import agree, share
-from diloco.outer.averages import reduction_of
+from diloco.exchange.transport import Transport, agree, share
 from diloco.outer.digest import parameters_hash
 from diloco.schedule import Sync
 from diloco.schema import Count, Seconds, converted
-from diloco.wire import codec
 
 _NOT_OURS = "pass what state_dict() of an engine gave"
 
-if TYPE_CHECKING:
-    from diloco.engine.fixed import Rounds
 
+@dataclass(frozen=True)
+class _FixedValues:
+    """The plain values of a replica of a fixed group, but for its settings; lists are by fragment."""
 
-def plain_values_checked(state: object) -> dict[str, Any]:
-    """A copy of the state, if its plain values have the right types.
-
-    Raises:
-        UserError: if the state is not an engine's.
-    """
-    if not isinstance(state, Mapping):
-        raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
-    since = [name for name in ("tokens",) if name in state]  # they are in no older state
-    for name in (*COUNTERS, *since):
-        kind = (int, float) if name == "blocked_seconds" else int
-        if not isinstance(state.get(name), kind) or isinstance(state[name], bool) or state[name] < 0:
-            raise UserError(f"the state has no number as {name}: {_NOT_OURS}")
-    in_flight = state.get("in_flight")
-    if not isinstance(in_flight, Sequence) or not all(
-        _is_list_of(sync, int) and len(sync) == 3 for sync in in_flight
-    ):
-        raise UserError(f"the state has no list of fragment, round and step as in_flight: {_NOT_OURS}")
-    fragments: Any = state.get("fragments")
-    last_sent: Any = state.get("last_sent")
-    if "fragments" in state:  # it is in no older state
-        is_cut = _is_list_of(fragments, (list, tuple)) and all(_is_list_of(names, str) for names in fragments)
-        if not (is_cut and _is_list_of(last_sent, int) and len(last_sent) == len(fragments)):
-            raise UserError(f"the state's fragments and last_sent are damaged: {_NOT_OURS}")
-    return {
-        **state,
-        "in_flight": [list(sync) for sync in in_flight],
-        "fragments": fragments,
-        "last_sent": last_sent,
-    }
-
-
-def _is_list_of(values: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
-    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
-
-
-def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]) -> dict[str, Any]:
-    """The state, changed in place, with the engine's names where the prefixes of wrappers are all that differs.
-
-    Raises:
-        UserError: if something else stands in the place of a kind's tensors.
-    """
-    for kind in (*kinds, "sent"):
-        state[kind] = tensors_checked({ERROR: {}, **state}, kind)
-    own_by_bare = {_bare(name): name for name in own}
-    names = {name: own_by_bare.get(_bare(name), name) for name in map(str, state[OUTER])}
-    if len(set(own_by_bare.values())) < len(list(own)) or len(set(names.values())) < len(names):
-        return state  # the prefixes are all that tells two names apart
-    for kind in (*kinds, "sent"):
-        state[kind] = {names.get(name, name): tensor for name, tensor in state[kind].items()}
-    if state["fragments"] is not None:
-        state["fragments"] = [[names.get(name, name) for name in part] for part in state["fragments"]]
-    return state
-
-
-def tensors_checked(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
-    """A copy of a kind's tensors.
-
-    Raises:
-        UserError: if something else stands in their place.
-    """
-    tensors = state.get(kind)
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
-    return dict(tensors)
+    fragments: list[list[str]]
+    """Names of the parameters."""
+    last_sent: list[Count]
+    num_steps: Count
+    drained_step: Count
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+    blocked_seconds: Seconds
+    in_flight: list[tuple[Count, Count, Count]]
+    """Fragment, round and step of each offer."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +56,69 @@ class _ElasticValues:
     counted: list[tuple[Count, Count]]
 
 
-def elastic_values_checked(state: Mapping[str, Any], *, num_fragments: int) -> dict[str, Any]:
+def _values(state: object, kind: type) -> dict[str, Any]:
+    """A copy of a state's plain values.
+
+    Raises:
+        UserError: if one is absent or of another type.
+    """
+    if not isinstance(state, Mapping):
+        raise UserError(f"the state is a {type(state).__name__}, and not a dict: {_NOT_OURS}")
+    values = {field.name: state[field.name] for field in fields(kind) if field.name in state}
+    try:
+        return dict(vars(converted(values, kind, source="the state")))
+    except FileError as error:
+        raise UserError(f"{error}: {_NOT_OURS}") from None
+
+
+def elastic_values_checked(state: object, *, num_fragments: int) -> dict[str, Any]:
     """The plain values of the state of a replica among others that come and go.
 
     Raises:
         UserError: if one is absent or of another type, or a list has another length than there are fragments.
     """
-    values = {f.name: state[f.name] for f in fields(_ElasticValues) if f.name in state}
-    try:
-        checked = vars(converted(values, _ElasticValues, source="the state"))
-    except FileError as error:
-        raise UserError(f"{error}: {_NOT_OURS}") from None
-    for name, value in checked.items():
-        if isinstance(value, list) and len(value) != num_fragments:
+    values = _values(state, _ElasticValues)
+    _check_lengths(values, ("rounds", "last_sent", "next_send", "counted"), num_fragments)
+    return values
+
+
+def _check_lengths(values: Mapping[str, Any], names: Iterable[str], num_fragments: int) -> None:
+    for name in names:
+        if len(values[name]) != num_fragments:
             raise UserError(
-                f"the state has {len(value)} values as {name}, and there are {num_fragments} fragments: "
+                f"the state has {len(values[name])} values as {name}, and there are {num_fragments} fragments: "
                 f"{_NOT_OURS}"
             )
-    return checked
+
+
+def in_own_names(state: dict[str, Any], kinds: Iterable[str], own: Iterable[str]) -> dict[str, Any]:
+    """The state, changed in place, with the engine's names where the prefixes of wrappers are all that differs.
+
+    Raises:
+        UserError: if something else stands in the place of a kind's tensors.
+    """
+    for kind in (*kinds, "sent"):
+        state[kind] = tensors_checked(state, kind)
+    own_by_bare = {_bare(name): name for name in own}
+    names = {name: own_by_bare.get(_bare(name), name) for name in map(str, state[OUTER])}
+    if len(set(own_by_bare.values())) < len(list(own)) or len(set(names.values())) < len(names):
+        return state  # the prefixes are all that tells two names apart
+    for kind in (*kinds, "sent"):
+        state[kind] = {names.get(name, name): tensor for name, tensor in state[kind].items()}
+    state["fragments"] = [[names.get(name, name) for name in part] for part in state["fragments"]]
+    return state
+
+
+def tensors_checked(state: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
+    """A copy of a kind's tensors.
+
+    Raises:
+        UserError: if something else stands in their place.
+    """
+    tensors = state.get(kind)
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"the state has no tensors by parameter name as {kind}: {_NOT_OURS}")
+    return dict(tensors)
 
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -175,57 +165,59 @@ def check_like(kind: str, tensors: Mapping[str, Tensor], own: Mapping[str, Tenso
             )
 
 
-def state_of(rounds: "Rounds") -> dict[str, Any]:
-    """The state: keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own."""
-    parameters, settings = rounds.parameters, rounds.settings
-    tensors = {kind: parameters.all_named(rounds.state.at_home(kind)) for kind in rounds.state.kinds}
+def state_of(
+    replica: Replica, *, num_replicas: int, drained_step: int, in_flight: Iterable[Sync], sent: Iterable[Tensor]
+) -> dict[str, Any]:
+    """The state: keys and shapes are the same whatever is in flight, and Θ and the slots are the engine's own.
+
+    Args:
+        replica: this one, of a fixed group.
+        num_replicas: M.
+        drained_step: the last step at which `finish` merged everything that was sent.
+        in_flight: what this replica has sent and some replica may still need.
+        sent: for each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none.
+    """
+    parameters, settings = replica.parameters, replica.settings
+    tensors = {kind: parameters.all_named(replica.state.at_home(kind)) for kind in replica.state.kinds}
     return {
-        **settings.facts_of_state(rounds.transport.replica, rounds.transport.num_replicas),
+        **settings.facts_of_state(replica.number, num_replicas),
         "fragments": [list(fragment.parameters) for fragment in settings.fragments],
-        "last_sent": list(rounds.last_sent),
-        "num_steps": rounds.num_steps,
-        "drained_step": rounds.drained_step,
-        "tokens": int(rounds.tokens),
-        "bytes_sent": rounds.bytes_sent,
-        "bytes_received": rounds.bytes_received,
-        "blocked_seconds": rounds.blocked_seconds,
+        "last_sent": list(replica.last_sent),
+        "num_steps": replica.num_steps,
+        "drained_step": drained_step,
+        "tokens": int(replica.tokens),
+        "bytes_sent": replica.bytes_sent,
+        "bytes_received": replica.bytes_received,
+        "blocked_seconds": replica.blocked_seconds,
         **tensors,
-        "in_flight": [list(flight.sync) for flight in rounds.in_flight],
-        "sent": parameters.all_named(rounds.sent()),
+        "in_flight": [list(sync) for sync in in_flight],
+        "sent": parameters.all_named(sent),
     }
 
 
-def load(rounds: "Rounds", state: Mapping[str, Any]) -> None:
-    """Take up a state, and send again what was in flight.
+def load(replica: Replica, state: Mapping[str, Any]) -> None:
+    """Take up a state, all but what was in flight.
 
     Args:
-        rounds: the engine's.
+        replica: this one.
         state: one that `loadable` gave.
     """
-    rounds.num_steps, rounds.last_sent = state["num_steps"], list(state["last_sent"])
-    rounds.tokens = state.get("tokens", 0)
-    rounds.bytes_sent, rounds.bytes_received = state["bytes_sent"], state["bytes_received"]
-    rounds.blocked_seconds = state["blocked_seconds"]
-    for kind in rounds.state.kinds:
-        for fragment, flat_N in enumerate(rounds.state.at_home(kind)):
-            flat_N.copy_(rounds.parameters.flat_of(fragment, state[kind]))
-    rounds.in_flight = []
-    # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
-    again = reduction_of(rounds.settings.reduction.spec, codec("fp32"))
-    for sync in (Sync(*values) for values in state["in_flight"]):
-        sent_N = rounds.parameters.flat_of(sync.fragment, state["sent"]).to(rounds.sent_from)
-        payloads = again.encode(sent_N, rounds.key(sync), rounds.cohort)
-        rounds.start(sync, again, partial(tuple, payloads))
-    # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
-    rounds.drained_step = state["drained_step"] if state["in_flight"] else rounds.num_steps
+    replica.num_steps, replica.last_sent = state["num_steps"], list(state["last_sent"])
+    replica.tokens = state["tokens"]
+    replica.bytes_sent, replica.bytes_received = state["bytes_sent"], state["bytes_received"]
+    replica.blocked_seconds = state["blocked_seconds"]
+    for kind in replica.state.kinds:
+        for fragment, flat_N in enumerate(replica.state.at_home(kind)):
+            flat_N.copy_(replica.parameters.flat_of(fragment, state[kind]))
 
 
-def loadable(rounds: "Rounds", state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+def loadable(replica: Replica, transport: Transport, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A state as this engine takes it up; it is refused on all replicas, or on none, and nothing is changed.
 
     Args:
-        rounds: the engine's.
-        state: what the user passed.
+        replica: this one.
+        transport: the way to the others.
+        state: the one that the user passed.
 
     Returns:
         The state with the engine's own names and a tensor for each of its parameters, and the names of the
@@ -237,20 +229,20 @@ def loadable(rounds: "Rounds", state: object) -> tuple[dict[str, Any], tuple[str
     """
     refusal, accepted, unfrozen = None, {}, ()
     try:
-        accepted, unfrozen = _accepted(rounds, state)
+        accepted, unfrozen = _accepted(replica, transport.num_replicas, state)
     except UserError as error:
         refusal = str(error)
     facts = {
         "step of the loaded state": accepted.get("num_steps"),
         "in flight in the loaded state (fragment, round, step)": accepted.get("in_flight"),
     }
-    with rounds.all_shards_or_none():
-        refuse_together(rounds, {"why the state can't be loaded": refusal} | facts, refusal)
-        _compare_runs(rounds, accepted)
+    with replica.fail_together():
+        agree_or_refuse(transport, {"why the state can't be loaded": refusal} | facts, refusal)
+        _compare_runs(replica, transport, accepted)
     return accepted, unfrozen
 
 
-def refuse_together(rounds: "Rounds", facts: Mapping[str, object], refusal: str | None) -> None:
+def agree_or_refuse(transport: Transport, facts: Mapping[str, object], refusal: str | None) -> None:
     """Raise the refusal, and on the replicas that have none, the difference.
 
     Raises:
@@ -258,7 +250,7 @@ def refuse_together(rounds: "Rounds", facts: Mapping[str, object], refusal: str 
         UserError: with the refusal.
     """
     try:
-        agree(rounds.transport, facts)
+        agree(transport, facts)
     except DisagreementError:
         if refusal is None:
             raise
@@ -266,139 +258,125 @@ def refuse_together(rounds: "Rounds", facts: Mapping[str, object], refusal: str 
         raise UserError(refusal)
 
 
-def _accepted(rounds: "Rounds", state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
-    checked = plain_values_checked(state)
-    _check_settings(rounds, checked)
+def _accepted(replica: Replica, num_replicas: int, state: object) -> tuple[dict[str, Any], tuple[str, ...]]:
+    values = _values(state, _FixedValues)
+    _check_lengths(values, ("last_sent",), len(values["fragments"]))
+    checked = {**cast(Mapping[str, Any], state), **values}
+    _check_settings(replica, num_replicas, checked)
     flying = [fragment for fragment, *_ in checked["in_flight"]]
-    if len(set(flying)) < len(flying) or not set(flying) <= set(range(rounds.state.num_fragments)):
+    if len(set(flying)) < len(flying) or not set(flying) <= set(range(replica.state.num_fragments)):
         raise UserError(f"the state has fragments {flying} in flight, each of which must be here, and only once")
-    own = rounds.parameters.all_named(rounds.state.at_home(OUTER))
-    named = in_own_names(checked, rounds.state.kinds, own)
-    if named["in_flight"] and named["fragments"] not in (None, _fragments_of(rounds)):
+    own = replica.parameters.all_named(replica.state.at_home(OUTER))
+    named = in_own_names(checked, replica.state.kinds, own)
+    if named["in_flight"] and named["fragments"] != _fragments_of(replica):
         raise UserError(
             "the state was saved with something in flight and other fragments: to go on with other fragments, "
             "call finish() before state_dict()"
         )
-    unfrozen = _check_names(rounds, named, own)
-    return _completed(rounds, named, own), unfrozen
+    unfrozen = _check_names(replica, named, own)
+    return _completed(replica, named, own), unfrozen
 
 
-_NOT_IN_OLDER_STATES = ("replica", "outer_rule")
-
-
-def _check_settings(rounds: "Rounds", state: Mapping[str, Any]) -> None:
+def _check_settings(replica: Replica, num_replicas: int, state: Mapping[str, Any]) -> None:
     """Refuse other settings than those that give meaning to the state."""
-    settings, transport = rounds.settings, rounds.transport
-    mine = settings.facts_of_state(transport.replica, transport.num_replicas)
+    mine = replica.settings.facts_of_state(replica.number, num_replicas)
     then = "load it into an engine with the settings of the one that saved it"
     if state["in_flight"]:
         then += ", or call finish() before state_dict(), after which settings may change"
     else:
-        mine = {name: mine[name] for name in _counting_when_drained(rounds, state)}
+        mine = {name: mine[name] for name in _counting_when_drained(replica.settings, num_replicas, state)}
     for name, value in mine.items():
-        if state.get(name) != value and (name in state or name not in _NOT_IN_OLDER_STATES):
+        if state.get(name) != value:
             raise UserError(
                 f"the state was saved with {name}={state.get(name)}, and this engine has {value}: {then}"
             )
 
 
-def _counting_when_drained(rounds: "Rounds", state: Mapping[str, Any]) -> tuple[str, ...]:
-    if not rounds.settings.outer.shared:
+def _counting_when_drained(settings: Settings, num_replicas: int, state: Mapping[str, Any]) -> tuple[str, ...]:
+    if not settings.outer.shared:
         return ("outer_rule", "num_replicas", "replica")
-    beta, num_replicas = rounds.settings.error_feedback, rounds.transport.num_replicas
+    beta = settings.error_feedback
     if beta is not None and (state.get("error_feedback"), state.get("num_replicas")) == (beta, num_replicas):
         return ("outer_rule", "replica")  # the error is there, and is the replica's own
     return ("outer_rule",)
 
 
-def _check_names(rounds: "Rounds", state: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _check_names(replica: Replica, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Refuse missing and unexpected parameters, and tensors of other shapes; returns the unfrozen parameters."""
     saved = state[OUTER]
-    frozen = set() if state["in_flight"] else rounds.parameters.names_in_model() - set(own)
+    frozen = set() if state["in_flight"] else replica.parameters.names_in_model() - set(own)
     refuse_names("has", (name for name in saved if name not in own and name not in frozen), OUTER)
-    listed = {name for part in state["fragments"] or () for name in part}
+    listed = {name for part in state["fragments"] for name in part}
     unfrozen = tuple(name for name in own if name not in saved)
     if state["in_flight"] or len(unfrozen) == len(own):
         refuse_names("lacks", unfrozen, OUTER)
     refuse_names("lacks", (name for name in unfrozen if name in listed), OUTER)
     check_like(OUTER, saved, own)
-    kinds = [kind for kind in rounds.state.kinds[1:] if kind != ERROR or _keeps_error(rounds, state)]
+    kinds = [kind for kind in replica.state.kinds[1:] if kind != ERROR or _keeps_error(replica, state)]
     for kind in kinds:
         refuse_names("lacks", (name for name in saved if name not in state[kind]), kind)
         refuse_names("has", (name for name in state[kind] if name not in saved), kind)
         check_like(kind, state[kind], own)
     for fragment, *_ in state["in_flight"]:
-        names = rounds.settings.fragments[fragment].parameters
+        names = replica.settings.fragments[fragment].parameters
         refuse_names("lacks", (name for name in names if name not in state["sent"]), "sent")
         check_like("sent", {name: state["sent"][name] for name in names}, own)
     return unfrozen
 
 
-def _keeps_error(rounds: "Rounds", state: Mapping[str, Any]) -> bool:
+def _keeps_error(replica: Replica, state: Mapping[str, Any]) -> bool:
     """True if the state has this replica's own error of the same error feedback."""
-    mine = rounds.transport.replica, rounds.settings.error_feedback
-    return mine[1] is not None and (state.get("replica", mine[0]), state.get("error_feedback")) == mine
+    mine = replica.number, replica.settings.error_feedback
+    return mine[1] is not None and (state.get("replica"), state.get("error_feedback")) == mine
 
 
-def _completed(rounds: "Rounds", state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _completed(replica: Replica, state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state with Θ = θ for parameters without Θ, zeros for other vectors that it lacks, and `last_sent`."""
     theta = {
         name: shard
-        for fragment, names in enumerate(_fragments_of(rounds))
-        for name, shard in zip(names, rounds.parameters.shards(fragment), strict=True)
+        for fragment, names in enumerate(_fragments_of(replica))
+        for name, shard in zip(names, replica.parameters.shards(fragment), strict=True)
     }
-    for kind in rounds.state.kinds:
-        saved = state[kind] if kind != ERROR or _keeps_error(rounds, state) else {}
+    for kind in replica.state.kinds:
+        saved = state[kind] if kind != ERROR or _keeps_error(replica, state) else {}
         lacking = theta if kind == OUTER else {n: torch.zeros(()).expand(t.shape) for n, t in theta.items()}
         state[kind] = {name: saved.get(name, lacking[name]) for name in own}
-    if state["fragments"] is None:
-        by_name = dict(zip(own, _last_scheduled(rounds, state["num_steps"]), strict=True))
-    else:
-        steps = zip(state["fragments"], state["last_sent"], strict=True)
-        by_name = {name: step for names, step in steps for name in names}
-    state["last_sent"] = [min(by_name.get(name, 0) for name in names) for names in _fragments_of(rounds)]
+    steps = zip(state["fragments"], state["last_sent"], strict=True)
+    by_name = {name: step for names, step in steps for name in names}
+    state["last_sent"] = [min(by_name.get(name, 0) for name in names) for names in _fragments_of(replica)]
     return state
 
 
-def _last_scheduled(rounds: "Rounds", num_steps: int) -> list[int]:
-    """For each parameter the last step after which it was to be sent; 0 if there is none."""
-    schedule, steps = rounds.settings.schedule, []
-    for p, fragment in enumerate(rounds.settings.fragments):
-        num_sent = schedule.num_sent(p, num_steps)
-        steps += [schedule.send_step(p, num_sent) if num_sent else 0] * len(fragment.parameters)
-    return steps
+def _fragments_of(replica: Replica) -> list[list[str]]:
+    return [list(fragment.parameters) for fragment in replica.settings.fragments]
 
 
-def _fragments_of(rounds: "Rounds") -> list[list[str]]:
-    return [list(fragment.parameters) for fragment in rounds.settings.fragments]
-
-
-def _compare_runs(rounds: "Rounds", state: Mapping[str, Any]) -> None:
+def _compare_runs(replica: Replica, transport: Transport, state: Mapping[str, Any]) -> None:
     """Refuse states whose shared vectors differ where the same rounds were merged.
 
     Raises:
         DisagreementError: naming the fragment and two replicas.
     """
-    rule, transport = rounds.settings.outer, rounds.transport
+    rule = replica.settings.outer
     if not rule.shared or transport.num_replicas == 1:
         return
     # In flight, a round may be merged on one replica and not yet on another; all others were merged everywhere.
     merged: dict[int, int] = {}
     for sync in (Sync(*values) for values in state["in_flight"]):
-        is_merged = sync.step + rounds.settings.schedule.overlap(transport.replica) <= state["num_steps"]
+        is_merged = sync.step + replica.settings.schedule.overlap(transport.replica) <= state["num_steps"]
         merged[sync.fragment] = sync.round if is_merged else sync.round - 1
     mine = []
-    for p in range(len(rounds.settings.fragments)):
-        vectors = {kind: rounds.parameters.flat_of(p, state[kind]) for kind in (OUTER, *rule.slots)}
+    for p in range(len(replica.settings.fragments)):
+        vectors = {kind: replica.parameters.flat_of(p, state[kind]) for kind in (OUTER, *rule.slots)}
         mine.append([merged.get(p), parameters_hash(vectors)])
     everyones = share(transport, mine, list[tuple[int | None, str]])
     for p in range(len(mine)):
         first: dict[int | None, tuple[int, str]] = {}
-        for replica, (last_round, digest) in enumerate(fragments[p] for fragments in everyones):
-            other, expected = first.setdefault(last_round, (replica, digest))
+        for number, (last_round, digest) in enumerate(fragments[p] for fragments in everyones):
+            other, expected = first.setdefault(last_round, (number, digest))
             if digest != expected:
                 names = " or ".join(("outer parameters", *rule.slots))
                 raise DisagreementError(
-                    f"replica {other} and replica {replica} load states of different runs: their {names} of "
+                    f"replica {other} and replica {number} load states of different runs: their {names} of "
                     f"fragment {p} differ; load the states that the replicas of one run saved at the same step"
                 )

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -16,16 +15,16 @@ from torch import Tensor, nn
 from diloco.engine.elastic import (
     ElasticMembership,
     accepted_of,
-    refusal_to_adopt,
+    refusal_to_reset,
     refuse_if_sent,
     vectors_of,
 )
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
-from diloco.engine.parameters import FragmentParameters, Masters
-from diloco.engine.replica import ReplicaRounds, described
+from diloco.engine.parameters import FragmentParameters, Masters, is_sharded, joined, local, sharded_like
+from diloco.engine.replica import Replica, outer_state
 from diloco.engine.settings import Settings
-from diloco.engine.shards import is_sharded, joined, local, sharded_like
 from diloco.errors import ExchangeError
+from diloco.exchange.group import TorchGroup
 from diloco.exchange.notices import first_sentence
 from diloco.exchange.process_group import Group, Work, group_like, wait_for
 from diloco.fragments import Fragment
@@ -156,7 +155,7 @@ class Inside:
         return vector_n
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """A context whose errors reach the other processes."""
         try:
             yield
@@ -263,9 +262,10 @@ class GatheredParameters(FragmentParameters):
         timeout_seconds: float,
     ) -> None:
         super().__init__(model, fragments, masters)
-        assert self.shard_group is not None, "the model is sharded"
-        self.shard_group = group_like(self.shard_group, timeout_seconds)
-        self.inside = Inside(self.shard_group, timeout_seconds)
+        assert isinstance(self.group, TorchGroup), "the model is sharded"
+        group = group_like(self.group.group, timeout_seconds)
+        self.group = TorchGroup(group, torch.device("cpu"))
+        self.inside = Inside(group, timeout_seconds)
         """The replica's processes."""
         self.part, self.device = (0, 1), torch.device("cpu")
 
@@ -318,9 +318,9 @@ class GatheredParameters(FragmentParameters):
         self.inside.together(Call.GATHER, fragment)
         return self._gathered(fragment, [by_name[name] for name in self._by_fragment[fragment]])
 
-    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all processes of this replica if it fails in one, as soon as they next meet."""
-        return self.inside.failing_together()
+        return self.inside.fail_together()
 
     def _gathered(self, fragment: int, tensors: Iterable[Tensor]) -> Tensor:
         """The whole of what every process has its shards of, FP32 (N)."""
@@ -370,6 +370,18 @@ def cut(whole: Tensor, like: Tensor) -> list[Tensor]:
     return shards
 
 
+def sharded_membership(
+    settings: Settings, rendezvous: Rendezvous, parameters: GatheredParameters
+) -> "LeadingMembership | FollowingMembership":
+    """This process's part in a replica of several: the first one joins the run."""
+    if not parameters.inside.is_first:
+        return FollowingMembership(settings, parameters)
+    with parameters.inside.fail_together():
+        # Θ lies in host memory anyway.
+        replica = Replica(settings, parameters, outer_state(settings, parameters, offload=False))
+        return LeadingMembership(replica, rendezvous, parameters.inside)
+
+
 class LeadingMembership(ElasticMembership):
     """The first process of a replica: it joins, offers and decides as a replica of one process does.
 
@@ -377,12 +389,10 @@ class LeadingMembership(ElasticMembership):
         DisagreementError: if the run has other settings or initial parameters.
     """
 
-    def __init__(self, settings: Settings, rendezvous: Rendezvous, parameters: GatheredParameters) -> None:
-        self._inside = parameters.inside
-        with self._inside.failing_together():
-            # Θ lies in host memory anyway.
-            super().__init__(settings, rendezvous, parameters, offload=False)
-            self._report(())
+    def __init__(self, replica: Replica, rendezvous: Rendezvous, inside: Inside) -> None:
+        self._inside = inside
+        super().__init__(replica, rendezvous)
+        self._report(())
 
     @property
     def failure(self) -> str | None:
@@ -392,9 +402,9 @@ class LeadingMembership(ElasticMembership):
         return failure
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """A context whose errors end this replica's part in the run, and its other processes."""
-        with super().failing_together(), self._inside.failing_together():
+        with super().fail_together(), self._inside.fail_together():
             yield
 
     def is_due(self) -> bool:
@@ -420,17 +430,17 @@ class LeadingMembership(ElasticMembership):
 
     def _report(self, outer_steps: tuple[OuterStep, ...]) -> tuple[OuterStep, ...]:
         """Tell the other processes that nothing follows in this step, and what has happened."""
-        rounds = self.rounds
-        sees_deltas = rounds.form.second is None  # with averages nobody has all payloads
+        replica = self.replica
+        sees_deltas = self.form.second is None  # with averages nobody has all payloads
         report = Report(
-            run=self._joined.run,
-            replica=rounds.replica,
-            rounds=rounds.rounds,
-            counted_tokens=rounds.tokens - rounds.uncounted_tokens,
-            bytes_sent=rounds.bytes_sent,
-            bytes_received=rounds.bytes_received,
-            blocked_seconds=rounds.blocked_seconds,
-            num_sent=rounds.next_seq,
+            run=self.joined.run,
+            replica=replica.number,
+            rounds=self.rounds,
+            counted_tokens=replica.tokens - self.uncounted_tokens,
+            bytes_sent=replica.bytes_sent,
+            bytes_received=replica.bytes_received,
+            blocked_seconds=replica.blocked_seconds,
+            num_sent=self.next_seq,
             outer_steps=[
                 _Taken(*o.sync, len(o.cohort.members) if o.cohort and sees_deltas else 0) for o in outer_steps
             ],
@@ -448,8 +458,9 @@ class FollowingMembership:
         with_error = settings.error_feedback is not None
         nothing = [torch.empty(0) for _ in fragments]
         state = OuterState(nothing, slots=settings.outer.slots, with_error=with_error, offload=False)
-        self.rounds = FollowingRounds(settings, parameters, state)
-        with self._inside.failing_together():
+        self.replica = Replica(settings, parameters, state)
+        self._report = Report()
+        with self._inside.fail_together():
             self._follow()
         self._call = Call.IDLE
 
@@ -458,9 +469,30 @@ class FollowingMembership:
         """The reason why this replica can't go on; None as far as is known."""
         return self._inside.failure
 
-    def failing_together(self) -> AbstractContextManager[None]:
+    @property
+    def answers(self) -> None:
+        """None: replicas meet in the log, and do not answer each other."""
+        return
+
+    @property
+    def uncounted_tokens(self) -> float:
+        """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
+        return self.replica.tokens - self._report.counted_tokens
+
+    def initial_fragments(self) -> Sequence[int]:
+        """The fragments of which no outer step was taken."""
+        return [p for p, num_taken in enumerate(self._report.rounds) if not num_taken]
+
+    def uncounted_fragments(self) -> Sequence[int]:
+        """No fragment: the first process knows, and warns."""
+        return ()
+
+    def expect_next(self) -> None:
+        """Do nothing: Θ lies in the first process."""
+
+    def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the first process hears of."""
-        return self._inside.failing_together()
+        return self._inside.fail_together()
 
     def is_due(self) -> bool:
         """True if the first process says so, or a merge is to be looked at."""
@@ -469,7 +501,7 @@ class FollowingMembership:
 
     def advance(self) -> tuple[OuterStep, ...]:
         """Serve what the first process does after this inner step."""
-        self._parameters.look_at_merges(self.rounds.num_steps)
+        self._parameters.look_at_merges(self.replica.num_steps)
         return self._follow() if self._call is Call.STEP else ()
 
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
@@ -477,13 +509,13 @@ class FollowingMembership:
         self._inside.follow(Call.FINISH)
         return self._follow()
 
-    def adopt(self) -> None:
+    def reset_outer(self) -> None:
         """Refuse: Θ is what the log says."""
-        raise refusal_to_adopt()
+        raise refusal_to_reset()
 
     def state_dict(self) -> dict[str, Any]:
         """The first process's plain values, and this one's shards."""
-        state = self.rounds.state
+        state = self.replica.state
         tensors = {kind: self._parameters.all_named(state.at_home(kind)) for kind in (OUTER, ERROR)}
         return self._inside.share() | tensors
 
@@ -493,31 +525,33 @@ class FollowingMembership:
         Raises:
             UserError: if it is another's, or this engine has trained.
         """
-        refuse_if_sent(self.rounds.report.num_sent)
-        return accepted_of(self.rounds, self.rounds.report.run, state), ()
+        refuse_if_sent(self._report.num_sent)
+        return accepted_of(self.replica, self._report.run, state), ()
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Hand over the shards of a state; the first process moves θ before the next inner step ends."""
         vectors_of(accepted, self._parameters)
-        rounds = self.rounds
-        rounds.num_steps, rounds.tokens = accepted["num_steps"], accepted["tokens"]
-        rounds.bytes_sent, rounds.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
-        rounds.blocked_seconds = accepted["blocked_seconds"]
+        replica = self.replica
+        replica.num_steps, replica.tokens = accepted["num_steps"], accepted["tokens"]
+        replica.bytes_sent, replica.bytes_received = accepted["bytes_sent"], accepted["bytes_received"]
+        replica.blocked_seconds = accepted["blocked_seconds"]
 
     def _follow(self) -> tuple[OuterStep, ...]:
         """Serve the first process until it is done with this step; returns the outer steps that it took."""
         while (message := self._inside.follow(Call.THETA, Call.MERGE, Call.DONE)).call is not Call.DONE:
             self._serve(message)
-        self.rounds.hear(report := _REPORTS.decode(message.text))
-        return tuple(self._outer_step(taken) for taken in report.outer_steps)
+        self._report, replica = _REPORTS.decode(message.text), self.replica
+        replica.number, replica.bytes_sent = self._report.replica, self._report.bytes_sent
+        replica.bytes_received, replica.blocked_seconds = self._report.bytes_received, self._report.blocked_seconds
+        return tuple(self._outer_step(taken) for taken in self._report.outer_steps)
 
     def _serve(self, message: Message) -> None:
         """Do this process's part of a call."""
         if message.call is Call.THETA:
-            self.rounds.check_parameters((message.fragment,))
+            self.replica.check_parameters((message.fragment,))
             self._parameters.give(message.fragment)
         else:
-            self._parameters.take(message.fragment, self.rounds.num_steps)
+            self._parameters.take(message.fragment, self.replica.num_steps)
 
     def _outer_step(self, taken: "_Taken") -> OuterStep:
         """An outer step whose vectors, which are whole in the first process, are empty here."""
@@ -527,35 +561,7 @@ class FollowingMembership:
             return (nothing() for _ in range(taken.num_deltas))
 
         sync = Sync(taken.fragment, taken.round, taken.step)
-        spans, group = self._parameters.spans[taken.fragment], self._parameters.shard_group
-        return described(sync, 0.0, nothing, deltas, spans, group)
-
-
-@dataclass(eq=False)
-class FollowingRounds(ReplicaRounds):
-    """The counters of a replica in a process that follows, as the first one has sent them."""
-
-    report: "Report" = field(default_factory=lambda: Report())
-
-    @property
-    def replica(self) -> int:
-        """This replica's number in the run."""
-        return self.report.replica
-
-    @property
-    def uncounted_tokens(self) -> float:
-        """Tokens that this replica has read and the run has not counted yet, on average over the fragments."""
-        return self.tokens - self.report.counted_tokens
-
-    def is_initial(self, p: int) -> bool:
-        """Whether no outer step of a fragment was taken."""
-        return not self.report.rounds[p]
-
-    def hear(self, report: "Report") -> None:
-        """Take the counters of the first process."""
-        self.report = report
-        self.bytes_sent, self.bytes_received = report.bytes_sent, report.bytes_received
-        self.blocked_seconds = report.blocked_seconds
+        return self.replica.described(sync, nothing, deltas)
 
 
 class _Taken(msgspec.Struct):

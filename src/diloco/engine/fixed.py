@@ -1,60 +1,58 @@
-"""A fixed group of replicas, which a transport joins: they take the same steps, and all are in every round.
+"""A fixed group of replicas, which a transport joins: they take the same steps, and all are in every outer step.
 
 Shapes: N elements of one fragment that this process holds.
 """
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.engine import checkpoint
-from diloco.engine.checkpoint import loadable, refuse_together
+from diloco.engine.checkpoint import agree_or_refuse, loadable
 from diloco.engine.guards import refuse_equal_payloads
-from diloco.engine.lanes import Handle, HereLane, Lane, QueueLane, Started, ThreadLane, device_lane
+from diloco.engine.lanes import HereLane, Lane, QueueLane, ThreadLane
 from diloco.engine.outer_state import ERROR, OUTER
-from diloco.engine.parameters import FragmentParameters
-from diloco.engine.replica import Encoded, ReplicaRounds, outer_state, outer_step
-from diloco.engine.settings import Settings
-from diloco.engine.shards import sum_over_shards
+from diloco.engine.replica import Offer, Replica
 from diloco.errors import DisagreementError, ExchangeError, PayloadError, UserError
 from diloco.exchange.process_group import Answers
-from diloco.exchange.transport import Channel, Tag, Transport, agree, failing_together
-from diloco.outer.averages import Average, Reduction
+from diloco.exchange.transport import Channel, Tag, Transport, agree, fail_together
+from diloco.outer.averages import Average
 from diloco.outer.cohort import Cohort
 from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 from diloco.schedule import Due, Sync
-from diloco.wire.payload import Key
+from diloco.wire import codec
+from diloco.wire.payload import Key, Unsealed
 
 
-def exchange(
-    transport: Transport,
-    lane: Lane,
-    reduction: Reduction,
-    payloads: Sequence[Tensor],
-    num_elements: int,
-    key: Key,
-    cohort: Cohort,
-    tag: Tag,
-) -> Handle[dict[int, Tensor]]:
-    """Start the first phase; a second phase follows in a thread as soon as the first is over."""
-    check = partial(refuse_equal_payloads, reduction=reduction, num_elements=num_elements, key=key, cohort=cohort)
-    first = _Phase(transport, reduction.addressed(payloads, cohort), tag, check if tag.round == 1 else None)
+def exchange(transport: Transport, relays: Lane, offer: Offer) -> Callable[[], dict[int, Tensor]]:
+    """Start to bring every member what it needs of an offer that is sealed.
+
+    A second phase follows on the lane `relays` as soon as the first is over.
+
+    Returns:
+        A function that waits for the last phase's payload of every member, this replica's own included.
+    """
+    reduction, size, key, cohort = offer.reduction, offer.num_elements, offer.key, offer.cohort
+    tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=offer.sync.step)
+    check = partial(refuse_equal_payloads, reduction=reduction, num_elements=size, key=key, cohort=cohort)
+    addressed = reduction.addressed(offer.payloads, cohort)
+    first = _Phase(transport, addressed, tag, check if tag.round == 1 else None)
     if reduction.num_phases == 1:
-        return first
+        return first.wait
 
     def relay() -> dict[int, Tensor]:
-        average = reduction.relay(first.wait(), num_elements, key, cohort)
+        average = reduction.relay(first.wait(), size, key, cohort)
         return _Phase(transport, dict.fromkeys(cohort.members, average), tag._replace(phase=1)).wait()
 
-    return lane.run(relay)
+    return relays.run(relay).result
 
 
 class _Phase:
@@ -79,114 +77,177 @@ class _Phase:
         return received
 
 
-class Sent(NamedTuple):
-    """Payloads that this replica has sent."""
-
-    payloads: tuple[Tensor, ...]
-    exchanged: Handle[dict[int, Tensor]]
-    """The last phase's payload of every member, this replica's own included."""
-
-
 @dataclass(eq=False)
-class Round:
-    """One round of one fragment, from its send until no replica needs its payloads any more."""
+class Flight:
+    """An offer on its way, from its send until no replica needs its payloads any more."""
 
-    sync: Sync
-    reduction: Reduction
-    sent: Started[Sent]
-    """The send, which waits for a GPU until it has encoded the outer gradient."""
-    cohort: Cohort
-    """The replicas whose outer gradients are averaged."""
+    offer: Offer
+    sent: "Future[Callable[[], dict[int, Tensor]]]"
+    """The send, which waits for a GPU until it has encoded the outer gradient; its result waits for the others."""
     received: bool = False
+    """True once the payloads of all members have come."""
     started: float = field(default_factory=time.perf_counter)
 
+    @property
+    def sync(self) -> Sync:
+        """Fragment, round, and the step after which the offer was sent."""
+        return self.offer.sync
 
-@dataclass(eq=False, kw_only=True)
-class Rounds(ReplicaRounds):
-    """The rounds in flight between the replicas of a transport, and what they change."""
 
-    transport: Transport
-    cohort: Cohort
-    """The replicas of the rounds that begin now."""
-    relays: Lane = field(default_factory=ThreadLane)
-    """The lane on which a reduction's second phase follows the first."""
-    sends: Lane = field(default_factory=HereLane)
-    """The lane on which a GPU is waited for before something is sent."""
-    in_flight: list[Round] = field(default_factory=list)
-    """The rounds in flight, in the order in which they were sent."""
-    drained_step: int = 0
-    """The last step at which `finish` merged everything that was sent."""
+class FixedMembership:
+    """This replica in the group of a transport.
 
-    def __post_init__(self) -> None:
-        """Count the bytes of each fragment."""
-        super().__post_init__()
-        sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
-        num_bytes = [self._reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
-        over_shards = sum_over_shards(torch.tensor(num_bytes, device=self.parameters.device), self._shard_group)
-        self._fragment_bytes: list[int] = over_shards.tolist()
+    Args:
+        replica: this one; θ and Θ are those of the run's beginning.
+        transport: the way to the others.
+
+    Raises:
+        DisagreementError: if the replicas were given different settings or initial parameters.
+    """
+
+    def __init__(self, replica: Replica, transport: Transport) -> None:
+        self.replica, self.transport = replica, transport
+        self.cohort = Cohort.equal(transport.num_replicas)
+        """The replicas of the outer steps that begin now."""
+        self.relays: Lane = ThreadLane()
+        """The lane on which a reduction's second phase follows the first."""
+        self.sends: Lane = QueueLane() if replica.lane.is_apart else HereLane()
+        """The lane on which a GPU is waited for before something is sent."""
+        self.in_flight: list[Flight] = []
+        """The offers in flight, in the order in which they were sent."""
+        self.drained_step = 0
+        """The last step at which `finish` merged everything that was sent."""
+        self._schedule, self._due = replica.settings.schedule, Due((), ())
+        self._shard = replica.parameters.group.index
+        self._fragment_bytes = self._bytes_by_fragment()
+        initial = replica.state.at_home(OUTER)
+        agree(transport, replica.settings.facts(transport.num_replicas) | replica.parameters.facts(initial))
+
+    def _bytes_by_fragment(self) -> list[int]:
+        """Payload bytes that all shards of this replica send, and receive, for each fragment."""
+        replica = self.replica
+        sizes = [replica.state.num_elements(p) for p in range(replica.state.num_fragments)]
+        num_bytes = [replica.reduction.bytes_sent(size, len(self.cohort.members)) for size in sizes]
+        of_shard = torch.tensor(num_bytes, device=replica.parameters.device)
+        return replica.parameters.group.reduce(of_shard).tolist()
 
     @property
-    def replica(self) -> int:
-        """This replica, from 0."""
-        return self.transport.replica
-
-    @property
-    def sent_from(self) -> torch.device:
-        """The device in whose memory payloads are."""
-        return torch.device("cpu") if self.lane.is_apart else self.parameters.device
+    def failure(self) -> str | None:
+        """The other replica that has failed, and its reason; None as far as is known."""
+        return self.transport.failure
 
     @property
     def answers(self) -> Answers | None:
         """The other replicas' answers; None with a transport of one's own that does not know them."""
         return getattr(self.transport, "answers", None)
 
-    def key(self, sync: Sync) -> Key:
-        """The key of this replica's payloads of a round."""
-        return Key(self.settings.seed, sync.fragment, sync.round, self.transport.replica, shard=self._shard)
+    @property
+    def uncounted_tokens(self) -> float:
+        """0: outer steps of a fixed group have equal weights, and count no tokens."""
+        return 0.0
+
+    def initial_fragments(self) -> Sequence[int]:
+        """The fragments that were never sent."""
+        return [p for p, last_sent in enumerate(self.replica.last_sent) if not last_sent]
+
+    def uncounted_fragments(self) -> Sequence[int]:
+        """No fragment: a fixed group counts all payloads."""
+        return ()
+
+    def fail_together(self) -> AbstractContextManager[None]:
+        """A context whose errors the other replicas hear of."""
+        return fail_together(self.transport)
+
+    def is_due(self) -> bool:
+        """True if something is sent, merged, in flight, or to be looked at."""
+        self._due = due = self._schedule.due(self.replica.num_steps, self.transport.replica)
+        return bool(due.send or due.merge or self.in_flight or self.replica.parameters.watch.merges)
+
+    def advance(self) -> tuple[OuterStep, ...]:
+        """Send and merge as the schedule says."""
+        step, due = self.replica.num_steps, self._due
+        self._check_sends()
+        self.replica.parameters.look_at_merges(step)
+        if due.send:
+            self.send(due.send)
+        merge = [sync for sync in due.merge if sync.step > self.drained_step]
+        merged = self.merge(merge, forget=step - self._schedule.max_overlap)
+        if due.send or due.merge:
+            self.expect_next()
+        return merged
+
+    def expect_next(self) -> None:
+        """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
+        schedule, now = self._schedule, self.replica.num_steps
+        for step in range(now + 1, now + schedule.sync_every + 1):
+            due = schedule.due(step, self.transport.replica)
+            if due.send or due.merge:
+                kinds = (ERROR,) if due.send else self.replica.settings.outer.slots
+                self.replica.state.expect((OUTER, *kinds), (due.send or due.merge)[0].fragment)
+                return
 
     def send(self, syncs: Sequence[Sync]) -> None:
         """Encode everything first, so that nothing is sent if anything can't be, in any shard of the replica."""
-        with self.all_shards_or_none():
-            self.check_parameters(sync.fragment for sync in syncs)
-            with self.record.encoding():
-                encoded = [self._encode(sync) for sync in syncs]
-            for sync, (one, _) in zip(syncs, encoded, strict=True):
-                own = partial(one.own, self.state.num_elements(sync.fragment), self.key(sync))
-                self.lane.queue(partial(self.on_send, sync, own))
-        for sync, (one, sealed) in zip(syncs, encoded, strict=True):
-            if one.error_N is not None:
-                self.lane.queue(partial(self.keep_error, sync.fragment, one.error_N))
-            self.start(sync, self._reduction, sealed)
-            self.bytes_sent += self._fragment_bytes[sync.fragment]
-            self.last_sent[sync.fragment] = sync.step
+        replica = self.replica
+        with replica.fail_together():
+            replica.check_parameters(sync.fragment for sync in syncs)
+            with replica.record.encoding():
+                offers = [self._encode(sync) for sync in syncs]
+            for offer in offers:
+                replica.lane.queue(partial(replica.on_send, offer.sync, offer.own))
+        for offer in offers:
+            p, error_N, offer.error_N = offer.sync.fragment, offer.error_N, None
+            if error_N is not None:
+                replica.lane.queue(partial(replica.keep_error, p, error_N))
+            self._start(offer)
+            replica.bytes_sent += self._fragment_bytes[p]
+            replica.last_sent[p] = offer.sync.step
 
-    def start(self, sync: Sync, reduction: Reduction, sealed: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Start to bring every member what it needs of a round, as soon as its payloads are sealed."""
-        num_elements, key, cohort = self.state.num_elements(sync.fragment), self.key(sync), self.cohort
-        tag = Tag(Channel.PAYLOAD, key.fragment, key.round, shard=key.shard, step=sync.step)
+    def _encode(self, sync: Sync) -> Offer:
+        """The offer of a fragment; on a CPU it is sealed."""
+        replica = self.replica
+        is_compared = replica.settings.outer.shared and len(self.cohort.members) > 1
+        offer = replica.encode(sync, self.key(sync), self.cohort, base=None if is_compared else 0)
+        if not replica.lane.is_apart:
+            with replica.naming_non_finite(sync):
+                offer.seal()
+        return offer
 
-        def send() -> Sent:
-            payloads, how = sealed(), (self.transport, self.relays, reduction)
-            return Sent(payloads, exchange(*how, payloads, num_elements, key, cohort, tag))
+    def key(self, sync: Sync) -> Key:
+        """The key of this replica's payloads of a sync."""
+        seed = self.replica.settings.seed
+        return Key(seed, sync.fragment, sync.round, self.transport.replica, shard=self._shard)
 
-        self.in_flight.append(Round(sync, reduction, self.sends.run(send), cohort))
+    def _start(self, offer: Offer) -> None:
+        """Send an offer as soon as it is sealed."""
 
-    def check_sends(self) -> None:
+        def send() -> Callable[[], dict[int, Tensor]]:
+            offer.seal()
+            return exchange(self.transport, self.relays, offer)
+
+        self.in_flight.append(Flight(offer, self.sends.run(send)))
+
+    def _check_sends(self) -> None:
         """Raise what a send has met since it was begun; shards, which fail together, do so at the merge.
 
         Raises:
             NonFiniteError, UserError: if an outer gradient is not finite, or a merge was undone; it was not sent.
         """
-        for flight in self.in_flight if self._shard_group is None else ():
-            if flight.sent.has_ended():
+        for flight in self.in_flight if self.replica.parameters.group.size == 1 else ():
+            if flight.sent.done():
                 with self._naming(flight.sync):
-                    self._sent(flight)
+                    self._wait_for_send(flight)
+
+    def _wait_for_send(self, flight: Flight) -> Callable[[], dict[int, Tensor]]:
+        """Wait until an offer is sealed and sent; returns the function that waits for all members' payloads."""
+        with self.replica.naming_non_finite(flight.sync):
+            return flight.sent.result()
 
     def merge(self, syncs: Sequence[Sync], *, forget: int) -> tuple[OuterStep, ...]:
         """Wait for everything first, so that a failure leaves all parameters as they were, in all shards.
 
         Args:
-            syncs: the rounds to merge, in order.
+            syncs: of the offers to merge, in order.
             forget: the step up to which no replica needs what was sent any more, not even after a resume.
         """
         due = [flight for sync in syncs for flight in self.in_flight if flight.sync == sync]
@@ -200,8 +261,8 @@ class Rounds(ReplicaRounds):
         self.in_flight = [flight for flight in self.in_flight if flight.sync.step > forget]
         if not due and not again:
             return ()  # most steps: the shards have nothing to tell each other
-        with self.all_shards_or_none():
-            self.parameters.watch.check()
+        with self.replica.fail_together():
+            self.replica.parameters.watch.check()
             for flight in again:
                 self._receive(flight)
             received = [self._receive(flight) for flight in due]
@@ -209,261 +270,155 @@ class Rounds(ReplicaRounds):
                 self._average(flight, payloads, first=not i)
                 for i, (flight, (payloads, _)) in enumerate(zip(due, received, strict=True))
             ]
-        return tuple(
-            self._outer_step(flight, average, payloads, blocked_seconds)
-            for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True)
-        )
+        steps = []
+        for flight, average, (payloads, blocked_seconds) in zip(due, averages, received, strict=True):
+            offer = flight.offer
+            self.replica.bytes_received += self._fragment_bytes[offer.sync.fragment]
+            self.replica.take(offer.sync, average, offer.cohort, self.replica.settings.mixing)
+            steps.append(self.replica.taken(offer, payloads, average, blocked_seconds=blocked_seconds))
+        return tuple(steps)
 
-    def sent(self) -> Iterator[Tensor]:
-        """For each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none."""
-        flights = {flight.sync.fragment: flight for flight in self.in_flight}
-        assert len(flights) == len(self.in_flight), "τ < H on every replica: a fragment is in flight once"
-        for p in range(self.state.num_fragments):
-            num_elements = self.state.num_elements(p)
-            if (flight := flights.get(p)) is None:
-                # On the CPU, where zeros take no memory until they are written.
-                yield torch.zeros(num_elements, dtype=torch.float32, device="cpu")
-            else:
-                yield flight.reduction.decode(self._sent(flight).payloads, num_elements, self.key(flight.sync))
-
-    def expect_next(self) -> None:
-        """Announce the fragment that is sent or merged next, and the kinds of its vectors that will be used."""
-        schedule = self.settings.schedule
-        for step in range(self.num_steps + 1, self.num_steps + schedule.sync_every + 1):
-            due = schedule.due(step, self.transport.replica)
-            if due.send or due.merge:
-                kinds = (ERROR,) if due.send else self.settings.outer.slots
-                self.state.expect((OUTER, *kinds), (due.send or due.merge)[0].fragment)
-                return
-
-    def _encode(self, sync: Sync) -> tuple[Encoded, Callable[[], tuple[Tensor, ...]]]:
-        """The outer gradient of a fragment, and what seals its payloads; those of a CPU are sealed now."""
-        is_compared = self.settings.outer.shared and len(self.cohort.members) > 1
-        base = None if is_compared else 0
-        encoded = self.begin_encoding(sync.fragment, self.key(sync), self.cohort, base=base)
-        if self.lane.is_apart:
-            return encoded, encoded.sealed
-        with self.naming_non_finite(sync.fragment, sync.step):
-            payloads = encoded.sealed()
-        return encoded, lambda: payloads
-
-    def _sent(self, flight: Round) -> Sent:
-        """The send of a round, when it is over."""
-        with self.naming_non_finite(flight.sync.fragment, flight.sync.step):
-            return flight.sent.wait()
-
-    def _receive(self, flight: Round) -> tuple[dict[int, Tensor], float]:
+    def _receive(self, flight: Flight) -> tuple[dict[int, Tensor], float]:
         """The payloads of all members, and the seconds that training waited for them."""
         start = time.perf_counter()
         with self._naming(flight.sync):
-            payloads = self._sent(flight).exchanged.wait()
+            payloads = self._wait_for_send(flight)()
         blocked_seconds = time.perf_counter() - start
         flight.received = True
-        self.blocked_seconds += blocked_seconds
-        num_elements, num_members = self.state.num_elements(flight.sync.fragment), len(flight.cohort.members)
-        num_bytes = flight.reduction.bytes_sent(num_elements, num_members)
-        self.record.received(num_bytes, time.perf_counter() - flight.started, blocked_seconds)
+        self.replica.blocked_seconds += blocked_seconds
+        offer = flight.offer
+        num_bytes = offer.reduction.bytes_sent(offer.num_elements, len(offer.cohort.members))
+        self.replica.record.received(num_bytes, time.perf_counter() - flight.started, blocked_seconds)
         return payloads, blocked_seconds
 
-    def _average(self, flight: Round, payloads: dict[int, Tensor], *, first: bool) -> Average:
-        """The average of the outer gradients; of the first round that is due, in the memory kept for that."""
-        scratch_N = self._scratch[: self.state.num_elements(flight.sync.fragment)]
+    def _average(self, flight: Flight, payloads: dict[int, Tensor], *, first: bool) -> Average:
+        """The average of the outer gradients; of the first flight that is due, in the memory kept for that."""
+        offer, replica = flight.offer, self.replica
+        scratch_N = replica.scratch(offer.sync.fragment)
 
         def work() -> Average:
             to_N = scratch_N if first else torch.empty_like(scratch_N)
-            return flight.reduction.average(payloads, to_N, self.key(flight.sync), flight.cohort)
+            return offer.reduction.average(payloads, to_N, offer.key, offer.cohort)
 
-        with self._naming(flight.sync), self.record.merging():
-            return self.lane.queue(work, after_training=False)
+        with self._naming(offer.sync), replica.record.merging():
+            return replica.lane.queue(work, after_training=False)
 
     @contextmanager
     def _naming(self, sync: Sync) -> Iterator[None]:
         """Say in which step and round an exchange failed."""
+        step = self.replica.num_steps
         try:
             yield
         except ExchangeError as error:
-            raise ExchangeError(f"step {self.num_steps}: {error}", error.missing) from error
+            raise ExchangeError(f"step {step}: {error}", error.missing) from error
         except (DisagreementError, PayloadError) as error:
-            where = f"step {self.num_steps}: fragment {sync.fragment}, round {sync.round}"
+            where = f"step {step}: fragment {sync.fragment}, round {sync.round}"
             raise type(error)(f"{where}: {error}") from error
 
-    def _outer_step(
-        self, flight: Round, average: Average, payloads: dict[int, Tensor], blocked_seconds: float
-    ) -> OuterStep:
-        sync, p = flight.sync, flight.sync.fragment
-        self.bytes_received += self._fragment_bytes[p]
-        self.take(sync, average, flight.cohort, self.settings.mixing)
-        return outer_step(
-            flight.reduction,
-            payloads,
-            sync,
-            self.key(sync),
-            flight.cohort,
-            like_N=average.total_N,
-            blocked_seconds=blocked_seconds,
-            spans=self.parameters.spans[p],
-            shard_group=self._shard_group,
-            lane=self.lane,
-        )
-
-
-def begin(
-    settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool = False
-) -> Rounds:
-    """The rounds of all replicas of a transport, before the first: Θ is the parameters as they are."""
-    state = outer_state(settings, parameters, offload=offload)
-    lane, cohort = device_lane(parameters.device, transport.device), Cohort.equal(transport.num_replicas)
-    sends = QueueLane() if lane.is_apart else HereLane()
-    return Rounds(settings, parameters, state, transport=transport, cohort=cohort, lane=lane, sends=sends)
-
-
-def finish(rounds: Rounds, *, flush: bool) -> tuple[OuterStep, ...]:
-    """Receive what is in flight and merge it, in order.
-
-    Args:
-        rounds: the engine's.
-        flush: send and merge every fragment once more that was not sent after the last inner step, one at a time.
-
-    Raises:
-        DisagreementError: if the replicas have taken different numbers of steps, or only some of them flush.
-    """
-    schedule, step = rounds.settings.schedule, rounds.num_steps
-    fragments = [p for p, last_sent in enumerate(rounds.last_sent) if flush and last_sent < step]
-    facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
-    agree(rounds.transport, facts)
-    first_step = step - schedule.overlap(rounds.transport.replica) + 1
-    due = [flight.sync for flight in rounds.in_flight if flight.sync.step >= first_step]
-    merged = rounds.merge(due, forget=step)
-    for p in fragments:
-        # The number of its next round: rounds in flight together have different ones.
-        sync = Sync(p, schedule.num_sent(p, step) + 1, step)
-        rounds.send((sync,))
-        merged += rounds.merge((sync,), forget=step)
-    return merged
-
-
-def warn_of_unsent(rounds: ReplicaRounds) -> None:
-    """Name the fragments that were never sent; the warning points to the caller's caller."""
-    unsent = [p for p in range(len(rounds.last_sent)) if rounds.is_initial(p)]
-    if unsent and rounds.num_steps:
-        names = ", ".join(
-            f"fragment {p} ({rounds.settings.fragments[p].parameters[0]}, …) was never sent" for p in unsent
-        )
-        warnings.warn(
-            f"after {rounds.num_steps} inner steps {names}, and its outer parameters are the initial ones: call "
-            "finish(flush=True), or choose a smaller sync_every",
-            stacklevel=3,
-        )
-
-
-def warn_of_uncounted(rounds: ReplicaRounds) -> None:
-    """Name the fragments whose last work no outer step has counted; the warning points to the caller's caller."""
-    fragments = [p for p in range(len(rounds.last_sent)) if rounds.has_uncounted(p)]
-    if fragments:
-        warnings.warn(
-            f"the outer parameters lack this replica's last work on fragments {fragments}: its payloads were more "
-            "than max_stale outer steps late, or left out for their norms; call finish(flush=True) again",
-            stacklevel=3,
-        )
-
-
-def adopt(rounds: Rounds) -> None:
-    """Θ ← θ, and zeros for all other vectors; it is refused on all replicas, or on none.
-
-    Raises:
-        DisagreementError: if θ or the number of inner steps differ between replicas.
-        UserError: if something is in flight, or a parameter was replaced.
-    """
-    parameters, refusal = rounds.parameters, None
-    fragments = range(rounds.state.num_fragments)
-    in_flight = [list(flight.sync) for flight in rounds.in_flight]
-    try:
-        parameters.check_still_the_models(fragments)
-        if in_flight:
-            raise UserError(f"fragment {in_flight[0][0]} is in flight: call finish() before adopt()")
-    except UserError as error:
-        refusal = str(error)
-    facts = {
-        "why adopt() is refused": refusal,
-        "number of inner steps at adopt()": rounds.num_steps,
-        "the model's parameters at adopt(), which all replicas must have loaded alike (SHA-256)": [
-            parameters_hash({"θ": parameters.flat(p)}) for p in fragments
-        ],
-    }
-    with rounds.all_shards_or_none():
-        refuse_together(rounds, facts, refusal)
-    for kind in rounds.state.kinds:
-        for p, vector_N in enumerate(rounds.state.at_home(kind)):
-            if kind == OUTER:
-                vector_N.copy_(parameters.flat(p))
-            else:
-                vector_N.zero_()
-
-
-class FixedMembership:
-    """This replica in the group of a transport.
-
-    Raises:
-        UserError: if the transport can't do what the settings need.
-        DisagreementError: if the replicas were given different settings or initial parameters.
-    """
-
-    def __init__(
-        self, settings: Settings, transport: Transport, parameters: FragmentParameters, *, offload: bool
-    ) -> None:
-        self.rounds = begin(settings, transport, parameters, offload=offload)
-        self._schedule, self._transport = settings.schedule, transport
-        self._due = Due((), ())
-        initial = self.rounds.state.at_home(OUTER)
-        agree(transport, settings.facts(transport.num_replicas) | parameters.facts(initial))
-
-    @property
-    def failure(self) -> str | None:
-        """The other replica that has failed, and its reason; None as far as is known."""
-        return self._transport.failure
-
-    def failing_together(self) -> AbstractContextManager[None]:
-        """A context whose errors the other replicas hear of."""
-        return failing_together(self._transport)
-
-    def is_due(self) -> bool:
-        """True if something is sent, merged, in flight, or to be looked at."""
-        rounds = self.rounds
-        self._due = due = self._schedule.due(rounds.num_steps, self._transport.replica)
-        return bool(due.send or due.merge or rounds.in_flight or rounds.parameters.watch.merges)
-
-    def advance(self) -> tuple[OuterStep, ...]:
-        """Send and merge as the schedule says."""
-        rounds, due = self.rounds, self._due
-        rounds.check_sends()
-        rounds.parameters.look_at_merges(rounds.num_steps)
-        if due.send:
-            rounds.send(due.send)
-        merge = [sync for sync in due.merge if sync.step > rounds.drained_step]
-        merged = rounds.merge(merge, forget=rounds.num_steps - self._schedule.max_overlap)
-        if due.send or due.merge:
-            rounds.expect_next()
-        return merged
-
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
-        """Receive what is in flight and merge it, in order; every replica calls it after the same step."""
-        with self._transport.finishing(self.rounds.num_steps):
-            merged = finish(self.rounds, flush=flush)
-            self.rounds.drained_step = self.rounds.num_steps
+        """Receive what is in flight and merge it, in order; every replica calls it after the same step.
+
+        Args:
+            flush: send and merge every fragment once more that was not sent after the last inner step, one at a
+                time.
+
+        Raises:
+            DisagreementError: if the replicas have taken different numbers of steps, or only some of them flush.
+        """
+        step = self.replica.num_steps
+        with self.transport.finishing(step):
+            fragments = [p for p, last_sent in enumerate(self.replica.last_sent) if flush and last_sent < step]
+            facts = {"number of inner steps at finish()": step, "fragments that finish() flushes": fragments}
+            agree(self.transport, facts)
+            first_step = step - self._schedule.overlap(self.transport.replica) + 1
+            merged = self.merge([f.sync for f in self.in_flight if f.sync.step >= first_step], forget=step)
+            for p in fragments:
+                # The number of its next round: rounds in flight together have different ones.
+                sync = Sync(p, self._schedule.num_sent(p, step) + 1, step)
+                self.send((sync,))
+                merged += self.merge((sync,), forget=step)
+            self.drained_step = step
         return merged
 
-    def adopt(self) -> None:
-        """Θ ← θ, on all replicas."""
-        adopt(self.rounds)
+    def reset_outer(self) -> None:
+        """Θ ← θ, and zeros for all other vectors; it is refused on all replicas, or on none.
+
+        Raises:
+            DisagreementError: if θ or the number of inner steps differ between replicas.
+            UserError: if something is in flight, or a parameter was replaced.
+        """
+        parameters, state, refusal = self.replica.parameters, self.replica.state, None
+        fragments = range(state.num_fragments)
+        try:
+            parameters.check_still_the_models(fragments)
+            if self.in_flight:
+                p = self.in_flight[0].sync.fragment
+                raise UserError(f"fragment {p} is in flight: call finish() before reset_outer()")
+        except UserError as error:
+            refusal = str(error)
+        facts = {
+            "why reset_outer() is refused": refusal,
+            "number of inner steps at reset_outer()": self.replica.num_steps,
+            "the model's parameters at reset_outer(), which all replicas must have loaded alike (SHA-256)": [
+                parameters_hash({"θ": parameters.flat(p)}) for p in fragments
+            ],
+        }
+        with self.replica.fail_together():
+            agree_or_refuse(self.transport, facts, refusal)
+        for kind in state.kinds:
+            for p, vector_N in enumerate(state.at_home(kind)):
+                if kind == OUTER:
+                    vector_N.copy_(parameters.flat(p))
+                else:
+                    vector_N.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included."""
-        return checkpoint.state_of(self.rounds)
+        return checkpoint.state_of(
+            self.replica,
+            num_replicas=self.transport.num_replicas,
+            drained_step=self.drained_step,
+            in_flight=[flight.sync for flight in self.in_flight],
+            sent=self._sent(),
+        )
+
+    def _sent(self) -> Iterator[Tensor]:
+        """For each fragment the decoded outer gradient in flight, flat FP32 (N); zeros where there is none."""
+        flights = {flight.sync.fragment: flight for flight in self.in_flight}
+        assert len(flights) == len(self.in_flight), "τ < H on every replica: a fragment is in flight once"
+        for p in range(self.replica.state.num_fragments):
+            if (flight := flights.get(p)) is None:
+                # On the CPU, where zeros take no memory until they are written.
+                yield torch.zeros(self.replica.state.num_elements(p), dtype=torch.float32, device="cpu")
+            else:
+                self._wait_for_send(flight)
+                yield flight.offer.own()
 
     def accepted(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """A state as this engine takes it up; it is refused on all replicas, or on none."""
-        return loadable(self.rounds, state)
+        return loadable(self.replica, self.transport, state)
 
     def load(self, accepted: Mapping[str, Any]) -> None:
         """Take up a state, and send again what was in flight."""
-        checkpoint.load(self.rounds, accepted)
+        replica = self.replica
+        checkpoint.load(replica, accepted)
+        self.in_flight = []
+        # In fp32, since what was sent is rounded already: so the state may be cut into other shards.
+        wire = codec("fp32")
+        reduction = replica.reduction.with_wire(wire)
+        sent_from = torch.device("cpu") if replica.lane.is_apart else replica.parameters.device
+        for sync in (Sync(*values) for values in accepted["in_flight"]):
+            sent_N, key = replica.parameters.flat_of(sync.fragment, accepted["sent"]).to(sent_from), self.key(sync)
+            self._start(
+                Offer(
+                    sync=sync,
+                    key=key,
+                    cohort=self.cohort,
+                    num_elements=sent_N.numel(),
+                    reduction=reduction,
+                    unsealed=Unsealed(wire),
+                    payloads=reduction.encode(sent_N, key, self.cohort),
+                )
+            )
+        # With nothing in flight nothing is left to merge, whatever another schedule would have sent.
+        self.drained_step = accepted["drained_step"] if accepted["in_flight"] else replica.num_steps

@@ -134,10 +134,26 @@ class MergeWatch:
             if verdict.is_undone:
                 raise undone(verdict)
 
-    def take(self, most: int) -> list[Verdict]:
-        """The oldest verdicts that lie on another device, where the host reads them with the next payload."""
-        taken, self._verdicts = self._verdicts[:most], self._verdicts[most:]
+    def take(self) -> list[Verdict]:
+        """The verdicts that lie on another device, where the host reads them with the next payload."""
+        taken, self._verdicts = self._verdicts, []
         return taken
+
+
+def refuse_undone(verdicts: Sequence[Verdict], are_undone: Sequence[object], step: int) -> None:
+    """Refuse to send after an inner step if a merge was undone.
+
+    Args:
+        verdicts: judgements on merges.
+        are_undone: what each says, on the host.
+        step: the inner step.
+
+    Raises:
+        UserError: naming the fragment and the step of the merge.
+    """
+    for verdict, is_undone in zip(verdicts, are_undone, strict=True):
+        if is_undone:
+            raise undone(verdict, f"step {step}: ")
 
 
 def undone(verdict: Verdict, where: str = "") -> UserError:

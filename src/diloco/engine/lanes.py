@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,29 +16,12 @@ from torch import Tensor
 from diloco.wire.kernels.memory import mark, pinned_copy
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Handle(Protocol[T_co]):
-    """Work under way."""
-
-    def wait(self) -> T_co:
-        """The result, once the work is done; raises what the work raised."""
-        ...
-
-
-class Started(Handle[T_co], Protocol[T_co]):
-    """Work on a lane."""
-
-    def has_ended(self) -> bool:
-        """True if `wait` ends at once."""
-        ...
 
 
 class Lane(Protocol):
     """A place for work of the host."""
 
-    def run(self, work: Callable[[], T]) -> Started[T]:
+    def run(self, work: Callable[[], T]) -> "Future[T]":
         """Start the work and return at once."""
         ...
 
@@ -46,35 +29,35 @@ class Lane(Protocol):
 class HereLane:
     """The training thread itself: the work is done when `run` returns, and raises there.
 
-    >>> HereLane().run(lambda: 1 + 1).wait()
+    >>> HereLane().run(lambda: 1 + 1).result()
     2
     """
 
-    def run(self, work: Callable[[], T]) -> Started[T]:
+    def run(self, work: Callable[[], T]) -> "Future[T]":
         """Do the work, and return its result."""
         result: Future[T] = Future()
         result.set_result(work())
-        return _Promised(result)
+        return result
 
 
 class ThreadLane:
     """A daemon thread for each piece of work.
 
-    >>> ThreadLane().run(lambda: 1 + 1).wait()
+    >>> ThreadLane().run(lambda: 1 + 1).result()
     2
     """
 
-    def run(self, work: Callable[[], T]) -> Started[T]:
+    def run(self, work: Callable[[], T]) -> "Future[T]":
         """Start a thread."""
         result: Future[T] = Future()
         Thread(target=_fulfil, args=(result, work), name="diloco lane", daemon=True).start()
-        return _Promised(result)
+        return result
 
 
 class QueueLane:
     """One daemon thread, which does the pieces of work in the order in which they were started.
 
-    >>> QueueLane().run(lambda: 1 + 1).wait()
+    >>> QueueLane().run(lambda: 1 + 1).result()
     2
     """
 
@@ -82,14 +65,14 @@ class QueueLane:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def run(self, work: Callable[[], T]) -> Started[T]:
+    def run(self, work: Callable[[], T]) -> "Future[T]":
         """Queue the work for the thread."""
         if self._thread is None:
             self._thread = Thread(target=_fulfil_all, args=(self._queue,), name="diloco lane", daemon=True)
             self._thread.start()
         result: Future[T] = Future()
         self._queue.put((result, work))
-        return _Promised(result)
+        return result
 
 
 def _fulfil_all(queue: "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
@@ -102,17 +85,6 @@ def _fulfil(result: "Future[T]", work: Callable[[], T]) -> None:
         result.set_result(work())
     except BaseException as error:  # raised again where the training loop waits
         result.set_exception(error)
-
-
-class _Promised(Generic[T]):
-    def __init__(self, result: "Future[T]") -> None:
-        self._result = result
-
-    def wait(self) -> T:
-        return self._result.result()
-
-    def has_ended(self) -> bool:
-        return self._result.done()
 
 
 class DeviceLane(Protocol):

@@ -1,34 +1,33 @@
 """The parameters of a model by fragment, and each fragment as one flat FP32 vector.
 
-A process of a sharded replica sees, and exchanges, the shards that it holds.
+A replica may be several processes: its parameters are DTensors then, of which each process sees the shards that it
+holds, and shard i exchanges with shard i of the other replicas. For a replica of one process, the functions at the
+end return its plain tensors.
 
 Shapes: N elements of one fragment that this process holds.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from copy import copy
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco.engine.guards import MergeWatch, sample
-from diloco.engine.shards import (
-    all_shards_or_none,
-    joined,
-    local,
-    num_shards,
-    reshard,
-    shard_group,
-    shard_index,
-    sharded_like,
-)
 from diloco.errors import UserError
+from diloco.exchange.group import OneProcess, TorchGroup
+from diloco.exchange.transport import Group
 from diloco.fragments import Fragment, block_spans
 from diloco.outer.digest import parameters_hash
 from diloco.wire.kernels.memory import empty
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # takes a second to import, and most replicas are one process
 
 
 class Masters(Protocol):
@@ -131,9 +130,9 @@ class FragmentParameters:
         reshard(model)
         self._model, named = model, dict(model.named_parameters())
         self._by_fragment = [{name: named[name] for name in fragment.parameters} for fragment in fragments]
-        self.shard_group = shard_group({name: p for part in self._by_fragment for name, p in part.items()})
-        """The processes that hold a replica's shards; None if it is one process."""
-        self.part = shard_index(self.shard_group), num_shards(self.shard_group)
+        self.group = replica_group({name: p for part in self._by_fragment for name, p in part.items()})
+        """The processes that hold this replica's shards."""
+        self.part = self.group.index, self.group.size
         """The part of the parameters that the flat vectors hold, and the number of parts."""
         self.device = self.shards(0)[0].device
         """The device of the flat vectors, and of all parameters."""
@@ -230,9 +229,9 @@ class FragmentParameters:
         """A fragment's flat FP32 vector (N), from tensors by parameter name, sharded as the parameters are."""
         return joined(by_name[name] for name in self._by_fragment[fragment])
 
-    def all_or_none(self, another: str) -> AbstractContextManager[None]:
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one; `another` is one in messages."""
-        return all_shards_or_none(self.shard_group, self.device, another)
+        return self.group.fail_together(another)
 
     def names_in_model(self) -> set[str]:
         """The names of all parameters of the model, frozen ones included."""
@@ -320,3 +319,89 @@ class FragmentParameters:
         shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
         parts = flat_N.split([shape.numel() for shape in shapes])
         return [part_N.view(shape) for part_N, shape in zip(parts, shapes, strict=True)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's shard, in the same memory and without a gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor, from all shards; every process of the replica must call it."""
+    if not is_sharded(tensor):
+        return tensor
+    on_device = local(tensor).to(tensor.device_mesh.device_type)
+    return sharded_like(on_device, tensor).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def sharded_like(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor that is sharded as `like` is, from this process's shard in any memory and of any dtype."""
+    if not is_sharded(like):
+        return part
+    # Not by DTensor.from_local, which takes the part to the mesh's device. torch 2.9 to 2.13 have `_spec`.
+    spec = copy(like._spec)
+    assert spec.tensor_meta is not None, "the tensor exists"
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(like)(part, spec, requires_grad=False)
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """A copy of this process's shard on the CPU, sharded as the tensor is."""
+    return sharded_like(local(tensor).to("cpu", copy=True), tensor)
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """True for a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def replica_group(parameters: Mapping[str, nn.Parameter]) -> Group:
+    """The processes that hold a replica's shards.
+
+    Raises:
+        UserError: if the parameters are not all cut into shards over the same processes, along one dimension.
+    """
+    meshes = {
+        name: parameter.device_mesh if is_sharded(parameter) else None for name, parameter in parameters.items()
+    }
+    first_name, mesh = next(iter(meshes.items()))
+    for name, other in meshes.items():
+        if other != mesh:
+            raise UserError(
+                f"parameter {name} is on {other or 'one process'}, and {first_name} on {mesh or 'one process'}: "
+                "shard the whole model over one mesh, fully_shard(model, mesh=mesh['shard'])"
+            )
+    if mesh is None:
+        return OneProcess()
+    if mesh.ndim != 1:
+        raise UserError(
+            f"parameter {first_name} is on {mesh}, of {mesh.ndim} dimensions: shard a replica along one and leave "
+            "the replicas to the engine, fully_shard(model, mesh=mesh['shard'])"
+        )
+    for name, parameter in parameters.items():
+        if is_sharded(parameter) and not all(placement.is_shard() for placement in parameter.placements):
+            raise UserError(
+                f"parameter {name} is {parameter.placements} on {mesh}, which is not cut into shards: "
+                "use fully_shard(model, mesh=mesh['shard'])"
+            )
+    return TorchGroup(mesh.get_group(), local(next(iter(parameters.values()))).device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give FSDP2's parameters, which it keeps gathered after a pass without a backward, back to their shards.
+
+    By default it keeps those of the outermost module. They hide the shards, and do not see a change of them.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # nothing is sharded
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def joined(tensors: Iterable[Tensor], out_N: Tensor | None = None) -> Tensor:
+    """The local shards of tensors, one after the other, as one FP32 vector."""
+    return torch.cat([local(tensor).reshape(-1).float() for tensor in tensors], out=out_N)

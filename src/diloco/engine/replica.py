@@ -1,4 +1,4 @@
-"""A replica's own side of the rounds: θ, Θ, its outer gradients, outer steps and merges.
+"""A replica: θ, Θ, and what it does with them alone: outer gradients, outer steps and merges.
 
 Shapes: N elements of one fragment that this process holds.
 """
@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from diloco.engine.guards import Verdict, undone
+from diloco.engine.guards import refuse_undone
 from diloco.engine.lanes import DeviceLane, SameLane
 from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.settings import Settings
-from diloco.engine.shards import shard_index, sum_over_shards
 from diloco.errors import NonFiniteError, UserError
 from diloco.exchange.process_group import Answers
 from diloco.outer.averages import Average, Reduction
@@ -31,50 +29,47 @@ from diloco.outer.rule import FragmentState
 from diloco.outer.step import OuterStep, take_outer_step
 from diloco.schedule import Sync
 from diloco.wire.kernels.memory import begin_to_host, empty
-from diloco.wire.payload import MOST_NOTES, Codec, Key, Unsealed
+from diloco.wire.payload import Codec, Key, Unsealed, non_finite
 
 
 @dataclass(eq=False, kw_only=True)
-class Encoded:
-    """The payloads of a fragment's outer gradient; on a GPU they may still be on their way to the host."""
+class Offer:
+    """This replica's outer gradient of a fragment, from its encoding to its end.
 
-    step: int
-    """The inner step after which it is sent."""
-    unsealed: Unsealed
-    """The codec that wrote the payloads."""
+    On a GPU, encoding may still be under way, and the payloads on their way to the host, until it is sealed.
+    """
+
+    sync: Sync
+    """Fragment, round, and the inner step after which it is sent."""
+    key: Key
+    cohort: Cohort
+    """The members whose outer gradients are averaged."""
+    num_elements: int
+    """N."""
     reduction: Reduction
-    """The reduction with that codec."""
+    """The way from the members' payloads to an average."""
+    unsealed: Unsealed
+    """The codec that wrote the payloads' bodies."""
     payloads: tuple[Tensor, ...]
-    """The payloads on the device, without headers."""
-    error_N: Tensor | None
+    """The payloads: on the device without headers, and once they are sealed, where they are sent from."""
+    error_N: Tensor | None = None
     """The error of error feedback that the payloads leave."""
-    host_payloads: tuple[Tensor, ...]
-    """The payloads where they are sent from."""
-    base: int | None
-    """The digest of Θ; None where it travels with the payloads."""
-    verdicts: Sequence[Verdict]
-    """Verdicts on earlier merges, which travel with the payloads."""
-    wait: Callable[[], None]
-    """Waits for the device; then the host may read the payloads."""
+    seal_work: Callable[[], tuple[Tensor, ...]] | None = None
+    """Makes the sealed payloads; None once they are."""
 
-    def own(self, num_elements: int, key: Key) -> Tensor:
+    def own(self) -> Tensor:
         """The outer gradient as the other replicas will decode it, flat FP32 (N)."""
-        return self.reduction.decode(self.payloads, num_elements, key)
+        return self.reduction.with_wire(self.unsealed).decode(self.payloads, self.num_elements, self.key)
 
-    def sealed(self) -> tuple[Tensor, ...]:
-        """The payloads as they are sent; called once, by any thread.
+    def seal(self) -> None:
+        """Wait for the device, and write the payloads' headers, unless that is done.
 
         Raises:
             NonFiniteError: if the outer gradient, with what error feedback adds, is not finite.
-            UserError: if a merge of before was undone.
+            UserError: if an earlier merge was undone.
         """
-        self.wait()
-        notes = self.unsealed.read_notes(self.host_payloads[0])
-        for verdict, is_undone in zip(self.verdicts, notes, strict=True):
-            if is_undone:
-                raise undone(verdict, f"step {self.step}: ")
-        self.unsealed.seal_all(self.host_payloads, base=self.base)
-        return self.host_payloads
+        if self.seal_work is not None:
+            self.payloads, self.seal_work = self.seal_work(), None
 
 
 def together(payloads: Sequence[Tensor], to_host: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -142,60 +137,7 @@ _NO_WAIT_SECONDS = 1e-3
 _NO_WAIT_SHARE = 0.05  # of an exchange's time: less may be the scheduler's delay, not the network's
 
 
-def outer_step(
-    reduction: Reduction,
-    payloads: dict[int, Tensor],
-    sync: Sync,
-    key: Key,
-    cohort: Cohort,
-    *,
-    like_N: Tensor,
-    blocked_seconds: float,
-    spans: Mapping[str, tuple[int, int]],
-    shard_group: dist.ProcessGroup | None,
-    lane: DeviceLane,
-) -> OuterStep:
-    """An outer step that makes averages and outer gradients again when they are asked for.
-
-    Args:
-        reduction: how the payloads were averaged.
-        payloads: of the last phase, by member.
-        sync: fragment, round and step.
-        key: of this replica's payloads.
-        cohort: whose outer gradients were averaged.
-        like_N: a vector of the fragment's length, on its device; not kept, since it may be reused.
-        blocked_seconds: how long training waited for the payloads.
-        spans: where the fragment's blocks lie.
-        shard_group: the processes that hold the replica's shards.
-        lane: where norms and cosines are computed.
-    """
-    num_elements, device = like_N.numel(), like_N.device
-
-    def average() -> Tensor:
-        to_N = torch.empty(num_elements, dtype=torch.float32, device=device)
-        return reduction.average(payloads, to_N, key, cohort).divided()
-
-    deltas = partial(reduction.each, payloads, num_elements, key, device)
-    step = described(sync, blocked_seconds, average, deltas, spans, shard_group)
-    # The payloads have come: nothing waits for training.
-    return replace(step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False))
-
-
-def described(
-    sync: Sync,
-    blocked_seconds: float,
-    make_average: Callable[[], Tensor],
-    make_deltas: Callable[[], Iterator[Tensor]],
-    spans: Mapping[str, tuple[int, int]],
-    shard_group: dist.ProcessGroup | None,
-    cohort: Cohort | None = None,
-) -> OuterStep:
-    """An outer step, from what makes its vectors again; see `OuterStep`."""
-    add_up = partial(sum_over_shards, group=shard_group)
-    return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
-
-
-def non_finite(step: int, replica: int, fragment: int, parameter: str | None) -> NonFiniteError:
+def _non_finite(step: int, replica: int, fragment: int, parameter: str | None) -> NonFiniteError:
     """The error for an outer gradient that is not finite; `parameter` is None if error feedback made it so."""
     where = f"step {step}: the outer gradient of {parameter or 'some parameter'}"
     reason = "is not finite" if parameter else "is finite, but not with what error feedback adds"
@@ -205,14 +147,18 @@ def non_finite(step: int, replica: int, fragment: int, parameter: str | None) ->
 
 
 @dataclass(eq=False)
-class ReplicaRounds:
-    """The state that rounds change on this replica, and the counters; a subclass knows the other replicas."""
+class Replica:
+    """θ, Θ, the settings and the counters of this replica; what it shares with others is a `Membership`'s."""
 
     settings: Settings
     parameters: FragmentParameters
     """θ."""
     state: OuterState
     """Θ, the slots of the outer rule, and the error."""
+    number: int = 0
+    """This replica's number; where replicas come and go, known once it has joined."""
+    lane: DeviceLane = field(default_factory=SameLane)
+    """The place where outer gradients are encoded, decoded and merged."""
     num_steps: int = 0
     """Inner steps taken."""
     tokens: int = 0
@@ -227,47 +173,24 @@ class ReplicaRounds:
     """For each fragment the step after which it was sent last; 0 if never."""
     record: Record = field(default_factory=Record)
     """Measurements of the syncs, for logs."""
-    lane: DeviceLane = field(default_factory=SameLane)
-    """The place where outer gradients are encoded, decoded and merged."""
+    on_keep: Callable[[str, int], object] = lambda kind, p: None
+    """Called with the kind and the fragment of each vector of the state that was changed."""
 
     def __post_init__(self) -> None:
         """Make the memory in which sums are made."""
         sizes = [self.state.num_elements(p) for p in range(self.state.num_fragments)]
         self.last_sent = [0] * len(sizes)
-        self._reduction = self.settings.reduction
-        self._shard_group = self.parameters.shard_group
-        self._shard = shard_index(self._shard_group)
+        self.reduction = self.settings.reduction
+        """The way from payloads to an average."""
         self._scratch = empty(max(sizes), torch.float32, self.parameters.device)
 
-    @property
-    def replica(self) -> int:
-        """This replica's number."""
-        raise NotImplementedError
+    def scratch(self, p: int) -> Tensor:
+        """The memory in which one outer gradient or average of a fragment is made, FP32 (N)."""
+        return self._scratch[: self.state.num_elements(p)]
 
-    @property
-    def uncounted_tokens(self) -> float:
-        """Tokens that this replica has read and the run has not counted yet; 0 in a fixed group."""
-        return 0.0
-
-    @property
-    def answers(self) -> Answers | None:
-        """The other replicas' answers; None where they are not known."""
-        return None
-
-    def is_initial(self, p: int) -> bool:
-        """Whether Θ_p is the initial one, as far as this replica's sends say."""
-        return not self.last_sent[p]
-
-    def has_uncounted(self, p: int) -> bool:
-        """Whether a fragment has work that no payload on the way tells; a fixed group counts all payloads."""
-        return False
-
-    def expect_next(self) -> None:
-        """Announce the fragment that is used next, if that is known."""
-
-    def all_shards_or_none(self) -> AbstractContextManager[None]:
+    def fail_together(self) -> AbstractContextManager[None]:
         """A context that fails in all shards of this replica if it fails in one."""
-        return self.parameters.all_or_none(f"step {self.num_steps}: another shard of replica {self.replica}")
+        return self.parameters.fail_together(f"step {self.num_steps}: another shard of replica {self.number}")
 
     def check_parameters(self, fragments: Iterable[int]) -> None:
         """Refuse parameters that are no longer those of the model, or did not keep a merge.
@@ -280,70 +203,74 @@ class ReplicaRounds:
         except UserError as error:
             raise UserError(f"step {self.num_steps}: {error}") from None
 
-    def encode(self, p: int, key: Key, cohort: Cohort, *, base: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The payloads of a fragment's outer gradient, and the error that they leave.
-
-        Raises:
-            NonFiniteError: naming the parameter.
-        """
-        encoded = self.begin_encoding(p, key, cohort, base=base)
-        with self.naming_non_finite(p, self.num_steps):
-            return encoded.sealed(), encoded.error_N
-
-    def begin_encoding(self, p: int, key: Key, cohort: Cohort, *, base: int | None) -> Encoded:
+    def encode(self, sync: Sync, key: Key, cohort: Cohort, *, base: int | None) -> Offer:
         """Encode a fragment's outer gradient on the lane.
 
         Args:
-            p: the fragment.
+            sync: the fragment, its round and the step.
             key: whose outer gradient it is.
             cohort: the members that share the fragment.
             base: the digest of Θ_p, 0 where nobody compares it; None to compute it.
         """
-        beta, state = self.settings.error_feedback, self.state
-        self.lane.join()  # it has ended with the working memory
-        outer_N = state.use(OUTER, p)
-        delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
+        p, beta, lane = sync.fragment, self.settings.error_feedback, self.lane
+        lane.join()  # it has ended with the working memory
+        delta_N = self.parameters.outer_gradient(p, self.state.use(OUTER, p), self.scratch(p))
         self.record.sample(delta_N, key)
-        verdicts = self.parameters.watch.take(MOST_NOTES)
-        notes = tuple(verdict.is_undone for verdict in verdicts)
-        if base is None and not self.lane.is_apart:
+        verdicts = self.parameters.watch.take()
+        if base is None and not lane.is_apart:
             base = self.state.digest(p)
 
-        def work() -> Encoded:
-            there = outer_digest_there(state.use(OUTER, p)) if base is None else None
-            unsealed = Unsealed(self.settings.wire, notes, there)
-            reduction: Reduction = replace(cast(Any, self._reduction), wire=unsealed)
+        def work() -> Offer:
+            unsealed = Unsealed(self.settings.wire)
+            reduction, error_N = self.reduction.with_wire(unsealed), None
             if beta is None:
-                payloads, error_N = reduction.encode(delta_N, key, cohort), None
+                payloads = reduction.encode(delta_N, key, cohort)
             else:
-                payloads, error_N = encode_with_feedback(
-                    reduction, delta_N, state.use(ERROR, p), beta, key, cohort
-                )
-            return Encoded(
-                step=self.num_steps,
+                error_N = self.state.use(ERROR, p)
+                payloads, error_N = encode_with_feedback(reduction, delta_N, error_N, beta, key, cohort)
+            digests = [outer_digest_there(self.state.use(OUTER, p))] if base is None else []
+            judged = [verdict.is_undone.to(payloads[0].device) for verdict in verdicts]
+            flags = torch.stack([*unsealed.are_finite, *judged])
+            # Beside the payloads, so that the host waits for the device once.
+            notes = lane.to_host(torch.cat([*digests, flags.long()]) if digests else flags)
+            on_host, wait = together(payloads, lane.to_host), lane.mark()
+
+            def seal() -> tuple[Tensor, ...]:
+                wait()
+                values = notes.tolist()
+                digest = values.pop(0) % (1 << 64) if base is None else base
+                refuse_undone(verdicts, values[len(payloads) :], sync.step)
+                if not all(values[: len(payloads)]):
+                    raise non_finite()
+                unsealed.seal_all(on_host, base=digest)
+                return on_host
+
+            return Offer(
+                sync=sync,
+                key=key,
+                cohort=cohort,
+                num_elements=delta_N.numel(),
+                reduction=self.reduction,
                 unsealed=unsealed,
-                reduction=reduction,
                 payloads=payloads,
                 error_N=error_N,
-                host_payloads=together(payloads, self.lane.to_host),
-                base=base,
-                verdicts=verdicts,
-                wait=self.lane.mark(),
+                seal_work=seal,
             )
 
-        return self.lane.queue(work)
+        return lane.queue(work)
 
     @contextmanager
-    def naming_non_finite(self, p: int, step: int) -> Iterator[None]:
-        """Name the parameter if an outer gradient, taken after a step, was not finite: θ is as bad since then."""
+    def naming_non_finite(self, sync: Sync) -> Iterator[None]:
+        """Name the parameter if an outer gradient was not finite when it was sealed: θ is as bad since then."""
         try:
             yield
         except NonFiniteError:
             self.lane.join()
+            p = sync.fragment
             outer_N = self.state.use(OUTER, p)
-            delta_N = self.parameters.outer_gradient(p, outer_N, self._scratch[: outer_N.numel()])
+            delta_N = self.parameters.outer_gradient(p, outer_N, self.scratch(p))
             name = self.parameters.first_not_finite(p, delta_N)
-            raise non_finite(step, self.replica, p, name) from None
+            raise _non_finite(sync.step, self.number, p, name) from None
 
     def on_send(self, sync: Sync, own: Callable[[], Tensor]) -> None:
         """Let the outer rule act on a fragment that is sent; `own` decodes its outer gradient."""
@@ -358,6 +285,7 @@ class ReplicaRounds:
     def keep(self, kind: str, p: int) -> None:
         """Take home a vector that was changed."""
         self.state.keep(kind, p)
+        self.on_keep(kind, p)
 
     def take(self, sync: Sync, average: Average, cohort: Cohort, mixing: MergeRule) -> None:
         """Take an outer step of a fragment, and merge it."""
@@ -370,6 +298,44 @@ class ReplicaRounds:
             rule = self.settings.outer
             self.lane.queue(lambda: take_outer_step(rule, mixing, fragment, theta, average, sync, cohort))
             self.lane.join()
+
+    def taken(
+        self, offer: Offer, received: dict[int, Tensor], average: Average, *, blocked_seconds: float
+    ) -> OuterStep:
+        """An outer step that was taken of an offer, which makes averages and outer gradients again when asked.
+
+        Args:
+            offer: this replica's.
+            received: the last phase's payload of every member.
+            average: the average of the outer gradients; not kept, since its memory may be reused.
+            blocked_seconds: how long training waited for the payloads.
+        """
+        size, device, reduction = offer.num_elements, average.total_N.device, offer.reduction
+        key, cohort, lane = offer.key, offer.cohort, self.lane
+
+        def make_average() -> Tensor:
+            to_N = torch.empty(size, dtype=torch.float32, device=device)
+            return reduction.average(received, to_N, key, cohort).divided()
+
+        deltas = partial(reduction.each, received, size, key, device)
+        step = self.described(offer.sync, make_average, deltas, blocked_seconds=blocked_seconds)
+        # The payloads have come: nothing waits for training.
+        return replace(
+            step, begin_work=lambda work: lane.queue(lambda: begin_to_host(work()), after_training=False)
+        )
+
+    def described(
+        self,
+        sync: Sync,
+        make_average: Callable[[], Tensor],
+        make_deltas: Callable[[], Iterator[Tensor]],
+        *,
+        blocked_seconds: float = 0.0,
+        cohort: Cohort | None = None,
+    ) -> OuterStep:
+        """An outer step, from what makes its vectors again; see `OuterStep`."""
+        spans, add_up = self.parameters.spans[sync.fragment], self.parameters.group.reduce
+        return OuterStep(sync, blocked_seconds, make_average, make_deltas, spans, add_up, cohort)
 
     @contextmanager
     def _fragment(self, p: int) -> Iterator[FragmentState]:
@@ -399,7 +365,7 @@ class Membership(Protocol):
     """This replica among the others."""
 
     @property
-    def rounds(self) -> ReplicaRounds:
+    def replica(self) -> Replica:
         """θ, Θ and the counters."""
         ...
 
@@ -408,7 +374,25 @@ class Membership(Protocol):
         """The reason why this replica can't go on; None as far as is known."""
         ...
 
-    def failing_together(self) -> AbstractContextManager[None]:
+    @property
+    def answers(self) -> Answers | None:
+        """The other replicas' answers; None where they are not known."""
+        ...
+
+    @property
+    def uncounted_tokens(self) -> float:
+        """Tokens that this replica has read and no outer step has counted yet, on average over the fragments."""
+        ...
+
+    def initial_fragments(self) -> Sequence[int]:
+        """The fragments whose Θ is the initial one, as far as this replica knows."""
+        ...
+
+    def uncounted_fragments(self) -> Sequence[int]:
+        """The fragments with work that no outer step has counted, nor will count."""
+        ...
+
+    def fail_together(self) -> AbstractContextManager[None]:
         """A context whose errors the other replicas hear of."""
         ...
 
@@ -420,11 +404,15 @@ class Membership(Protocol):
         """Send the fragments that are due, and merge those whose overlap has passed."""
         ...
 
+    def expect_next(self) -> None:
+        """Announce the fragment that is used next, if that is known."""
+        ...
+
     def finish(self, *, flush: bool) -> tuple[OuterStep, ...]:
         """Merge what is in flight, and with `flush` send and merge every fragment once more."""
         ...
 
-    def adopt(self) -> None:
+    def reset_outer(self) -> None:
         """Take the model's parameters as Θ."""
         ...
 

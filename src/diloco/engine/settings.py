@@ -1,33 +1,35 @@
 """The engine's settings, and the arguments that it refuses."""
 
-import operator
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from diloco.engine.shards import local
-from diloco.errors import DilocoError, UserError, setting
+from diloco.engine.parameters import local
+from diloco.errors import UserError, setting
 from diloco.exchange.process_group import ProcessGroupExchange
 from diloco.exchange.transport import Transport
-from diloco.fragments import Fragment, check_partition
+from diloco.fragments import Fragment, check_partition, sequential, strided, whole
 from diloco.outer.averages import Reduction, reduction_of
 from diloco.outer.merge import MergeRule, Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, OuterRule
+from diloco.outer.torch_optimizer import rule_of_optimizer
 from diloco.rendezvous.contract import Rendezvous, is_rendezvous
 from diloco.schedule import Schedule
 from diloco.wire import codec
 from diloco.wire.formats import VERSION, VERY_LONG
 from diloco.wire.payload import Codec
 
+SYNC_EVERY, OVERLAP_STEPS = 100, 5
+"""H and τ where the engine is given neither them nor a schedule."""
 COUNTERS = ("num_steps", "drained_step", "bytes_sent", "bytes_received", "blocked_seconds")
 """The plain numbers of the engine's state."""
 
@@ -218,33 +220,35 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def settings_of(
+    model: nn.Module,
     *,
-    fragments: object,
-    schedule: object,
-    outer: object,
-    mixing: object,
-    wire: object,
-    combine: object,
-    error_feedback: object,
+    fragments: str | Sequence[Fragment],
+    sync_every: int | None,
+    overlap_steps: int | tuple[int, ...] | None,
+    schedule: Schedule | None,
+    outer: OuterRule | Optimizer | type[Optimizer] | None,
+    mixing: float | MergeRule,
+    wire: str | Codec,
+    combine: str,
+    error_feedback: float | None,
     seed: int,
 ) -> Settings:
     """The settings that the engine's arguments stand for.
 
     Raises:
-        UserError: if one is of a wrong type; the message says what to pass.
+        UserError: if one is of a wrong type, or two contradict each other; the message says what to pass.
     """
-    if not isinstance(schedule, Schedule):
-        raise _wrong("schedule", schedule, "diloco.Schedule(sync_every=…, num_fragments=…)")
-    if not isinstance(combine, str):
-        raise _wrong("combine", combine, '"gather" or "reduce_scatter"')
-    if error_feedback is not None and not isinstance(error_feedback, Real):
-        raise _wrong("error_feedback", error_feedback, "a number above 0 and at most 1, or None")
-    of_payloads = _codec(wire)
+    partition = _fragments(fragments, model)
+    with setting("wire", wire):
+        of_payloads = codec(wire) if isinstance(wire, str) else wire
+    _expect("wire", of_payloads, Codec, 'the name of a codec such as "e3m0", or a codec of your own')
+    _expect("combine", combine, str, '"gather" or "reduce_scatter"')
+    _expect("error_feedback", error_feedback, Real | None, "a number above 0 and at most 1, or None")
     with setting("combine", combine):
         reduction_of(combine, of_payloads)
     return Settings(
-        fragments=_fragments(fragments),
-        schedule=schedule,
+        fragments=partition,
+        schedule=_schedule(schedule, sync_every, overlap_steps, len(partition)),
         outer=_outer_rule(outer),
         mixing=_merge_rule(mixing),
         wire=of_payloads,
@@ -254,28 +258,92 @@ def settings_of(
     )
 
 
-def check_exchange(exchange: object) -> None:
-    """Refuse what is no transport.
+def _expect(name: str, value: object, kind: Any, advice: str) -> None:
+    if not isinstance(value, kind):
+        raise _wrong(name, value, advice)
+
+
+def _fragments(fragments: str | Sequence[Fragment], model: nn.Module) -> tuple[Fragment, ...]:
+    ways = {"strided": strided, "sequential": sequential, "whole": whole}
+    if isinstance(fragments, str) and fragments in ways:
+        return ways[fragments](model)
+    listed: tuple[Any, ...] = tuple(fragments) if isinstance(fragments, Iterable) else ()
+    if not listed or not all(isinstance(fragment, Fragment) for fragment in listed):
+        raise _wrong("fragments", fragments, f"{', '.join(ways)}, or a sequence of diloco.Fragment")
+    return listed
+
+
+def _schedule(
+    schedule: Schedule | None,
+    sync_every: int | None,
+    overlap_steps: int | tuple[int, ...] | None,
+    num_fragments: int,
+) -> Schedule:
+    if schedule is None:
+        sync_every = SYNC_EVERY if sync_every is None else sync_every
+        overlap_steps = OVERLAP_STEPS if overlap_steps is None else overlap_steps
+        return Schedule(sync_every=sync_every, num_fragments=num_fragments, overlap_steps=overlap_steps)
+    _expect("schedule", schedule, Schedule, "diloco.Schedule(sync_every=…, num_fragments=…), or none")
+    for name, value in {"sync_every": sync_every, "overlap_steps": overlap_steps}.items():
+        if value is not None:
+            raise UserError(f"{name}={value} and schedule={schedule}: pass one of the two", name, "schedule")
+    return schedule
+
+
+def _outer_rule(outer: OuterRule | Optimizer | type[Optimizer] | None) -> OuterRule:
+    if outer is None:
+        return Nesterov()
+    if isinstance(outer, Optimizer) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
+        return rule_of_optimizer(outer)
+    if not _offers(outer, OuterRule):
+        raise _wrong("outer", outer, "a rule such as diloco.Nesterov(lr=0.4, momentum=0.9), or a torch optimizer")
+    return outer
+
+
+def _merge_rule(mixing: float | MergeRule) -> MergeRule:
+    if _offers(mixing, MergeRule):
+        return cast(MergeRule, mixing)
+    try:
+        alpha = float(cast(float, mixing))
+    except (TypeError, ValueError, RuntimeError):
+        raise _wrong("mixing", mixing, "a number of at least 0 and below 1, or a merge rule") from None
+    if alpha == 1:
+        raise UserError("mixing=1 keeps all of a replica's own parameters: no merge would change them", "mixing")
+    return Mixing(alpha)
+
+
+def check_exchange(exchange: Transport | None, rendezvous: Rendezvous | None) -> None:
+    """Refuse what is no way to other replicas, and two of them.
 
     Raises:
         UserError: that says what to pass.
     """
-    if isinstance(exchange, dist.ProcessGroup):
-        raise _wrong("exchange", exchange, "diloco.ProcessGroupExchange(group)")
-    if not is_rendezvous(exchange) and not _offers(exchange, _members(Transport)):
-        advice = "diloco.ProcessGroupExchange(group), what diloco.connect(address) returns, "
-        advice += "diloco.StoreRendezvous(url), or diloco.LoopbackExchange() for one replica alone"
-        raise _wrong("exchange", exchange, advice)
+    transports = "diloco.ProcessGroupExchange(group), what diloco.connect(address) returns, or "
+    transports += "diloco.LoopbackExchange() for one replica alone"
+    if (exchange is None) == (rendezvous is None):
+        raise UserError(
+            f"exchange={exchange} and rendezvous={rendezvous}: pass one of them, exchange={transports}, or "
+            "rendezvous=diloco.StoreRendezvous(url) for replicas that come and go",
+            "exchange",
+            "rendezvous",
+        )
+    if rendezvous is not None and not is_rendezvous(rendezvous):
+        raise _wrong("rendezvous", rendezvous, "diloco.StoreRendezvous(url)")
+    if exchange is not None and not _offers(exchange, Transport):
+        raise _wrong("exchange", exchange, transports)
 
 
-def check_model(model: object, exchange: Transport | Rendezvous) -> None:
+def check_model(model: nn.Module, exchange: Transport | None) -> None:
     """Refuse what is no model, and wrappers that average or cut the parameters where the engine can't know.
 
+    Args:
+        model: the replica's.
+        exchange: the way to the other replicas; None where they come and go.
+
     Raises:
         UserError: that says what to pass.
     """
-    if not isinstance(model, nn.Module):
-        raise _wrong("model", model, "the torch.nn.Module that is trained")
+    _expect("model", model, nn.Module, "the torch.nn.Module that is trained")
     # Whoever has wrapped a module has imported this.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():
@@ -289,50 +357,10 @@ def check_model(model: object, exchange: Transport | Rendezvous) -> None:
             _check_ddp(path or "the model", module, exchange)
 
 
-def checked_tokens(tokens: object) -> int:
-    """The tokens of an inner step; None is 0.
-
-    Raises:
-        UserError: if it is no whole number of 0 or more.
-    """
-    if tokens is None:
-        return 0
-    if isinstance(tokens, torch.Tensor):  # whose number may still be on its way from a GPU
-        raise UserError("tokens must be a whole number of 0 or more, not a tensor: call .item()", "tokens")
-    if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
-        raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
-    return operator.index(tokens)
-
-
-def check_job(num_processes: int, exchange: Transport | Rendezvous) -> None:
-    """Refuse the processes of a framework's job as replicas: they average their gradients at every step.
-
-    Refuse a rendezvous, too: a framework that starts again begins its text again, and leaves no run at its end.
-
-    Raises:
-        UserError: that says how to start the replicas.
-    """
-    if is_rendezvous(exchange):
-        with suppress(DilocoError):  # the engine has joined
-            exchange.leave(finished=False)
-        raise UserError(
-            "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
-            "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
-            "exchange=diloco.connect(...)",
-            "exchange",
-        )
-    if num_processes > 1 and isinstance(exchange, ProcessGroupExchange):
-        raise UserError(
-            f"the {num_processes} processes of this job average their gradients, and can't be replicas: start a "
-            "job with exchange=diloco.connect(...) for each replica",
-            "exchange",
-        )
-
-
-def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | Rendezvous) -> None:
+def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport | None) -> None:
     """Refuse DDP over several replicas, and where each of its processes would be one."""
     inside = dist.get_process_group_ranks(module.process_group)
-    if is_rendezvous(exchange) and len(inside) > 1:
+    if exchange is None and len(inside) > 1:
         raise UserError(
             f"{name} is a DistributedDataParallel over ranks {inside}, each of which would join the run as a "
             "replica: shard one replica over them with fully_shard(model, mesh=mesh['shard'])",
@@ -349,57 +377,9 @@ def _check_ddp(name: str, module: DistributedDataParallel, exchange: Transport |
         )
 
 
-def _fragments(fragments: object) -> tuple[Fragment, ...]:
-    advice = "what diloco.strided(model), diloco.sequential(model) or diloco.whole(model) returns"
-    try:
-        listed: tuple[Any, ...] = tuple(fragments)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise _wrong("fragments", fragments, advice) from None
-    for fragment in listed:
-        if not isinstance(fragment, Fragment):
-            raise _wrong("fragments", fragments, f"{advice}, or a sequence of diloco.Fragment")
-    return listed
-
-
-def _outer_rule(outer: object) -> OuterRule:
-    if outer is None:
-        return Nesterov()
-    advice = "an outer rule such as diloco.Nesterov(lr=0.4, momentum=0.9)"
-    if isinstance(outer, torch.optim.Optimizer):
-        raise _wrong("outer", outer, f"{advice}; the inner optimizer is passed to engine.attach")
-    if not _offers(outer, _members(OuterRule)):
-        raise _wrong("outer", outer, advice)
-    return outer  # pyright: ignore[reportReturnType]
-
-
-def _merge_rule(mixing: object) -> MergeRule:
-    if _offers(mixing, _members(MergeRule)):
-        return mixing  # pyright: ignore[reportReturnType]
-    try:
-        alpha = float(mixing)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError, RuntimeError):
-        raise _wrong("mixing", mixing, "a number of at least 0 and below 1, or a merge rule") from None
-    if alpha == 1:
-        raise UserError("mixing=1 keeps all of a replica's own parameters: no merge would change them", "mixing")
-    return Mixing(alpha)
-
-
-def _codec(wire: object) -> Codec:
-    if isinstance(wire, str):
-        with setting("wire", wire):
-            return codec(wire)
-    if not isinstance(wire, Codec):
-        raise _wrong("wire", wire, 'the name of a codec such as "e3m0", or diloco.codec("int4:block=64")')
-    return wire
-
-
-def _members(protocol: type) -> Sequence[str]:
-    """The names that a protocol asks for."""
-    return [name for name in vars(protocol) if not name.startswith("_")]
-
-
-def _offers(candidate: object, names: Sequence[str]) -> bool:
-    """True for an object, not a class, that has all of the names."""
+def _offers(candidate: object, protocol: type) -> bool:
+    """True for an object, not a class, that has all members of a protocol."""
+    names = (name for name in vars(protocol) if not name.startswith("_"))
     return not isinstance(candidate, type) and all(hasattr(candidate, name) for name in names)
 
 

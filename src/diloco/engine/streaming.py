@@ -4,231 +4,180 @@ Shapes: N elements of one fragment.
 """
 
 import math
+import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
 
-from diloco.engine.attach import Attachment, attached, refuse_second_count
-from diloco.engine.elastic import ElasticMembership
-from diloco.engine.elastic_shards import FollowingMembership, GatheredParameters, LeadingMembership
-from diloco.engine.fixed import FixedMembership, warn_of_uncounted, warn_of_unsent
-from diloco.engine.model_loads import ModelLoads
+from diloco.engine.attach import Attachment
+from diloco.engine.fixed import FixedMembership
+from diloco.engine.lanes import device_lane
 from diloco.engine.outer_state import OUTER
-from diloco.engine.parameters import FragmentParameters, Masters
-from diloco.engine.replica import Membership, ReplicaRounds
-from diloco.engine.settings import Settings, check_exchange, check_model, checked_tokens, settings_of
-from diloco.engine.shards import gathered, is_sharded, sum_over_shards
-from diloco.errors import ExchangeError, UserError
-from diloco.exchange.transport import Transport, failing_together
+from diloco.engine.parameters import FragmentParameters, Masters, gathered, is_sharded
+from diloco.engine.replica import Membership, Replica, outer_state
+from diloco.engine.settings import Settings, check_exchange, check_model, settings_of
+from diloco.errors import DilocoError, ExchangeError, UserError
+from diloco.exchange.process_group import ProcessGroupExchange
+from diloco.exchange.transport import Abortable, Transport, fail_together
 from diloco.fragments import Fragment
 from diloco.outer.digest import parameters_hash
 from diloco.outer.merge import MergeRule
 from diloco.outer.rule import OuterRule
 from diloco.outer.step import OuterStep
-from diloco.rendezvous.contract import Rendezvous, is_rendezvous
+from diloco.rendezvous.contract import Rendezvous
 from diloco.schedule import Schedule
 from diloco.wire.kernels.memory import begin_to_host
 from diloco.wire.payload import Codec
 
 
-def counters(rounds: ReplicaRounds) -> dict[str, float]:
-    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
-    record = rounds.record
-    values: dict[str, float] = {
-        "num_steps": rounds.num_steps,
-        "bytes_sent": rounds.bytes_sent,
-        "bytes_received": rounds.bytes_received,
-        "blocked_seconds": rounds.blocked_seconds,
-        "encode_seconds": record.encode_seconds,
-        "merge_seconds": record.merge_seconds,
-    }
-    if record.exchange_mbit_s is not None:
-        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
-        values[name] = record.exchange_mbit_s
-    if (answers := rounds.answers) is not None:
-        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
-        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
-        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
-    return {name: float(value) for name, value in values.items()}
-
-
-def begin_logs(rounds: ReplicaRounds) -> Callable[[], dict[str, float]]:
-    """Begin to compute what `logs` returns, and read it when the function that is returned is called."""
-    errors = rounds.record.codec_errors(rounds.settings.wire)
-    device, group = rounds.parameters.device, rounds.parameters.shard_group
-    none = torch.zeros(2, device=device)
-    squares = torch.stack([_squared_distance(rounds), *(none if errors is None else errors)])
-    squares, counted = begin_to_host(sum_over_shards(squares, group)), counters(rounds)
-
-    def read() -> dict[str, float]:
-        distance, error, delta = squares().tolist()
-        computed = {"distance_to_outer": math.sqrt(distance)}
-        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
-            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
-        return counted | computed
-
-    return read
-
-
-def logs(rounds: ReplicaRounds) -> dict[str, float]:
-    """The counters, and what is computed on call: ‖θ − Θ‖, and the codec's error after the first sync."""
-    return begin_logs(rounds)()
-
-
-def _squared_distance(rounds: ReplicaRounds) -> Tensor:
-    """‖θ − Θ‖² over the elements that this process holds."""
-    total = torch.zeros((), device=rounds.parameters.device)
-    for p, home_N in enumerate(rounds.state.at_home(OUTER)):
-        outer_N = home_N.to(rounds.parameters.device)
-        delta_N = rounds.parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
-        total += torch.linalg.vector_norm(delta_N).square()
-    rounds.expect_next()
-    return total
-
-
-def member(
+def _fixed(
+    transport: Transport,
     settings: Settings,
-    exchange: Transport | Rendezvous,
     model: nn.Module,
     masters: Masters | Mapping[str, Tensor] | None,
     *,
     offload: bool,
 ) -> Membership:
-    """This replica among those that the exchange joins, with which it compares the settings.
+    """This replica in the group of a transport.
 
     Raises:
-        UserError: if the settings contradict each other, the model or the exchange.
+        UserError: if the settings contradict each other, the model or the transport.
         DisagreementError: if the replicas were given different settings or initial parameters.
     """
-    if is_rendezvous(exchange):
-        settings.check(model, num_replicas=None)
-        settings.check_rendezvous()
-        return _elastic(settings, exchange, model, masters, offload=offload)
-    settings.check(model, exchange.num_replicas)
-    settings.check_transport(exchange)
+    settings.check(model, transport.num_replicas)
+    settings.check_transport(transport)
     parameters = FragmentParameters(model, settings.fragments, masters)
-    return FixedMembership(settings, exchange, parameters, offload=offload)
+    state = outer_state(settings, parameters, offload=offload)
+    lane = device_lane(parameters.device, transport.device)
+    return FixedMembership(Replica(settings, parameters, state, transport.replica, lane), transport)
 
 
 def _elastic(
-    settings: Settings,
     rendezvous: Rendezvous,
+    settings: Settings,
     model: nn.Module,
     masters: Masters | Mapping[str, Tensor] | None,
     *,
     offload: bool,
 ) -> Membership:
-    """This replica among others that come and go, or this process's part in it where the model is sharded."""
+    """This replica among others that come and go, or this process's part in it where the model is sharded.
+
+    Raises:
+        UserError: if the settings contradict each other, the model or the rendezvous.
+        DisagreementError: if the run has other settings or initial parameters.
+    """
+    settings.check(model, num_replicas=None)
+    settings.check_rendezvous()
+    # Here, since a fixed group needs nothing of the store, nor of its keys.
     if not any(is_sharded(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        from diloco.engine.elastic import ElasticMembership
+
         parameters = FragmentParameters(model, settings.fragments, masters)
-        return ElasticMembership(settings, rendezvous, parameters, offload=offload)
+        state = outer_state(settings, parameters, offload=offload)
+        return ElasticMembership(Replica(settings, parameters, state), rendezvous)
+    from diloco.engine.elastic_shards import GatheredParameters, sharded_membership
+
     # The first process may wait for other replicas before it is done with a step.
     seconds = 3 * rendezvous.timeout_seconds
     gathered = GatheredParameters(model, settings.fragments, masters, timeout_seconds=seconds)
-    if gathered.inside.is_first:
-        return LeadingMembership(settings, rendezvous, gathered)
-    return FollowingMembership(settings, gathered)
+    return sharded_membership(settings, rendezvous, gathered)
 
 
-class EngineView:
-    """The counters and the outer parameters of the rounds of an engine."""
+class ModelLoads:
+    """Notices calls of `load_state_dict` of the model, its parts or what wraps it.
 
-    _rounds: ReplicaRounds
-    _loads: ModelLoads
+    A call is right if the engine loads its own state before the next inner step, too, or if it changes nothing.
 
-    @property
-    def num_steps(self) -> int:
-        """Inner steps taken."""
-        return self._rounds.num_steps
+    Args:
+        model: whose parameters the engine exchanges; it does not keep this object alive.
+        replica: the engine's.
+    """
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
-        return self._rounds.tokens
+    def __init__(self, model: nn.Module, replica: Replica) -> None:
+        self.pending = False
+        """True if `check` has something to do: an attribute, since it is read at every step."""
+        self._replica = replica
+        self._noticed = self._excused = False
+        names = (name for fragment in replica.settings.fragments for name in fragment.parameters)
+        owners = {name.rpartition(".")[0] for name in names}
+        hook = _Hook(weakref.ref(self))
+        handles = [model.get_submodule(owner).register_load_state_dict_post_hook(hook) for owner in owners]
+        weakref.finalize(self, _remove, handles).atexit = False
 
-    @tokens.setter
-    def tokens(self, tokens: int) -> None:
-        self._rounds.tokens = tokens
+    def notice(self) -> None:
+        """Remember that parameters were loaded."""
+        self._noticed = self.pending = True
 
-    @property
-    def uncounted_tokens(self) -> float:
-        """Tokens that this replica has read and the run has not counted yet, where replicas come and go."""
-        return self._rounds.uncounted_tokens
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes of all shards, each destination counted."""
-        return self._rounds.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Payload bytes of all shards from the other replicas that were merged."""
-        return self._rounds.bytes_received
-
-    @property
-    def blocked_seconds(self) -> float:
-        """Time in which training has waited for payloads."""
-        return self._rounds.blocked_seconds
-
-    def logs(self) -> dict[str, float]:
-        """The numbers for a tracker, by names that stay as they are.
-
-        - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
-        - `encode_seconds`, `merge_seconds`: time spent on making and encoding outer gradients, and on decoding,
-          averaging, outer steps and merges, since the engine was built; on a GPU, the time of the CPU.
-        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now.
-        - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
-          its elements a shard, without error feedback; after the first sync.
-        - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
-          others' had come; `exchange_mbit_s_at_least` in its place if they had come before training needed them.
-        - `lateness_seconds/replica_1`, …: how long the last wait waited for the payload of each other replica,
-          after those of the replicas before it; with `reduce_scatter` a thread waits, and training maybe not.
-        - `last_heard_seconds/replica_1`, …: seconds since a message of each other replica was last taken. Both
-          are known to the processes that exchange with other replicas.
-
-        Every process of a sharded replica must call it, between steps.
-        """
-        return logs(self._rounds)
-
-    def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """Begin to compute the logs as of now; the function that is returned waits for them."""
-        return begin_logs(self._rounds)
-
-    def counters(self) -> dict[str, float]:
-        """The part of `logs()` that is not computed: any process and thread may ask for it at any time."""
-        return counters(self._rounds)
-
-    def outer_parameters(self) -> dict[str, Tensor]:
-        """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
-
-        They are views, which the next outer step changes; with `offload` of host memory. Of a sharded replica of a
-        rendezvous they are copies, and every process must call it. Evaluate a sharded model in `outer_in_place`:
-        `functional_call` would silently take the parameters that FSDP has gathered itself.
-        """
-        return self._rounds.parameters.all_named(self._rounds.state.at_home(OUTER))
+    def accept(self, *, until_next_step: bool = False) -> None:
+        """Accept the parameters loaded so far; with `until_next_step`, those loaded before the next step, too."""
+        self._noticed, self._excused, self.pending = False, until_next_step, until_next_step
 
     @contextmanager
-    def outer_in_place(self) -> Iterator[None]:
-        """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
-        with self._loads.undone(), self._rounds.parameters.replaced_by(self.outer_parameters()):
+    def undone(self) -> Iterator[None]:
+        """A context after which the parameters have their values from before."""
+        before = self._noticed, self.pending
+        try:
             yield
+        finally:
+            self._noticed, self.pending = before
 
-    def leave_outer_in_place(self) -> None:
-        """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
-        self._rounds.parameters.set(self.outer_parameters())
+    def check(self) -> None:
+        """Refuse to go on with parameters that were loaded and are not Θ; every shard must call it.
 
-    def outer_hash(self) -> str:
-        """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
-        return parameters_hash(self.outer_parameters(), gathered)
+        Raises:
+            UserError: saying how to load them.
+        """
+        if self._noticed and not self._excused:
+            replica = self._replica
+            with replica.fail_together():
+                replica.parameters.check_still_the_models(range(replica.state.num_fragments))
+                if not self._is_outer():
+                    raise UserError(
+                        "parameters were loaded into the model after the engine had taken its outer parameters: "
+                        "build the engine after model.load_state_dict, load the engine's own state after it, or "
+                        "call engine.reset_outer() where all replicas have loaded the same; to evaluate other "
+                        "parameters, load them in engine.outer_parameters_applied(), which puts the model's own "
+                        "back"
+                    )
+        self.accept()
+
+    def _is_outer(self) -> bool:
+        """True if θ = Θ, bit for bit."""
+        parameters, home = self._replica.parameters, self._replica.state.at_home(OUTER)
+        # All of them, even after one that is not: the shards of a replica go through the fragments together.
+        equal = [torch.equal(parameters.flat(p).to(outer_N.device), outer_N) for p, outer_N in enumerate(home)]
+        return all(equal)
 
 
-class StreamingDiLoCo(EngineView):
+class _Hook:
+    """A hook on a module that keeps no engine alive; in a copy of the module, pickled or not, it does nothing."""
+
+    def __init__(self, loads: Callable[[], ModelLoads | None] = lambda: None) -> None:
+        self._loads = loads
+
+    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
+        if (loads := self._loads()) is not None:
+            loads.notice()
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class StreamingDiLoCo:
     """Keeps the replicas of a model together, a fragment at a time, while each trains on its own.
 
     Call `step()` after each step of the inner optimizer, or `attach(optimizer)` once, and `finish()` after the
@@ -243,9 +192,15 @@ class StreamingDiLoCo(EngineView):
 
     Args:
         model: the replica's copy, with the same initial parameters on all replicas.
-        fragments: what `strided`, `sequential` or `whole` returns, or your own partition of the parameters.
-        schedule: when each fragment is sent and merged.
-        outer: the outer rule; None is `Nesterov()`.
+        fragments: the way to cut the model: `strided`, `sequential` or `whole`, or what a function of such a name
+            returns, or your own partition of the parameters.
+        sync_every: H, inner steps between two syncs of the same fragment; None is 100.
+        overlap_steps: τ, inner steps between sending a fragment and merging it, below H; None is 5.
+        schedule: in the place of these two, when each fragment is sent and merged.
+        exchange: the transport of the payloads between the replicas of a fixed group.
+        rendezvous: in the place of an exchange, where replicas come and go.
+        outer: the outer rule, or a torch optimizer, or its class, of which class and settings are taken: SGD with
+            Nesterov's momentum is `Nesterov`, and any other runs on Θ as it is. None is `Nesterov()`.
         mixing: α, how much of its own parameters a replica keeps at a merge, or another merge rule.
         wire: the codec of the outer gradients, or its name.
         combine: `gather`: each replica receives every other's payload; `reduce_scatter`: each averages a share,
@@ -257,7 +212,6 @@ class StreamingDiLoCo(EngineView):
         seed: the seed of codecs that draw random numbers, the same on all replicas.
         masters: FP32 weights that the optimizer updates in the place of the model's parameters, a tensor by
             parameter name, or an adapter of diloco.integrations: they are θ, and the parameters follow them.
-        exchange: the transport of the payloads, or the rendezvous of replicas that come and go.
 
     Raises:
         UserError: if the settings contradict each other or the model.
@@ -267,10 +221,7 @@ class StreamingDiLoCo(EngineView):
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> engine = diloco.StreamingDiLoCo(
-    ...     model,
-    ...     fragments=diloco.whole(model),
-    ...     schedule=diloco.Schedule(sync_every=2, num_fragments=1),
-    ...     exchange=diloco.LoopbackExchange(),
+    ...     model, fragments="whole", sync_every=2, overlap_steps=0, exchange=diloco.LoopbackExchange()
     ... )
     >>> for _ in range(4):
     ...     model(torch.ones(1, 3)).sum().backward()
@@ -286,10 +237,13 @@ class StreamingDiLoCo(EngineView):
         self,
         model: nn.Module,
         *,
-        fragments: Sequence[Fragment],
-        schedule: Schedule,
-        exchange: Transport | Rendezvous,
-        outer: OuterRule | None = None,
+        fragments: str | Sequence[Fragment] = "strided",
+        sync_every: int | None = None,
+        overlap_steps: int | tuple[int, ...] | None = None,
+        schedule: Schedule | None = None,
+        exchange: Transport | None = None,
+        rendezvous: Rendezvous | None = None,
+        outer: OuterRule | torch.optim.Optimizer | type[torch.optim.Optimizer] | None = None,
         mixing: float | MergeRule = 0.5,
         wire: str | Codec = "e3m0",
         combine: str = "gather",
@@ -298,10 +252,15 @@ class StreamingDiLoCo(EngineView):
         offload: bool = False,
         masters: Masters | Mapping[str, Tensor] | None = None,
     ) -> None:
-        check_exchange(exchange)
-        with failing_together(exchange):
+        check_exchange(exchange, rendezvous)
+        self.exchange, self.rendezvous = exchange, rendezvous
+        with fail_together(cast(Abortable, rendezvous if exchange is None else exchange)):
+            check_model(model, exchange)
             self.settings = settings_of(
+                model,
                 fragments=fragments,
+                sync_every=sync_every,
+                overlap_steps=overlap_steps,
                 schedule=schedule,
                 outer=outer,
                 mixing=mixing,
@@ -311,12 +270,15 @@ class StreamingDiLoCo(EngineView):
                 seed=seed,
             )
             """The arguments that decide what is computed."""
-            check_model(model, exchange)
-            self.exchange = exchange
-            self._membership = member(self.settings, exchange, model, masters, offload=offload)
-        self._rounds = self._membership.rounds
+            join = (
+                partial(_fixed, exchange)
+                if exchange is not None
+                else partial(_elastic, cast(Rendezvous, rendezvous))
+            )
+            self._membership = join(self.settings, model, masters, offload=offload)
+        self._replica = self._membership.replica
         self._attachment: Attachment | None = None
-        self._loads = ModelLoads(model, self._rounds)
+        self._loads = ModelLoads(model, self._replica)
         self._sound = True
 
     def step(self, *, tokens: int | None = None) -> tuple[OuterStep, ...]:
@@ -334,16 +296,21 @@ class StreamingDiLoCo(EngineView):
                 since the engine was built; this process sent nothing of this step.
             ExchangeError, PayloadError: if a payload is late or damaged; nothing of this step was merged.
         """
-        refuse_second_count(self._attachment)
+        attachment = self._attachment
+        if attachment is not None and not attachment.is_counting and attachment.is_attached:
+            raise UserError(
+                "the engine is attached to an optimizer and counts its steps: leave out engine.step(), or call "
+                "remove() of what attach() returned"
+            )
         self._check_going_on()
         if self._loads.pending:
             self._loads.check()
-        num_tokens = checked_tokens(tokens)
-        self._rounds.num_steps += 1
-        self._rounds.tokens += num_tokens
+        num_tokens = _checked_tokens(tokens)
+        self._replica.num_steps += 1
+        self._replica.tokens += num_tokens
         if not self._membership.is_due():
             return ()  # most steps
-        with self._whole():
+        with self._fail_together():
             return self._membership.advance()
 
     def attach(self, optimizer: Any, scaler: GradScaler | None = None, *, tokens: int | None = None) -> Attachment:
@@ -354,13 +321,18 @@ class StreamingDiLoCo(EngineView):
             scaler: the GradScaler that steps it: a step that it skips counts, so that replicas stay in step.
             tokens: of each inner step, as in `step()`.
         """
-        checked_tokens(tokens)
-        self._attachment = attached(self._attachment, partial(self.step, tokens=tokens), optimizer, scaler)
+        _checked_tokens(tokens)
+        if self._attachment is not None and self._attachment.is_attached:
+            raise UserError(
+                "the engine is attached already, and would count every inner step twice: attach it alone to the "
+                "optimizer that steps last"
+            )
+        self._attachment = Attachment(partial(self.step, tokens=tokens), optimizer, scaler)
         return self._attachment
 
-    def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> torch.utils.hooks.RemovableHandle:
+    def on_merge(self, hook: Callable[[tuple[str, ...]], object]) -> RemovableHandle:
         """Call `hook(names)` after each merge with the names of the changed parameters, until its removal."""
-        return self._rounds.parameters.on_merge(hook)
+        return self._replica.parameters.on_merge(hook)
 
     def finish(self, *, flush: bool = False) -> tuple[OuterStep, ...]:
         """Receive what is in flight and merge it, in order; every replica calls it after the same step.
@@ -375,14 +347,14 @@ class StreamingDiLoCo(EngineView):
         self._check_going_on()
         if flush and self._loads.pending:
             self._loads.check()
-        with self._whole():
+        with self._fail_together():
             merged = self._membership.finish(flush=flush)
-        warn_of_unsent(self._rounds)
+        self._warn_of_unsent()
         if flush:
-            warn_of_uncounted(self._rounds)
+            self._warn_of_uncounted()
         return merged
 
-    def adopt(self) -> None:
+    def reset_outer(self) -> None:
         """Take parameters that were loaded into the model as Θ, with zeros for the outer momentum and the error.
 
         All replicas call it after the same step, with the same parameters and nothing in flight.
@@ -392,8 +364,8 @@ class StreamingDiLoCo(EngineView):
             UserError: if something is in flight; nothing is changed.
         """
         self._check_going_on()
-        self._membership.adopt()
-        self._loads.excuse(later=False)
+        self._membership.reset_outer()
+        self._loads.accept()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of this replica that resumes, what is in flight included; model and optimizer apart.
@@ -423,16 +395,113 @@ class StreamingDiLoCo(EngineView):
                 has read into Θ and the slots before: build a new engine then.
         """
         accepted, unfrozen = self._membership.accepted(state)
-        with self._whole():
+        with self._fail_together():
             self._membership.load(accepted)
-        self._loads.excuse(later=not unfrozen)
+        self._loads.accept(until_next_step=not unfrozen)
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps taken."""
+        return self._replica.num_steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this replica has read: the sum of `step(tokens=…)`, or what the loop sets here."""
+        return self._replica.tokens
+
+    @tokens.setter
+    def tokens(self, tokens: int) -> None:
+        self._replica.tokens = tokens
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of all shards, each destination counted."""
+        return self._replica.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes of all shards from the other replicas that were merged."""
+        return self._replica.bytes_received
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Time in which training has waited for payloads."""
+        return self._replica.blocked_seconds
+
+    def logs(self, *, computed: bool = True) -> dict[str, float]:
+        """The numbers for a tracker, by names that stay as they are.
+
+        - `num_steps`, `bytes_sent`, `bytes_received`, `blocked_seconds`: as the properties.
+        - `encode_seconds`, `merge_seconds`: time spent on making and encoding outer gradients, and on decoding,
+          averaging, outer steps and merges, since the engine was built; on a GPU, the time of the CPU.
+        - `distance_to_outer`: ‖θ − Θ‖₂ over all fragments and shards, computed now.
+        - `codec_error`: ‖Δ − decode(encode(Δ))‖ / ‖Δ‖ of the fragment sent last, computed now on up to 16,384 of
+          its elements a shard, without error feedback; after the first sync.
+        - `exchange_mbit_s`: payload bits that this process sent in the last exchange over the seconds until the
+          others' had come; `exchange_mbit_s_at_least` in its place if they had come before training needed them.
+        - `lateness_seconds/replica_1`, …: how long the last wait waited for the payload of each other replica,
+          after those of the replicas before it; with `reduce_scatter` a thread waits, and training maybe not.
+        - `last_heard_seconds/replica_1`, …: seconds since a message of each other replica was last taken. Both
+          are known to the processes that exchange with other replicas.
+
+        Every process of a sharded replica must call it, between steps.
+
+        Args:
+            computed: with those that are computed now; without them, any process and thread may call it at any
+                time.
+        """
+        return begin_logs(self)() if computed else _counters(self._membership)
+
+    def outer_parameters(self) -> dict[str, Tensor]:
+        """Θ by parameter name, FP32, shaped and sharded as in the model: what to ship.
+
+        They are views, which the next outer step changes; with `offload` of host memory. Of a sharded replica of a
+        rendezvous they are copies, and every process must call it. Evaluate a sharded model in
+        `outer_parameters_applied`: `functional_call` would silently take the parameters that FSDP has gathered.
+        """
+        return self._replica.parameters.all_named(self._replica.state.at_home(OUTER))
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def outer_parameters_applied(self) -> Iterator[None]:
+        """The model with Θ in the place of its own parameters, which it gets back; take no inner step in there."""
+        with self._loads.undone(), self._replica.parameters.replaced_by(self.outer_parameters()):
+            yield
+
+    def copy_outer_to_model(self) -> None:
+        """Leave Θ in the model for good, after `finish()`: so that whatever saves the model saves Θ."""
+        self._replica.parameters.set(self.outer_parameters())
+
+    def outer_hash(self) -> str:
+        """SHA-256 over Θ, equal on all replicas after `finish()`; every process of a replica must call it."""
+        return parameters_hash(self.outer_parameters(), gathered)
+
+    def _warn_of_unsent(self) -> None:
+        """Name the fragments that were never sent; the warning points to the caller of `finish`."""
+        if (unsent := self._membership.initial_fragments()) and self.num_steps:
+            fragments = self.settings.fragments
+            names = ", ".join(f"fragment {p} ({fragments[p].parameters[0]}, …) was never sent" for p in unsent)
+            warnings.warn(
+                f"after {self.num_steps} inner steps {names}, and its outer parameters are the initial ones: call "
+                "finish(flush=True), or choose a smaller sync_every",
+                stacklevel=3,
+            )
+
+    def _warn_of_uncounted(self) -> None:
+        """Name the fragments whose last work no outer step has counted; the warning points as the other does."""
+        if fragments := self._membership.uncounted_fragments():
+            warnings.warn(
+                f"the outer parameters lack this replica's last work on fragments {[*fragments]}: its payloads "
+                "were more than max_stale outer steps late, or left out for their norms; call finish(flush=True) "
+                "again",
+                stacklevel=3,
+            )
+
+    @contextmanager
+    def _fail_together(self) -> Iterator[None]:
         """Work that is done whole, or else ends this engine, and tells the other replicas so."""
         self._check_sound()
         self._sound = False
-        with self._membership.failing_together():
+        with self._membership.fail_together():
             yield
         self._sound = True
 
@@ -448,3 +517,102 @@ class StreamingDiLoCo(EngineView):
         self._check_sound()
         if (failure := self._membership.failure) is not None:
             raise ExchangeError(f"step {self.num_steps}: {failure}")
+
+
+def _checked_tokens(tokens: object) -> int:
+    """The tokens of an inner step; None is 0.
+
+    Raises:
+        UserError: if it is no whole number of 0 or more.
+    """
+    if tokens is None:
+        return 0
+    if isinstance(tokens, torch.Tensor):  # whose number may still be on its way from a GPU
+        raise UserError("tokens must be a whole number of 0 or more, not a tensor: call .item()", "tokens")
+    if not isinstance(tokens, SupportsIndex) or operator.index(tokens) < 0:
+        raise UserError(f"tokens must be a whole number of 0 or more, not {tokens!r}", "tokens")
+    return operator.index(tokens)
+
+
+def _counters(membership: Membership) -> dict[str, float]:
+    """The numbers that are at hand: counters, times, the last exchange, and the other replicas' answers."""
+    replica, record = membership.replica, membership.replica.record
+    values: dict[str, float] = {
+        "num_steps": replica.num_steps,
+        "bytes_sent": replica.bytes_sent,
+        "bytes_received": replica.bytes_received,
+        "blocked_seconds": replica.blocked_seconds,
+        "encode_seconds": record.encode_seconds,
+        "merge_seconds": record.merge_seconds,
+    }
+    if record.exchange_mbit_s is not None:
+        name = "exchange_mbit_s" if record.was_waited_for else "exchange_mbit_s_at_least"
+        values[name] = record.exchange_mbit_s
+    if (answers := membership.answers) is not None:
+        lateness, heard_at, now = answers.lateness_seconds, answers.heard_at, time.monotonic()
+        values |= {f"lateness_seconds/replica_{other}": seconds for other, seconds in sorted(lateness.items())}
+        values |= {f"last_heard_seconds/replica_{other}": now - then for other, then in sorted(heard_at.items())}
+    return {name: float(value) for name, value in values.items()}
+
+
+def begin_logs(engine: StreamingDiLoCo) -> Callable[[], dict[str, float]]:
+    """Start computing an engine's logs as of now; the returned function waits for them."""
+    membership, replica = engine._membership, engine._replica
+    errors = replica.record.codec_errors(replica.settings.wire)
+    none = torch.zeros(2, device=replica.parameters.device)
+    squares = torch.stack([_squared_distance(membership), *(none if errors is None else errors)])
+    squares, counted = begin_to_host(replica.parameters.group.reduce(squares)), _counters(membership)
+
+    def read() -> dict[str, float]:
+        distance, error, delta = squares().tolist()
+        computed = {"distance_to_outer": math.sqrt(distance)}
+        if errors is not None or delta:  # where replicas come and go, the first process of one has the sample
+            computed["codec_error"] = math.sqrt(error / delta) if delta else 0.0
+        return counted | computed
+
+    return read
+
+
+def _squared_distance(membership: Membership) -> Tensor:
+    """‖θ − Θ‖² over the elements that this process holds."""
+    parameters = membership.replica.parameters
+    total = torch.zeros((), device=parameters.device)
+    for p, home_N in enumerate(membership.replica.state.at_home(OUTER)):
+        outer_N = home_N.to(parameters.device)
+        delta_N = parameters.outer_gradient(p, outer_N, torch.empty_like(outer_N))
+        total += torch.linalg.vector_norm(delta_N).square()
+    membership.expect_next()
+    return total
+
+
+def uncounted_tokens(engine: StreamingDiLoCo) -> float:
+    """Tokens that a replica has read and no outer step has counted yet, on average over the fragments."""
+    return engine._membership.uncounted_tokens
+
+
+def check_job(num_processes: int, engine: StreamingDiLoCo) -> Transport:
+    """The exchange of an engine in a framework's job.
+
+    The processes of a framework's job can't be replicas: they average their gradients at every step. Nor can the
+    job come and go: a framework that starts again begins its text again, and leaves no run at its end.
+
+    Raises:
+        UserError: that says how to start the replicas.
+    """
+    if (rendezvous := engine.rendezvous) is not None:
+        with suppress(DilocoError):  # the engine has joined
+            rendezvous.leave(finished=False)
+        raise UserError(
+            "a framework's job can't be a replica that comes and goes: train with diloco's own trainer, or in a "
+            "loop of your own, which reads from rendezvous.slot and rendezvous.start, or join the jobs with "
+            "exchange=diloco.connect(...)",
+            "rendezvous",
+        )
+    assert engine.exchange is not None, "one of the two is given"
+    if num_processes > 1 and isinstance(engine.exchange, ProcessGroupExchange):
+        raise UserError(
+            f"the {num_processes} processes of this job average their gradients, and can't be replicas: start a "
+            "job with exchange=diloco.connect(...) for each replica",
+            "exchange",
+        )
+    return engine.exchange

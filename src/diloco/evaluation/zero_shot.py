@@ -29,6 +29,9 @@ from diloco.models.writer import Writer, generate
 class HarnessLM(TemplateLM):
     """A model and its tokenizer for the harness; BOS precedes every text, as in training.
 
+    The harness's own class for models of transformers counts BOS twice where it scores whole texts, and stops at
+    an answer that is longer than a sequence.
+
     Args:
         model: a model that offers a cache.
         tokenizer: the model's.

@@ -114,6 +114,40 @@ class Transport(Protocol):
         ...
 
 
+class Group(Protocol):
+    """The processes of one replica; all of them call the same methods in the same order."""
+
+    @property
+    def index(self) -> int:
+        """This process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The first process's values; those of the others have the same shape and dtype."""
+        ...
+
+    def reduce(self, values: Tensor, *, largest: bool = False) -> Tensor:
+        """The sum of all processes' values, or the largest, element by element; a GPU is not waited for."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until every process has called it."""
+        ...
+
+    def fail_together(self, another: str) -> AbstractContextManager[None]:
+        """A context that fails in all processes if the work in it fails in one.
+
+        Args:
+            another: the words for another process in messages.
+        """
+        ...
+
+
 class Store(Protocol):
     """A store of torch.distributed, or a board."""
 
@@ -186,6 +220,15 @@ def share(transport: Transport, value: object, kind: Any = object) -> list[Any]:
     return [_value(replica, text, kind) for replica, text in enumerate(texts)]
 
 
+def barrier(transport: Transport) -> None:
+    """Wait until every replica has called it.
+
+    Raises:
+        ExchangeError: if one does not come.
+    """
+    _swap(transport, b"\0")
+
+
 def _value(replica: int, text: bytes, kind: Any) -> Any:
     try:
         return msgspec.convert(json.loads(text), kind)
@@ -207,7 +250,7 @@ class Abortable(Protocol):
 
 
 @contextmanager
-def failing_together(transport: Abortable) -> Iterator[None]:
+def fail_together(transport: Abortable) -> Iterator[None]:
     """Tell the other replicas what went wrong in this context, so that they need not wait for this one."""
     try:
         yield

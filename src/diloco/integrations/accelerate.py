@@ -6,8 +6,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from diloco.engine.settings import check_job
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, check_job
 from diloco.errors import UserError
 from diloco.files import requiring
 
@@ -21,7 +20,7 @@ class DiLoCo:
     Call `step()` where `LocalSGD.step()` stands, after `optimizer.step()`: under `accelerator.accumulate` only the
     last micro-step of a batch counts. At the end of the context everything in flight is merged, and Θ is left in
     the model. `accelerator.save_state` and `load_state` keep the engine's state with the rest. Evaluate Θ in
-    `engine.outer_in_place()`.
+    `engine.outer_parameters_applied()`.
 
     Args:
         accelerator: the replica's own.
@@ -44,7 +43,7 @@ class DiLoCo:
         self._accelerator = accelerator
         self.engine = build(cast(nn.Module, accelerator.unwrap_model(model, keep_torch_compile=False)))
         """The engine."""
-        check_job(accelerator.num_processes, self.engine.exchange)
+        check_job(accelerator.num_processes, self.engine)
         accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:
@@ -63,7 +62,7 @@ class DiLoCo:
         if not self.engine.num_steps:
             raise UserError("no inner step was counted: call step() after each optimizer.step()")
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def state_dict(self) -> dict[str, Any]:
         """The engine's state, for `accelerator.save_state`."""

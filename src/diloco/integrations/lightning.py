@@ -6,12 +6,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from diloco.engine.settings import check_job
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, check_job
 from diloco.errors import UserError
 from diloco.exchange.transport import agree
 from diloco.files import requiring
-from diloco.rendezvous.contract import is_rendezvous
 
 with requiring("lightning", extra="lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,7 +63,7 @@ class DiLoCoCallback(Callback):
         trainer.precision_plugin.convert_module(pl_module)
         pl_module.to(trainer.strategy.root_device)
         self._engine = self._build(pl_module)
-        check_job(trainer.world_size, self._engine.exchange)
+        check_job(trainer.world_size, self._engine)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resume from the replica's own parameters and the engine's state."""
@@ -85,7 +83,7 @@ class DiLoCoCallback(Callback):
         self._global_step = trainer.global_step
         names = ("estimated_stepping_batches", "global_step")
         exchange = self.engine.exchange
-        assert not is_rendezvous(exchange), "check_job has refused one"
+        assert exchange is not None, "check_job has refused a rendezvous"
         agree(exchange, {name: getattr(trainer, name) for name in names})
 
     def on_train_batch_end(
@@ -116,7 +114,7 @@ class DiLoCoCallback(Callback):
         is_inside = self._outer is not None  # a validation that a scheduler's signal has interrupted
         self._take_outer_out()
         own = checkpoint["state_dict"]
-        with self._engine.outer_in_place():
+        with self._engine.outer_parameters_applied():
             checkpoint["state_dict"] = {name: value.clone() for name, value in own.items()}
         if is_inside:
             own = {name: value.clone() for name, value in own.items()}
@@ -126,11 +124,11 @@ class DiLoCoCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, and leave Θ in the model."""
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def _put_outer_in(self) -> None:
         self._outer = ExitStack()
-        self._outer.enter_context(self.engine.outer_in_place())
+        self._outer.enter_context(self.engine.outer_parameters_applied())
 
     def _take_outer_out(self) -> None:
         if self._outer is not None:

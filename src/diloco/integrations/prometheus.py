@@ -13,10 +13,10 @@ with requiring("prometheus_client", extra="prometheus"):
 
 
 class Counting(Protocol):
-    """An engine, or whatever else has counters."""
+    """An engine, or whatever else has logs."""
 
-    def counters(self) -> dict[str, float]:
-        """Numbers by name, as `StreamingDiLoCo.counters` gives them."""
+    def logs(self, *, computed: bool) -> dict[str, float]:
+        """Numbers by name, as `StreamingDiLoCo.logs` gives them; nothing need be computed."""
         ...
 
 
@@ -79,7 +79,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """The families of all counters, and one for each fact about the other replicas."""
-        values = self._engine.counters()
+        values = self._engine.logs(computed=False)
         yield self._family(GaugeMetricFamily, "last_step", "Inner steps taken", {(): values.pop("num_steps")})
         others: dict[str, dict[tuple[str, ...], float]] = {}
         for name, value in values.items():

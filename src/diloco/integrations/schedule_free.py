@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.shards import local, sharded_like
+from diloco.engine.parameters import local, sharded_like
 from diloco.errors import UserError
 
 

@@ -118,17 +118,17 @@ class DiLoCoTrainer(Trainer):
 
     def _finish(self) -> None:
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def _load(self, load: Callable[..., bool], step: int = -1) -> bool:
         loaded = load(step=step)
         if loaded and not self.engine.num_steps:  # weights alone, such as those of a pretrained model
-            self.engine.adopt()
+            self.engine.reset_outer()
         agree(self._exchange, {"training.steps": self.job_config.training.steps, "step": self.step})
         return loaded
 
     def _validate(self, validate: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self.engine.outer_in_place():
+        with self.engine.outer_parameters_applied():
             validate(*args, **kwargs)
 
     def _own_part_of_the_data(self) -> Any:

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.settings import check_job
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, check_job
 from diloco.errors import CheckpointError, CheckpointWriteError, UserError
 from diloco.exchange.transport import agree
 from diloco.files import requiring, writing
 from diloco.outer.digest import parameters_hash
-from diloco.rendezvous.contract import is_rendezvous
 
 with requiring("transformers", extra="transformers"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -79,7 +77,7 @@ class DiLoCoCallback(TrainerCallback):
             )
         self._model = kwargs["model"]
         self._engine = self._build(kwargs["model"])
-        check_job(args.world_size, self._engine.exchange)
+        check_job(args.world_size, self._engine)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,7 +88,7 @@ class DiLoCoCallback(TrainerCallback):
         if kwargs["model"] is not self._model:
             raise UserError("the Trainer has made a new model for train(): give it model, not model_init")
         exchange = self.engine.exchange
-        assert not is_rendezvous(exchange), "check_job has refused one"
+        assert exchange is not None, "check_job has refused a rendezvous"
         agree(exchange, {"max_steps": state.max_steps, "steps already taken": state.global_step})
         if state.global_step:
             self._resume(_state_file(args, state))
@@ -145,7 +143,7 @@ class DiLoCoCallback(TrainerCallback):
         self._training = False
         del kwargs["optimizer"].eval, kwargs["optimizer"].train
         self.engine.finish()
-        self.engine.leave_outer_in_place()
+        self.engine.copy_outer_to_model()
 
     def _resume(self, path: Path) -> None:
         if not path.exists():
@@ -165,7 +163,7 @@ class DiLoCoCallback(TrainerCallback):
     def _put_outer_in(self) -> None:
         if self._outer is None:
             self._outer = ExitStack()
-            self._outer.enter_context(self.engine.outer_in_place())
+            self._outer.enter_context(self.engine.outer_parameters_applied())
 
     def _take_outer_out(self) -> None:
         if self._outer is not None:

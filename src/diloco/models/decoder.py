@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from diloco.models.decoder_config import DecoderConfig
 from diloco.models.language_model import LanguageModel
 
 
@@ -43,25 +42,25 @@ class KeyValueCache:
 
 
 class Decoder(LanguageModel):
-    """Tokens to the logits of the next token.
+    """Tokens to the logits of the next token; `DecoderConfig` holds and checks the sizes.
 
-    >>> model = Decoder(DecoderConfig(num_layers=2, num_heads=2, width=8, vocab_size=16), seed=0)
+    >>> model = Decoder(num_layers=2, num_heads=2, width=8, vocab_size=16, seed=0)
     >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
     torch.Size([1, 5, 16])
     """
 
-    def __init__(self, config: DecoderConfig, *, seed: int) -> None:
+    def __init__(self, *, num_layers: int, num_heads: int, width: int, vocab_size: int, seed: int) -> None:
         super().__init__()
-        assert config.vocab_size > 0, "the tokenizer's vocabulary was not filled in"
-        self.config = config
-        self.embedding = _Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.width, bias=False)
+        assert vocab_size > 0, "the tokenizer's vocabulary was not filled in"
+        self.head_width = width // num_heads
+        self.embedding = _Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width, bias=False)
         self._initialise(seed)
 
     def new_cache(self) -> KeyValueCache:
         """An empty cache."""
-        return KeyValueCache(self.config.num_layers)
+        return KeyValueCache(len(self.blocks))
 
     def forward(
         self, tokens_BxT: Int64[Tensor, "B T"], cache: KeyValueCache | None = None
@@ -69,8 +68,7 @@ class Decoder(LanguageModel):
         """The logits of the next token at each position; with a cache, the tokens follow those read before."""
         x_BxTxD = self.embedding(tokens_BxT)
         first = 0 if cache is None else cache.num_tokens
-        head_width = self.config.width // self.config.num_heads
-        rotation = rotary(tokens_BxT.shape[1], head_width, tokens_BxT.device, first=first)
+        rotation = rotary(tokens_BxT.shape[1], self.head_width, tokens_BxT.device, first=first)
         for layer, block in enumerate(self.blocks):
             extend = None if cache is None else partial(cache.extend, layer)
             x_BxTxD = block(x_BxTxD, rotation, extend)
@@ -79,7 +77,7 @@ class Decoder(LanguageModel):
     def _initialise(self, seed: int) -> None:
         """Draw matrices from N(0, 1/fan_in); those that add to the residual stream are scaled by 1/√(2L)."""
         generator = torch.Generator().manual_seed(seed)
-        residual_scale = 1 / math.sqrt(2 * self.config.num_layers)
+        residual_scale = 1 / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not parameter.is_meta:
                 scale = residual_scale if name.endswith(("attention.out.weight", "mlp_out.weight")) else 1.0
@@ -105,13 +103,13 @@ _Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, bias=False)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width, bias=False)
-        self.mlp_in = _Linear(config.width, 4 * config.width)
-        self.mlp_out = _Linear(4 * config.width, config.width)
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, num_heads)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_in = _Linear(width, 4 * width)
+        self.mlp_out = _Linear(4 * width, width)
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The residual stream after this block."""
@@ -122,13 +120,13 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; queries and keys are normalised per head before they are rotated."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = _Linear(config.width, 3 * config.width)
-        self.out = _Linear(config.width, config.width)
-        self.query_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
-        self.key_norm = nn.LayerNorm(config.width // config.num_heads, bias=False)
+        self.qkv = _Linear(width, 3 * width)
+        self.out = _Linear(width, width)
+        self.query_norm = nn.LayerNorm(width // num_heads, bias=False)
+        self.key_norm = nn.LayerNorm(width // num_heads, bias=False)
+        self.num_heads = num_heads
 
     def forward(self, x_BxTxD: Tensor, rotation: tuple[Tensor, Tensor], extend: _Extend | None = None) -> Tensor:
         """The values that each position attends to, up to itself and including those in the cache."""

@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,11 @@ from torch import Tensor, nn
 from diloco.errors import UserError
 from diloco.files import sha256, writing
 from diloco.fragments import block_paths
-from diloco.models.hugging_face_config import (
-    HuggingFaceConfig,
-    model_class,
-    quiet,
-    transformers_config,
-    weight_files,
-)
 from diloco.models.language_model import LanguageModel
-from diloco.models.lora import with_adapters
+from diloco.models.pretrained import model_class, quiet, transformers_config, weight_files, with_adapters
+
+if TYPE_CHECKING:
+    from diloco.models.hugging_face_config import HuggingFaceConfig
 
 
 class HuggingFaceModel(LanguageModel):
@@ -68,8 +63,9 @@ class HuggingFaceModel(LanguageModel):
         """An empty cache; None for a recurrent model."""
         if not self._has_cache:
             return None
-        cache_utils = import_module("transformers.cache_utils")
-        return HuggingFaceCache(cache_utils.DynamicCache(config=_whole(self.model).config))
+        from transformers.cache_utils import DynamicCache
+
+        return HuggingFaceCache(DynamicCache(config=_whole(self.model).config))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take up a state; what it does not hold stays as it is."""
@@ -104,13 +100,13 @@ def _drop_what_is_not_trained(
         del state[name]
 
 
-def build(config: HuggingFaceConfig, *, seed: int) -> HuggingFaceModel:
+def build(config: "HuggingFaceConfig", *, seed: int) -> HuggingFaceModel:
     """The model of a config, its weights drawn; with adapters those of the config's place, but on `meta`."""
     is_read = config.lora is not None and torch.get_default_device().type != "meta"
     return _model(config, is_read=is_read, seed=seed)
 
 
-def initial(config: HuggingFaceConfig, *, seed: int) -> HuggingFaceModel:
+def initial(config: "HuggingFaceConfig", *, seed: int) -> HuggingFaceModel:
     """The model with the weights from which training starts.
 
     Raises:
@@ -119,14 +115,14 @@ def initial(config: HuggingFaceConfig, *, seed: int) -> HuggingFaceModel:
     return _model(config, is_read=bool(config.weights), seed=seed)
 
 
-def _model(config: HuggingFaceConfig, *, is_read: bool, seed: int) -> HuggingFaceModel:
+def _model(config: "HuggingFaceConfig", *, is_read: bool, seed: int) -> HuggingFaceModel:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _read(config) if is_read else _drawn(config)
         return HuggingFaceModel(model if config.lora is None else with_adapters(model, config.lora))
 
 
-def _drawn(config: HuggingFaceConfig) -> nn.Module:
+def _drawn(config: "HuggingFaceConfig") -> nn.Module:
     values = deepcopy(transformers_config(config.architecture))
     try:
         return model_class(config.architecture)._from_config(values, dtype=torch.float32)
@@ -135,8 +131,8 @@ def _drawn(config: HuggingFaceConfig) -> nn.Module:
         raise UserError(f"model.hf={config.hf}: transformers can't build it ({reason})", "model.hf") from error
 
 
-def _read(config: HuggingFaceConfig) -> nn.Module:
-    files = weight_files(config)
+def _read(config: "HuggingFaceConfig") -> nn.Module:
+    files = weight_files(config.hf)
     if (digest := sha256(*files)) != config.weights:
         raise UserError(
             f"model.hf={config.hf} has other weights than those that the run began with (SHA-256 {digest:.16}, "
@@ -164,7 +160,7 @@ def _read(config: HuggingFaceConfig) -> nn.Module:
     return model
 
 
-def _refuse_buffers(config: HuggingFaceConfig, model: nn.Module) -> None:
+def _refuse_buffers(config: "HuggingFaceConfig", model: nn.Module) -> None:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if buffers := [name for name in model.state_dict() if name not in parameters]:
         raise UserError(
@@ -175,14 +171,16 @@ def _refuse_buffers(config: HuggingFaceConfig, model: nn.Module) -> None:
 
 
 @cache
-def num_matrix_params(config: HuggingFaceConfig, *, trained: bool) -> int:
+def num_matrix_params(config: "HuggingFaceConfig", *, trained: bool) -> int:
     """The parameters of two dimensions or more, or those that are trained."""
     with torch.device("meta"):
         model = build(config, seed=0)
     return sum(p.numel() for p in model.parameters() if p.dim() > 1 and (p.requires_grad or not trained))
 
 
-def export(config: HuggingFaceConfig, model: LanguageModel, directory: Path, *, bos_id: int, merged: bool) -> str:
+def export(
+    config: "HuggingFaceConfig", model: LanguageModel, directory: Path, *, bos_id: int, merged: bool
+) -> str:
     """Write a model, or its adapters, as `transformers` or peft load them; see `ModelConfig.export`."""
     if merged and config.lora is None:
         raise UserError("merged means nothing to a model that has no adapters: leave it out", "merged")

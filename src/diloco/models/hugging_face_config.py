@@ -5,21 +5,23 @@ and exported without the directory that it began from, unless it has trained ada
 """
 
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tyro
 
-from diloco.errors import FileError, UserError
-from diloco.files import expanded, require, sha256
-from diloco.hub import hub_file
-from diloco.models.lora import parse_lora
+from diloco.errors import UserError
+from diloco.files import expanded, sha256
+from diloco.models.pretrained import (
+    WEIGHTS,
+    config_file,
+    model_class,
+    parse_lora,
+    text_config,
+    transformers_config,
+    weight_files,
+)
 from diloco.models.spec import ModelConfig
 from diloco.schema import read_json
 
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from diloco.models.language_model import LanguageModel
 
 _FIXED = tyro.conf.Fixed
-_WEIGHTS = ("model.safetensors", _INDEX := "model.safetensors.index.json")
-"""In the order in which transformers looks for them."""
 _MOST_BYTES = 1 << 20
 """Size of the largest file that is read: no config takes as much."""
 _MOST_LAYERS = 4096
@@ -80,11 +80,15 @@ class HuggingFaceConfig(ModelConfig):
 
     def build(self, *, seed: int) -> "LanguageModel":
         """The model; the seed draws its weights, but where adapters alone are trained those are read from `hf`."""
-        return self._module().build(self, seed=seed)
+        from diloco.models.hugging_face import build  # with torch
+
+        return build(self, seed=seed)
 
     def initial(self, *, seed: int) -> "LanguageModel":
         """The model with the weights of `hf`, if it has any."""
-        return self._module().initial(self, seed=seed)
+        from diloco.models.hugging_face import initial
+
+        return initial(self, seed=seed)
 
     def fitted(self, *, vocab_size: int, sequence_length: int) -> Self:
         """This config, where the model can read the tokens and the length of the sequences."""
@@ -102,7 +106,7 @@ class HuggingFaceConfig(ModelConfig):
         return self
 
     def _check_fits(self, name: str, needed: int, unit: str, at_fault: str) -> None:
-        least = getattr(_text(transformers_config(self.architecture)), name, None)
+        least = getattr(text_config(transformers_config(self.architecture)), name, None)
         if isinstance(least, int) and 0 < least < needed:
             raise UserError(
                 f"model.hf={self.hf} has {name}={least}, fewer than the {needed} {unit}: choose another "
@@ -113,29 +117,29 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def num_matrix_params(self) -> int:
         """All parameters but gains and biases, those of all experts included."""
-        return self._module().num_matrix_params(self, trained=False)
+        from diloco.models.hugging_face import num_matrix_params
+
+        return num_matrix_params(self, trained=False)
 
     @property
     def num_trained_params(self) -> int:
         """The parameters that are trained, and so exchanged: those of the whole model, or of the adapters."""
-        return self._module().num_matrix_params(self, trained=True)
+        from diloco.models.hugging_face import num_matrix_params
+
+        return num_matrix_params(self, trained=True)
 
     @property
     def slow_imports(self) -> tuple[str, ...]:
         """The module of the model's class, and peft for adapters."""
-        modules = (model_class(self.architecture).__module__, *(["peft"] if self.lora else []))
-        return ("diloco.models.hugging_face", *modules)
+        return (model_class(self.architecture).__module__, *(["peft"] if self.lora else []))
 
     def export(
         self, model: "LanguageModel", directory: Path, *, context: int, bos_id: int, merged: bool = False
     ) -> str:
         """Write the model as its own class, or its adapters as peft's; `merged` adds them to the weights."""
-        return self._module().export(self, model, directory, bos_id=bos_id, merged=merged)
+        from diloco.models.hugging_face import export
 
-    @staticmethod
-    def _module() -> Any:
-        # By name: it imports this file, and needs torch.
-        return import_module("diloco.models.hugging_face")
+        return export(self, model, directory, bos_id=bos_id, merged=merged)
 
 
 def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConfig:
@@ -149,7 +153,7 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
     Raises:
         UserError: if there is no such model, or it is no causal language model.
     """
-    file, is_here = _config_file(name)
+    file, is_here = config_file(name)
     values = read_json(file, dict[str, Any], most_bytes=_MOST_BYTES)
     for key in ("_name_or_path", "transformers_version"):  # they say nothing about the model
         values.pop(key, None)
@@ -158,7 +162,7 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
         model_class(architecture)
     except UserError as error:
         raise UserError(f"model.hf={name}: {error}", "model.hf") from error
-    text = _text(transformers_config(architecture))
+    text = text_config(transformers_config(architecture))
     config = HuggingFaceConfig(
         num_layers=int(getattr(text, "num_hidden_layers", None) or 1),
         width=int(getattr(text, "hidden_size", None) or 1),
@@ -166,128 +170,12 @@ def hugging_face_model(name: str, *, lora: str | None = None) -> HuggingFaceConf
         architecture=architecture,
         hf=str(expanded(name).absolute()) if is_here else name,
     )
-    if is_here and file != expanded(name) and not any((file.parent / weights).exists() for weights in _WEIGHTS):
-        if any(file.parent.glob("*.bin")):
-            raise UserError(
-                f"model.hf={name} has its weights as a pickle: save them as model.safetensors, which "
-                "save_pretrained of transformers writes",
-                "model.hf",
-            )
-        return replace(config, lora=lora)
-    if is_here and file == expanded(name):
-        return replace(config, lora=lora)
-    return replace(config, weights=sha256(*weight_files(config)), lora=lora)
-
-
-def _config_file(name: str) -> tuple[Path, bool]:
-    """The file of a model's config, and whether it is this machine's, not the Hub's."""
-    path = expanded(name)
-    sentence = (
-        f"model.hf={name} is neither a directory with a config.json, nor such a file, nor the name of a model on "
-        "the Hugging Face Hub"
-    )
-    if path.is_file():
-        return path, True
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise UserError(sentence, "model.hf")
-        return path / "config.json", True
-    try:
-        downloaded = hub_file(name, ("config.json",))
-    except UserError as error:
-        raise UserError(f"{sentence}; {error}", "model.hf") from error
-    if downloaded is None:
-        raise UserError(sentence, "model.hf")
-    return downloaded, False
-
-
-def weight_files(config: HuggingFaceConfig) -> list[Path]:
-    """The files of the weights that training starts from; those of the Hub are downloaded if they are not here.
-
-    Raises:
-        UserError: if they are gone.
-    """
-    folder = expanded(config.hf)
-    hub = None if folder.exists() else config.hf
-    try:
-        first = _file(folder, hub, *_WEIGHTS)
-        names = [first.name]
-        if first.name == _INDEX:
-            index = read_json(first, dict[str, Any])
-            names = sorted({str(shard) for shard in index.get("weight_map", {}).values()})
-            if any(Path(shard).name != shard for shard in names):
-                raise FileError(f"{first} can't be read: a shard lies outside of its directory")
-        return [_file(folder, hub, shard) for shard in names]
-    except UserError as error:
-        raise UserError(f"model.hf={config.hf}: its weights can't be read: {error}", "model.hf") from error
-
-
-def _file(folder: Path, hub: str | None, *names: str) -> Path:
-    if hub is not None:
-        downloaded = hub_file(hub, names)
-        if downloaded is None:
-            raise UserError("the directory is gone")
-        return downloaded
-    here = next((folder / name for name in names if (folder / name).is_file()), None)
-    if here is None:
-        raise UserError(f"{folder} has no {' or '.join(names)}")
-    return here
-
-
-@cache
-def transformers_config(architecture: str) -> Any:
-    """The config object of `transformers`; to be copied before it is changed.
-
-    Raises:
-        UserError: if `transformers` is not installed, does not know the model's type, or refuses a value.
-    """
-    require("transformers", extra="transformers")
-    kinds = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-    values = json.loads(architecture)
-    if (kind := values.get("model_type")) not in kinds:
-        raise UserError(f"transformers knows no model_type={kind!r:.80} here: its config.json must name one")
-    try:
-        with quiet():
-            return kinds[kind].from_dict(values)
-    except Exception as error:  # each config checks itself, by errors of any class
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"transformers refuses its config.json: {reason}") from error
-
-
-def _text(config: Any) -> Any:
-    """The part of a config that describes its language model."""
-    return config.get_text_config()
-
-
-@cache
-def model_class(architecture: str) -> Any:
-    """The class of `transformers` that computes a causal language model of this architecture.
-
-    Raises:
-        UserError: if there is none.
-    """
-    config = transformers_config(architecture)
-    auto = import_module("transformers.models.auto.modeling_auto")
-    # The types that fill in masked tokens read those that follow, too, but where they are told not to.
-    reads_ahead = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    is_known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if not is_known or reads_ahead or getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"a model of type {config.model_type} is no causal language model: choose another")
-    return auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Have `transformers` and peft say nothing but errors."""
-    logging = import_module("transformers.utils.logging")
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    is_alone = is_here and file == expanded(name)
+    has_weights = not is_alone and (not is_here or any((file.parent / weights).exists() for weights in WEIGHTS))
+    if not (is_alone or has_weights) and any(file.parent.glob("*.bin")):
+        raise UserError(
+            f"model.hf={name} has its weights as a pickle: save them as model.safetensors, which "
+            "save_pretrained of transformers writes",
+            "model.hf",
+        )
+    return replace(config, weights=sha256(*weight_files(config.hf)) if has_weights else "", lora=lora)

@@ -1,14 +1,12 @@
 """The contract of a model family: a config that is its size, and builds, names and exports its model. No torch.
 
-A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the module that the config builds.
+A family is a subclass of `ModelConfig` and a subclass of `LanguageModel`, the module that the config builds;
+`diloco.models.families` knows those of this package.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,11 +18,6 @@ if TYPE_CHECKING:
 
     from diloco.models.language_model import LanguageModel
 
-DEFAULT_FAMILY = "diloco.models.decoder_config.DecoderConfig"
-"""The family of a stored config that names none."""
-_OWN_PACKAGE = "diloco.models"
-"""The package of our own families, whose modules a stored config may have imported."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
@@ -33,6 +26,9 @@ class ModelConfig(ABC):
     Raises:
         UserError: if a size is out of its range.
     """
+
+    family: ClassVar[str]
+    """The import path of the class, by which a stored config names it."""
 
     size_fields: ClassVar[tuple[str, ...]] = ("width", "num_layers", "vocab_size")
     """The fields that decide how large the model is, for refusals of too large ones."""
@@ -46,6 +42,9 @@ class ModelConfig(ABC):
     """D, of the residual stream."""
     vocab_size: int = 0
     """V; 0 takes the tokenizer's."""
+
+    def __init_subclass__(cls) -> None:
+        cls.family = f"{cls.__module__}.{cls.__qualname__}"
 
     def __post_init__(self) -> None:
         """Refuse sizes out of range; a family checks its own fields after these."""
@@ -108,11 +107,6 @@ class ModelConfig(ABC):
         """
         return 6.0 * self.num_matrix_params + 12.0 * self.num_layers * self.width * sequence_length
 
-    @property
-    def family(self) -> str:
-        """The import path of this class, by which a stored config names it."""
-        return f"{type(self).__module__}.{type(self).__qualname__}"
-
     def to_hugging_face(
         self, state: Mapping[str, "Tensor"], *, context: int, bos_id: int
     ) -> tuple[dict[str, Any], dict[str, "Tensor"]]:
@@ -154,27 +148,3 @@ class ModelConfig(ABC):
         write_tensors(directory / "model.safetensors", state, {"format": "pt"})
         write_json(directory / "config.json", values)
         return f"`{values['architectures'][0]}` computes the same function as diloco's model."
-
-
-def load_family(path: str) -> type[ModelConfig]:
-    """The config class of a family.
-
-    Args:
-        path: its import path, as `ModelConfig.family` gives it.
-
-    Raises:
-        UserError: if there is no such class here.
-
-    >>> load_family(DEFAULT_FAMILY).__name__
-    'DecoderConfig'
-    """
-    module, _, name = path.rpartition(".")
-    # A config may come from a stranger: it names a module, and never has one imported that is not known here.
-    is_own = module.rpartition(".")[0] == _OWN_PACKAGE and find_spec(module) is not None
-    loaded = import_module(module) if is_own else sys.modules.get(module)
-    family = getattr(loaded, name, None)
-    if family is None:
-        raise UserError(f"model.family={path!r} is not known here: import it first", "model.family")
-    if not (isinstance(family, type) and issubclass(family, ModelConfig)):
-        raise UserError(f"model.family={path!r} is no subclass of ModelConfig", "model.family")
-    return family

@@ -5,7 +5,7 @@ Shapes: N elements of one fragment, S of a share.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,6 +49,10 @@ class Reduction(Protocol):
     @property
     def num_phases(self) -> int:
         """1 if each member sends all others its payloads, 2 if it relays something after that."""
+        ...
+
+    def with_wire(self, wire: Codec) -> "Reduction":
+        """The same reduction of outer gradients in another codec."""
         ...
 
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
@@ -237,6 +241,10 @@ class Gather:
     num_phases = 1
     second = None
 
+    def with_wire(self, wire: Codec) -> "Gather":
+        """Gather payloads in another codec."""
+        return Gather(wire)
+
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
         """One payload."""
         return (self.wire.encode(delta_N, key, base=base),)
@@ -294,8 +302,12 @@ class ReduceScatter:
         """The name with the second codec, which may be the first."""
         return f"reduce_scatter:{self.second.spec}"
 
+    def with_wire(self, wire: Codec) -> "ReduceScatter":
+        """The same averages of outer gradients in another codec."""
+        return replace(self, wire=wire)
+
     def encode(self, delta_N: Tensor, key: Key, cohort: Cohort, *, base: int = 0) -> tuple[Tensor, ...]:
-        """One payload a share."""
+        """One payload per share."""
         return encode_shares(self.wire, delta_N, len(cohort.members), key, base=base)
 
     def decode(self, payloads: Sequence[Tensor], num_elements: int, key: Key) -> Tensor:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.errors import UserError
+from diloco.published import rows
 from diloco.scaling.laws import Kind, Laws
-from diloco.scaling.parametric import FORMS, ParametricFit, fit_parametric
-from diloco.scaling.power_laws import PowerLawFit, log_residual
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, FORM_RESIDUALS, JOINT, LAWS
-from diloco.scaling.table import Point
+from diloco.scaling.parametric import FORMS, PUBLISHED_RESIDUALS, ParametricFit, fit_parametric
+from diloco.scaling.power_laws import JOINT, LAWS, PowerLawFit, log_residual
+from diloco.scaling.table import PUBLISHED_PARAMS, Point
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Crossing:
     is_lower_above: bool | None
     """True if DiLoCo's loss is lower above N, or at every size if they never meet; None if losses are equal."""
     is_measured: bool = False
-    """Whether N lies within the fitted sizes."""
+    """True if N lies within the fitted sizes."""
     low: float | None = None
     """Lower end of the 95 % interval of N."""
     high: float | None = None
@@ -171,7 +171,7 @@ def judge(laws: Laws) -> dict[str, Any]:
                 "coefficients": fit.coefficients,
                 "selected_at_largest": residual.mean,
                 "selected_among_all": fit.residual_of_all,
-                "published": FORM_RESIDUALS[fit.form.name] if laws.points is None else None,
+                "published": PUBLISHED_RESIDUALS[fit.form.name] if laws.points is None else None,
                 "by_replicas": residual.by_replicas,
             }
             for fit, residual in ranked
@@ -186,6 +186,13 @@ def judge(laws: Laws) -> dict[str, Any]:
         "on_edge": list(_on_edge(laws)),
         "uneven": [{"replicas": m, "num_outer_rates": numbers} for m, numbers in laws.unequally_tried().items()],
     }
+
+
+EXTRAPOLATED_PARAMS = PUBLISHED_PARAMS["4B"], PUBLISHED_PARAMS["10B"]
+EXTRAPOLATED: dict[tuple[str, int], tuple[float, float]] = {
+    (row["fit"], row["replicas"]): (row["4B"], row["10B"]) for row in rows("scaling_extrapolation")
+}
+"""Losses at those sizes with predicted hyperparameters (Tables 5 and 12), by whose prediction and M."""
 
 
 def _extrapolation(form: ParametricFit) -> Iterator[dict[str, Any]]:

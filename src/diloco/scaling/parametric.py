@@ -23,6 +23,7 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
 from diloco.errors import UserError
+from diloco.published import rows
 
 Array = NDArray[np.float64]
 
@@ -85,6 +86,8 @@ FORMS = {
     )
 }
 """Forms by name."""
+PUBLISHED_RESIDUALS: dict[str, float] = {row["form"]: row["residual"] for row in rows("scaling_forms")}
+"""The mean of |log y − log ŷ| over M at 2.4B for each form, which the paper selected by it (Table 13)."""
 _BOUNDS = {"log A": (-20.0, 20.0), "α": (-2.0, 0.5), "log B": (-20.0, 20.0), "β": (-3.0, 3.0), "C": (0.0, 20.0)}
 
 
@@ -101,7 +104,7 @@ class ParametricFit:
     """The smallest such residual of any start, however high its training loss: the paper's rule."""
 
     def __call__(self, num_params: float, num_replicas: int) -> float:
-        """The loss, in nats a token."""
+        """The loss, in nats per token."""
         log_a = self.coefficients["log A"] + self.coefficients["α"] * math.log(_MILLION)
         values = np.array(list((self.coefficients | {"log A": log_a}).values()))
         return float(self.form.predict(values, np.array(num_params), np.array(float(num_replicas))))
@@ -116,7 +119,7 @@ def fit_parametric(
         form: one of `FORMS`.
         num_params: N of each point.
         num_replicas: M of each point.
-        loss: nats a token at each point.
+        loss: nats per token at each point.
         seed: of the random starts.
 
     Raises:

@@ -7,9 +7,8 @@ from typing import Any
 
 from diloco.errors import UserError
 from diloco.scaling.laws import TOKENS_PER_PARAM, Kind, Laws
-from diloco.scaling.power_laws import Estimate, PowerLaw, PowerLawFit
-from diloco.scaling.published import JOINT, LAWS, NUM_PARAMS, SEQUENCE_LENGTH
-from diloco.scaling.table import Point
+from diloco.scaling.power_laws import JOINT, LAWS, SEQUENCE_LENGTH, Estimate, PowerLaw, PowerLawFit
+from diloco.scaling.table import PUBLISHED_PARAMS, Point
 
 DEFAULT_OUTER_LEARNING_RATE = 0.4
 
@@ -133,7 +132,7 @@ def _outside(law: PowerLawFit, num_params: float, num_replicas: int) -> Iterator
 
 def _borrowed(laws: Laws, num_params: float, estimates: dict[str, dict[str, Any]]) -> Iterator[str]:
     """A warning for each hyperparameter from a published law at a size far from the published ones."""
-    if laws.points is not None and not NUM_PARAMS[0] <= num_params <= NUM_PARAMS[-1]:
+    if laws.points is not None and not PUBLISHED_PARAMS["35M"] <= num_params <= PUBLISHED_PARAMS["2.4B"]:
         for quantity, estimate in estimates.items():
             if not laws.has(quantity) and estimate["value"] is not None:
                 yield f"the table has no {quantity}, and the published law of 35M to 2.4B parameters is far off"

@@ -1,4 +1,4 @@
-"""A sweep's table: the loss and the settings of each run, by size and number of replicas."""
+"""Tables of runs: the loss and the settings of each, by size and number of replicas; a sweep's, or the paper's."""
 
 import csv
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.scaling.published import LOSS, NUM_PARAMS
+from diloco.published import rows as published_rows
 from diloco.schema import read_bytes
 
 MOST_TABLE_BYTES = 64 << 20
@@ -36,13 +36,32 @@ class Point:
     """The number of runs whose mean loss it is."""
 
 
+PUBLISHED_PARAMS: dict[str, float] = {
+    row["size"]: 12.0 * row["num_layers"] * row["width"] ** 2 + 32_000 * row["width"]
+    for row in published_rows("scaling_models")
+}
+"""N by the paper's name: the matrices of the blocks of Table 3, and 32,000 embeddings, which the head shares.
+
+The paper does not print N. With these counts its losses give its Tables 7, 10 and 11, up to the rounding of the
+losses; with the rounded sizes that are the names, or with 32,768 embeddings, they do not.
+"""
+
+
 def published_table() -> list[Point]:
     """The losses of arXiv 2503.09799, Table 4."""
     return [
-        Point(params, replicas, loss)
-        for replicas, losses in LOSS.items()
-        for params, loss in zip(NUM_PARAMS, losses, strict=True)
+        Point(PUBLISHED_PARAMS[row["size"]], row["replicas"], row["eval_loss"])
+        for row in published_rows("scaling_loss")
     ]
+
+
+def method_name(num_replicas: int) -> str:
+    """The name of M in tables and pictures.
+
+    >>> method_name(0), method_name(2)
+    ('Data-Parallel', 'DiLoCo, M = 2')
+    """
+    return f"DiLoCo, M = {num_replicas}" if num_replicas else "Data-Parallel"
 
 
 def read_table(path: Path, *, sync_every: float | None = None) -> list[Point]:

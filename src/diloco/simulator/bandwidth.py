@@ -22,7 +22,7 @@ def checked_gbit_s(gbit_s: ArrayLike) -> NDArray[np.float64]:
 
 
 def reaches(compute_utilization: NDArray[np.float64], target: float) -> NDArray[np.bool_]:
-    """Whether each utilization reaches a target, up to rounding errors."""
+    """True for each utilization that reaches a target, up to rounding errors."""
     return compute_utilization >= target - 1e-9
 
 

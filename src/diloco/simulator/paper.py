@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from diloco.errors import UserError
 from diloco.schedule import Schedule
 from diloco.simulator.bandwidth import checked_gbit_s
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.steady import Times, growth_rate
 
 BITS_PER_PARAM = 13.4
@@ -54,12 +54,7 @@ class PaperModel:
         for name in ("num_params", "num_layers", "step_seconds"):
             if not 0 < getattr(self, name) < np.inf:
                 raise UserError(f"{name} must be above 0 and finite, not {getattr(self, name)}", name)
-        if isinstance(self.settings.overlap_steps, tuple):
-            raise UserError(
-                f"overlap_steps={self.settings.overlap_steps}, but the paper's simulator has one replica, and "
-                "takes one overlap_steps",
-                "overlap_steps",
-            )
+        self.settings.check_replicas(1)
         _ = self.schedule
 
     @cached_property

@@ -1,7 +1,11 @@
-"""A search over H, τ, fragment size, codec and combine for the settings that reach a compute utilization."""
+"""A search over H, τ, fragment size, codec and combine for the settings that reach a compute utilization.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Where there are none, the smallest changes to a task's links or steps that make its target feasible.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -11,10 +15,8 @@ from diloco.errors import UserError
 from diloco.presets import PRESETS, Method
 from diloco.rendezvous.prices import Traffic, exchange, polling
 from diloco.simulator.bandwidth import reaches
-from diloco.simulator.methods import MethodSettings
-from diloco.simulator.model_size import ModelSize
+from diloco.simulator.description import MethodSettings, ModelSize, Replica
 from diloco.simulator.physical import PhysicalModel
-from diloco.simulator.replicas import Replica
 from diloco.wire.formats import parse
 
 SYNC_EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
@@ -73,13 +75,11 @@ class Plan:
     def risk(self) -> tuple[int, int, float, bool]:
         """The settings that may cost quality, each the smaller the better.
 
-        They are H, τ, minus the codec's bits a parameter, and whether averages are encoded a second time.
+        They are H, τ, minus the codec's bits per parameter, and whether averages are encoded a second time.
         """
-        settings = self.model.settings
-        assert isinstance(settings.overlap_steps, int)
         return (
-            settings.sync_every,
-            settings.overlap_steps,
+            self.model.schedule.sync_every,
+            self.model.schedule.max_overlap,
             -parse(self.wire).bits_per_value,
             self.combine != "gather",
         )
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def reaches_target(self) -> bool:
-        """Whether the utilization reaches the task's target."""
+        """True if the utilization reaches the task's target."""
         return bool(reaches(np.array(self.compute_utilization), self.task.target))
 
     @property
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def store_traffic_a_day(self) -> Traffic:
-        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share a replica."""
+        """The traffic of all replicas in a bucket, snapshots left out; reduce_scatter has a share per replica."""
         num_replicas, num_fragments = len(self.task.replicas), len(self.model.fragment_params)
         steps = _DAY_SECONDS / (3600 * self.hours / self.task.num_steps)
         num_outer_steps = num_fragments * steps / self.model.settings.sync_every
@@ -192,12 +192,11 @@ class Plan:
     def train_settings(self) -> dict[str, str | int]:
         """The settings of a training run that follows this plan, by dotted field name of `TrainConfig`."""
         settings = self.model.settings
-        assert isinstance(settings.overlap_steps, int)
         return {
             "method": settings.method,
             "num_replicas": len(self.task.replicas),
             "diloco.sync_every": settings.sync_every,
-            "diloco.overlap_steps": settings.overlap_steps,
+            "diloco.overlap_steps": self.model.schedule.max_overlap,
             "diloco.layers_per_fragment": settings.layers_per_fragment,
             "diloco.wire": self.wire,
             "diloco.combine": self.combine,
@@ -255,3 +254,80 @@ def _method(overlap_steps: int, wire: str) -> Method:
         return "streaming"
     overlapped_fp4: Method = "streaming_overlapped_fp4"
     return overlapped_fp4 if wire == PRESETS[overlapped_fp4].wire else "streaming_overlapped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Changes each of which alone reaches a target that no plan reaches."""
+
+    best: Plan
+    """The plan that comes closest."""
+    link_gbit_s: float | None
+    """Bandwidth of every link with which the largest H reaches the target; None if no bandwidth is enough."""
+    latency_seconds: float | None
+    """The largest latency of every link with which a plan reaches the target; None if none is low enough."""
+    step_factor: float | None
+    """Factor by which steps must compute longer, with batches as many times as large and as many times fewer
+    steps; None if no factor is enough."""
+
+
+def remedy(task: Task) -> Remedy:
+    """The changes that make an infeasible target feasible."""
+    plans = fastest(all_plans(task))
+    best = max(plans, key=lambda plan: (round(plan.compute_utilization, 6), [-risk for risk in plan.risk]))
+    longest = max(plan.model.settings.sync_every for plan in plans)
+    enough = [_least_gbit_s(plan) for plan in plans if plan.model.settings.sync_every == longest]
+    low_enough = map(_most_latency_seconds, plans)
+    return Remedy(
+        best=best,
+        link_gbit_s=min((gbit_s for gbit_s in enough if gbit_s is not None), default=None),
+        latency_seconds=max((seconds for seconds in low_enough if seconds is not None), default=None),
+        step_factor=min(filter(None, map(_least_step_factor, plans)), default=None),
+    )
+
+
+def _least_gbit_s(plan: Plan) -> float | None:
+    links = tuple(replace(replica, gbit_s=None) for replica in plan.task.replicas)
+    utilization = replace(plan.model, replicas=links).compute_utilization(_GBIT_S)
+    enough = np.flatnonzero(reaches(utilization, plan.task.target))
+    return float(_GBIT_S[enough[0]]) if enough.size else None
+
+
+_GBIT_S = np.logspace(-3, 5, 161)
+"""20 points per decade."""
+
+
+def _most_latency_seconds(plan: Plan) -> float | None:
+    """The largest latency that is low enough, by bisection, to 1 % of the largest possible one."""
+
+    def is_enough(latency_seconds: float) -> bool:
+        return _reaches_with(plan, lambda replica: replace(replica, latency_seconds=latency_seconds))
+
+    if not is_enough(0.0):
+        return None
+    low, high = 0.0, max(replica.latency_seconds for replica in plan.task.replicas)
+    precision = 0.01 * high
+    while high - low > precision:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_enough(middle) else (low, middle)
+    return low
+
+
+def _least_step_factor(plan: Plan) -> float | None:
+    """The smallest factor of the steps, by bisection: longer ones lower no utilization; H must still fit twice."""
+    allowed = _FACTORS[plan.task.num_steps / _FACTORS >= 2 * plan.model.settings.sync_every]
+
+    def is_enough(factor: float) -> bool:
+        return _reaches_with(plan, lambda replica: replace(replica, step_seconds=factor * replica.step_seconds))
+
+    if not allowed.size or not is_enough(allowed[-1]):
+        return None
+    return float(allowed[bisect_left(allowed, True, key=is_enough)])
+
+
+_FACTORS = np.logspace(0, 3, 61)
+
+
+def _reaches_with(plan: Plan, change: Callable[[Replica], Replica]) -> bool:
+    replicas = tuple(map(change, plan.task.replicas))
+    return replace(plan, model=replace(plan.model, replicas=replicas)).reaches_target

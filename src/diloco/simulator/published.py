@@ -9,11 +9,12 @@ prints 0.8; and that its runs have H + 10 steps.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco.presets import Method
+from diloco.published import rows
 from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
-from diloco.simulator.methods import MethodSettings
+from diloco.simulator.description import MethodSettings
 from diloco.simulator.paper import PaperModel
 
 
@@ -35,67 +36,21 @@ class Size(NamedTuple):
         )
 
 
-SIZES = {
-    size.name: size
-    for size in (
-        Size("1B", 1e9, 24, 0.1),
-        Size("10B", 10e9, 48, 0.8),
-        Size("100B", 100e9, 108, 4.9),
-        Size("405B", 405e9, 126, 26.9),
-        Size("671B", 671e9, 61, 20.1),
-    )
-}
+def _sizes(table: str) -> dict[str, Size]:
+    return {row["name"]: Size(**row) for row in rows(table)}
+
+
+SIZES = _sizes("streaming_sizes")
 """The sizes of arXiv 2501.18512; the last two are Llama 405B and DeepSeek-V3."""
-SCALING_SIZES = {"10B": SIZES["10B"]._replace(step_seconds=0.895), "405B": SIZES["405B"], "671B": SIZES["671B"]}
+SCALING_SIZES = _sizes("scaling_sizes")
 """The sizes of arXiv 2503.09799."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-BANDWIDTHS: dict[tuple[str, Method], tuple[float, ...]] = {
-    ("1B", "data_parallel"): (86.8, 152.6, 184.2, 222.3, 569.0),
-    ("1B", "diloco"): (1.4, 6.2, 13.3, 23.3, 86.8),
-    ("1B", "streaming"): (1.4, 5.2, 9.1, 16.0, 28.1),
-    ("1B", "streaming_overlapped"): (1.4, 4.3, 6.2, 9.1, 11.0),
-    ("1B", "streaming_overlapped_fp4"): (0.4, 0.9, 1.7, 2.0, 3.0),
-    ("10B", "data_parallel"): (104.8, 222.3, 222.3, 268.3, 471.5),
-    ("10B", "diloco"): (1.7, 7.5, 16.0, 33.9, 104.8),
-    ("10B", "streaming"): (1.7, 5.2, 9.1, 13.3, 19.3),
-    ("10B", "streaming_overlapped"): (1.7, 3.6, 5.2, 6.2, 7.5),
-    ("10B", "streaming_overlapped_fp4"): (0.4, 0.9, 1.4, 1.4, 1.7),
-    ("100B", "data_parallel"): (184.2, 323.8, 390.7, 390.7, 471.5),
-    ("100B", "diloco"): (3.0, 11.0, 23.3, 49.4, 184.2),
-    ("100B", "streaming"): (2.4, 6.2, 9.1, 11.0, 19.3),
-    ("100B", "streaming_overlapped"): (1.7, 3.6, 4.3, 5.2, 5.2),
-    ("100B", "streaming_overlapped_fp4"): (0.5, 0.9, 1.1, 1.1, 1.4),
-}
-"""arXiv 2501.18512, Table 5: the Gbit/s that reach each target; H = 100, strided fragments of 3 layers."""
-SCALING_BANDWIDTHS: dict[tuple[str, int], tuple[float, ...]] = {
-    ("10B", 0): (104.8, 184.2, 222.3, 222.3, 390.7),
-    ("10B", 1): (104.8, 184.2, 222.3, 222.3, 390.7),
-    ("10B", 10): (16.0, 49.4, 86.8, 152.6, 222.3),
-    ("10B", 50): (3.0, 11.0, 23.3, 41.0, 126.5),
-    ("10B", 100): (1.4, 6.2, 13.3, 23.3, 86.8),
-    ("10B", 300): (0.5, 2.0, 4.3, 9.1, 41.0),
-    ("405B", 0): (126.5, 222.3, 268.3, 323.8, 323.8),
-    ("405B", 1): (126.5, 222.3, 268.3, 323.8, 323.8),
-    ("405B", 10): (19.3, 72.0, 126.5, 184.2, 268.3),
-    ("405B", 50): (3.6, 13.3, 28.1, 59.6, 184.2),
-    ("405B", 100): (2.0, 7.5, 16.0, 33.9, 126.5),
-    ("405B", 300): (0.7, 3.0, 6.2, 13.3, 59.6),
-    ("671B", 0): (323.8, 569.0, 686.6, 686.6, math.inf),
-    ("671B", 1): (323.8, 569.0, 686.6, 686.6, math.inf),
-    ("671B", 10): (49.4, 152.6, 268.3, 390.7, 686.6),
-    ("671B", 50): (7.5, 33.9, 72.0, 126.5, 390.7),
-    ("671B", 100): (4.3, 16.0, 41.0, 72.0, 268.3),
-    ("671B", 300): (1.7, 6.2, 13.3, 28.1, 126.5),
-}
-"""arXiv 2503.09799, Table 6: Data-Parallel (0) and DiLoCo by H; infinite is more than the grid's largest."""
-
 WALL_CLOCK_STEPS = 186_250
 WALL_CLOCK_GBIT_S = (1.0, 10.0, 100.0, 1000.0)
 WALL_CLOCK_HOURS: dict[Method, tuple[float, ...]] = {
-    "data_parallel": (21 * 24, 2 * 24, 10, 5),
-    "diloco": (12, 6, 5, 5),
-    "streaming_overlapped_fp4": (6, 5, 5, 5),
+    row["method"]: tuple(row[f"{gbit_s:g}"] for gbit_s in WALL_CLOCK_GBIT_S)
+    for row in rows("streaming_wall_clock")
 }
 """Table 1: hours of the 1B model, rounded to hours or days. The paper prints GiB/s, but the numbers are Gbit/s."""
 
@@ -108,16 +63,13 @@ class Cost(NamedTuple):
     hours_1_gbit_s: float
     """Wall-clock time on a link of 1 Gbit/s."""
     tebibits: float
-    """Payload, at 16 bits a gradient and 4 bits an outer gradient, in 2⁴⁰ bits."""
+    """Payload, at 16 bits per gradient and 4 bits per outer gradient, in 2⁴⁰ bits."""
 
 
 OVERTRAINING_COSTS: dict[tuple[Method, int], Cost] = {
-    ("data_parallel", 25): Cost(0.67, 109, 441),
-    ("data_parallel", 100): Cost(2.7, 438, 1767),
-    ("data_parallel", 250): Cost(6.75, 1097, 4418),
-    ("streaming_overlapped_fp4", 25): Cost(0.67, 0.88, 1.10),
-    ("streaming_overlapped_fp4", 100): Cost(2.7, 3.5, 4.42),
-    ("streaming_overlapped_fp4", 250): Cost(6.75, 8.75, 11.05),
+    (row["method"], row["tokens_billion"]): Cost(*(row[name] for name in Cost._fields))
+    for row in rows("streaming_overtraining")
+    if "hours" in row
 }
 """arXiv 2501.18512, Table 2, by method and 10⁹ tokens: M = 2, H = 100. The paper prints TB for the last column."""
 _OVERTRAINING_STEP_TOKENS = 512 * 2048
@@ -149,23 +101,26 @@ Table = dict[tuple[str, str], tuple[Cell, ...]]
 def bandwidth_tables() -> dict[str, Table]:
     """The published tables of bandwidth, each cell beside ours, by source."""
     first: Table = {
-        (size, method): _row(published, SIZES[size].model(MethodSettings(method=method)), num_steps=None)
-        for (size, method), published in BANDWIDTHS.items()
+        (row["size"], row["method"]): _cells(row, SIZES[row["size"]], MethodSettings(method=row["method"]))
+        for row in rows("streaming_bandwidth")
     }
     second: Table = {}
-    for (size, sync_every), published in SCALING_BANDWIDTHS.items():
+    for row in rows("scaling_bandwidth"):
+        sync_every = row["sync_every"]
         if sync_every:
             name, settings = f"diloco, H = {sync_every}", MethodSettings(method="diloco", sync_every=sync_every)
         else:
             name, settings = "data_parallel", MethodSettings(method="data_parallel")
-        model = SCALING_SIZES[size].model(settings)
-        second[size, name] = _row(published, model, num_steps=sync_every + 10)
+        size = SCALING_SIZES[row["size"]]
+        second[row["size"], name] = _cells(row, size, settings, num_steps=sync_every + 10)
     return {"arXiv 2501.18512, Table 5": first, "arXiv 2503.09799, Table 6": second}
 
 
-def _row(published: tuple[float, ...], model: PaperModel, *, num_steps: int | None) -> tuple[Cell, ...]:
-    utilization = model.compute_utilization(GBIT_S, num_steps=num_steps)
-    return tuple(Cell(cell, needed_gbit_s(utilization, at)) for cell, at in zip(published, TARGETS, strict=True))
+def _cells(
+    row: dict[str, Any], size: Size, settings: MethodSettings, *, num_steps: int | None = None
+) -> tuple[Cell, ...]:
+    utilization = size.model(settings).compute_utilization(GBIT_S, num_steps=num_steps)
+    return tuple(Cell(row[f"{target:g}"], needed_gbit_s(utilization, target)) for target in TARGETS)
 
 
 def wall_clock_table() -> dict[Method, tuple[float, ...]]:

@@ -30,8 +30,8 @@ def growth_rate(period: Callable[[Times], Times], start_SxB: Times, *, longest_c
         longest_cycle: the most periods that a cycle may have.
 
     Returns:
-        λ in seconds a period, (B,); if the times do not settle, which was never seen, the average growth over the
-        second half of the periods taken.
+        λ in seconds per period, (B,); if the times do not settle, which was never seen, the average growth over
+        the second half of the periods taken.
     """
     rate_B = np.full(start_SxB.shape[1], np.nan)
     history = [start_SxB]

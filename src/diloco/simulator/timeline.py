@@ -7,7 +7,7 @@ import numpy as np
 
 from diloco.errors import UserError
 from diloco.simulator.paper import PaperModel, PaperRun
-from diloco.simulator.physical import PhysicalModel
+from diloco.simulator.physical import PhysicalModel, PhysicalRun
 from diloco.simulator.steady import Times
 
 Kind = Literal["forward", "backward_activations", "backward_parameters", "exchange"]
@@ -73,7 +73,7 @@ def physical_timeline(model: PhysicalModel, *, gbit_s: float, num_steps: int) ->
                 start, end = float(starts_M[others].min()), float(ends_M[others].max())
                 exchanges.append(Interval(f"link {replica}", "exchange", start, end, fragments[fragment]))
 
-    run = model.start(gbit_s, record)
+    run = PhysicalRun(model, gbit_s, record)
     for _ in range(num_steps):
         starts = run.ready_BxM[0]
         run.advance(compute_M[None])

@@ -9,37 +9,23 @@ a parameter: b₀ for gradients, b₁ for outer gradients. At each of T steps
 
 with W₀, ε₀ inside a site and W₁, ε₁ between sites. Overlap hides the outer exchange for the duration of τ steps.
 The paper has one number of bits.
+
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from diloco.errors import UserError
-from diloco.simulator.step_time import step_seconds
 
 
-@dataclass(frozen=True)
-class Network:
-    """A network that carries all-reduces.
-
-    Raises:
-        UserError: if a number is out of range.
-    """
+class Network(NamedTuple):
+    """A network that carries all-reduces."""
 
     gbit_s: float
     """W, bandwidth between two ends of the network."""
     latency_seconds: float
     """ε, latency of an all-reduce."""
-
-    def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
-        if not 0 < self.gbit_s < math.inf:
-            raise UserError(f"gbit_s must be above 0 and finite, not {self.gbit_s}", "gbit_s")
-        if not 0 <= self.latency_seconds < math.inf:
-            raise UserError(
-                f"latency_seconds must be at least 0 and finite, not {self.latency_seconds}", "latency_seconds"
-            )
 
 
 NetworkName = Literal["high", "medium", "low"]
@@ -64,23 +50,23 @@ class IdealizedRun:
     """
 
     num_params: float
-    """N, all parameters."""
+    """N, number of all parameters."""
     num_tokens: float
-    """D, of the whole run."""
+    """D, tokens of the whole run."""
     batch_tokens: float
     """Tokens of a step over all chips."""
     num_chips: int
-    """R."""
+    """R, number of all chips."""
     num_replicas: int = 0
     """M; 0 is Data-Parallel."""
     sync_every: int = 30
-    """H."""
+    """H, inner steps between two syncs."""
     overlap_steps: int = 0
-    """τ."""
-    inside: Network = NETWORKS["high"]
-    """W₀ and ε₀."""
-    between: Network = NETWORKS["low"]
-    """W₁ and ε₁."""
+    """τ, inner steps that hide the exchange of outer gradients."""
+    inside: NetworkName = "high"
+    """W₀ and ε₀: network within a replica (400, 100 or 10 Gbit/s)."""
+    between: NetworkName = "low"
+    """W₁ and ε₁: network between replicas, and of Data-Parallel."""
     flops_per_chip: float = 300e12
     """Q, floating-point operations that a chip does in a second."""
     inner_bits_per_param: float = 16
@@ -148,6 +134,33 @@ class IdealizedRun:
         """Duration of the whole run."""
         return self.compute_seconds + self.inside_seconds + self.between_seconds
 
-    def _all_reduce(self, network: Network, num_chips: float, bits_per_param: float) -> float:
-        bits = 2 * self.num_params * bits_per_param * (1 - 1 / num_chips)
+    def _all_reduce(self, name: NetworkName, num_chips: float, bits_per_param: float) -> float:
+        network, bits = NETWORKS[name], 2 * self.num_params * bits_per_param * (1 - 1 / num_chips)
         return bits / (network.gbit_s * 1e9) + network.latency_seconds
+
+
+def step_seconds(
+    *, num_params: float, batch_tokens: float, num_chips: float, flops_per_chip: float, mfu: float = 1.0
+) -> float:
+    """6·N·B/(R·Q·MFU) seconds: the rule of Kaplan et al. (arXiv 2001.08361), forward and backward pass.
+
+    Args:
+        num_params: N, the parameters that a token activates; all of them but in a mixture of experts.
+        batch_tokens: B, tokens of a step on these chips.
+        num_chips: R.
+        flops_per_chip: Q, floating-point operations that a chip can do in a second.
+        mfu: the part of Q that training reaches, above 0 and at most 1.
+
+    Raises:
+        UserError: if a number is out of range.
+
+    >>> round(step_seconds(num_params=1e9, batch_tokens=2**17, num_chips=64, flops_per_chip=197e12, mfu=0.6), 3)
+    0.104
+    """
+    numbers = {"num_params": num_params, "batch_tokens": batch_tokens, "num_chips": num_chips}
+    for name, value in (numbers | {"flops_per_chip": flops_per_chip}).items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} must be above 0 and finite, not {value}", name)
+    if not 0 < mfu <= 1:
+        raise UserError(f"mfu must be above 0 and at most 1, not {mfu}", "mfu")
+    return 6 * num_params * batch_tokens / (num_chips * flops_per_chip * mfu)

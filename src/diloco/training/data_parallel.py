@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.engine.shards import gathered, local
+from diloco.engine.parameters import gathered, local
 from diloco.outer.digest import parameters_hash
 from diloco.outer.step import OuterStep
 
@@ -85,16 +85,7 @@ class DataParallel(ABC):
         """Do nothing: nothing is in flight."""
         return ()
 
-    def logs(self) -> dict[str, float]:
-        """The counters."""
-        return self.counters()
-
-    def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """The counters as of now."""
-        counted = self.counters()
-        return lambda: counted
-
-    def counters(self) -> dict[str, float]:
+    def logs(self, *, computed: bool = True) -> dict[str, float]:
         """Steps, bytes, and seconds in which training waited."""
         return {name: float(getattr(self, name)) for name in _COUNTERS}
 
@@ -102,7 +93,7 @@ class DataParallel(ABC):
         """The parameters, which all replicas share."""
         return {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
 
-    def outer_in_place(self) -> nullcontext[None]:
+    def outer_parameters_applied(self) -> nullcontext[None]:
         """Do nothing: the model has them already."""
         return nullcontext()
 

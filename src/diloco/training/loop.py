@@ -13,7 +13,7 @@ import torch.distributed as dist
 from diloco.data.sampling import Batches, Sampler, SlotBatches, SlotSampler
 from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
-from diloco.exchange.transport import agree, failing_together
+from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.config.config import TrainConfig, flat_json
@@ -138,8 +138,7 @@ class _Run:
         """Mean loss of the outer parameters on this replica's share of the held-out text, nats a token."""
         measured = evaluate(self.state, self.config, self.world, self.held_out, together=False)
         total, count = (
-            self.world.over_ranks(value, dist.ReduceOp.SUM)
-            for value in (measured.loss * measured.num_tokens, measured.num_tokens)
+            self.world.over_ranks(value) for value in (measured.loss * measured.num_tokens, measured.num_tokens)
         )
         return total / count
 
@@ -166,7 +165,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
     config = resolved(asked)
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
-        stack.enter_context(failing_together(world.exchange))
+        stack.enter_context(fail_together(world.exchange))
         stack.enter_context(lack_of_memory_explained(config, world))
         corpus, held_out = _open_corpus(config, world)
         state = initial_state(config, world)
@@ -174,7 +173,7 @@ def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             claim_together(asked, world)
         assert config.checkpoint.keep is not None, "the config is resolved"
         checkpoints = stack.enter_context(
-            Checkpoints(config.checkpoints, world.replica, world.own_group, keep=config.checkpoint.keep)
+            Checkpoints(config.checkpoints, world.replica, world.host_group, keep=config.checkpoint.keep)
         )
         stack.enter_context(lost_processes_named(state))
         if resume:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from diloco.data.index import read_index
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
-from diloco.data.shards import open_split
+from diloco.data.shards import open_split, read_index
 from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require

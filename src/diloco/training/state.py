@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.engine.streaming import StreamingDiLoCo
+from diloco.engine.streaming import StreamingDiLoCo, uncounted_tokens
+from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
@@ -119,7 +120,7 @@ class ElasticProgress:
         num_fragments, num_others = len(engine.settings.fragments), max(0, len(state.active) - 1)
         ahead = (step - engine.num_steps) * self._own_tokens
         own = (
-            round(num_fragments * engine.uncounted_tokens) + num_fragments * ahead
+            round(num_fragments * uncounted_tokens(engine)) + num_fragments * ahead
         )  # a whole number, P times `uncounted`
         others = num_others * min(own, num_fragments * self._most_steps * self._own_tokens)
         return (self._rendezvous.counted_tokens + own + others) // num_fragments
@@ -151,23 +152,15 @@ class Synchronizer(Protocol):
         """Receive and merge everything in flight; every replica calls it after the same step."""
         ...
 
-    def logs(self) -> dict[str, float]:
-        """Numbers for trackers, by name; every process of a replica must call it."""
-        ...
-
-    def begin_logs(self) -> Callable[[], dict[str, float]]:
-        """Begin to compute `logs` as of now; the function that is returned reads them."""
-        ...
-
-    def counters(self) -> dict[str, float]:
-        """The part of `logs` that any process and thread may ask for at any time."""
+    def logs(self, *, computed: bool = True) -> dict[str, float]:
+        """Numbers for trackers, by name; every process of a replica must call it, unless none is computed."""
         ...
 
     def outer_parameters(self) -> dict[str, Tensor]:
         """Θ by parameter name, FP32, sharded as the model is."""
         ...
 
-    def outer_in_place(self) -> AbstractContextManager[None]:
+    def outer_parameters_applied(self) -> AbstractContextManager[None]:
         """A context in which the model has Θ in the place of its own parameters."""
         ...
 
@@ -237,8 +230,7 @@ class TrainState:
         """Take up what was saved, on as many shards as there are now; every replica must load the same step."""
         facts = checkpoints.facts(step, _Facts)
         tensors = self._tensors(_parted(self.sync.state_dict())[1])
-        # An older checkpoint has what was in flight, and no zeros for the rest.
-        checkpoints.load(step, tensors, optional="sync.sent.")
+        checkpoints.load(step, tensors)
         self.seconds, self.blocked_seconds = facts.seconds, facts.blocked_seconds
         self.model.load_state_dict(tensors["model"])
         moments = dict(enumerate(tensors["optimizer"].values()))
@@ -278,7 +270,7 @@ class _Facts:
     seconds: Seconds
     blocked_seconds: Seconds
     sync: dict[str, Any]
-    mean_loss: MeanLossState | None = None  # an earlier checkpoint has none
+    mean_loss: MeanLossState | None
 
 
 def initial_state(config: TrainConfig, world: World) -> TrainState:
@@ -305,15 +297,22 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
             model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
         )
     settings = engine_settings(config, model)
-    exchange = world.rendezvous or world.exchange
-    engine = StreamingDiLoCo(model, exchange=exchange, offload=config.diloco.offload, **vars(settings))
+    exchange = world.exchange if world.rendezvous is None else None
+    engine = StreamingDiLoCo(
+        model,
+        exchange=exchange,
+        rendezvous=world.rendezvous,
+        offload=config.diloco.offload,
+        **vars(settings),
+    )
     if world.rendezvous is not None:
         progress = ElasticProgress(config, engine, world)
         return TrainState(model, forward, optimizer, engine, progress)
     mean_loss = MeanLoss(world.exchange, max_overlap=settings.schedule.max_overlap)
     state = TrainState(model, forward, optimizer, engine, FixedProgress(config), mean_loss=mean_loss)
     if config.num_ddp > 1:
-        state.forward = inside = data_parallel(forward, world.own_device_group)
+        assert isinstance(world.group, TorchGroup), "a replica is several processes"
+        state.forward = inside = data_parallel(forward, world.group.group)
         settle_buckets(inside, _batch_shape(config), autocast=world.autocast)
         state.passes = lambda is_last: nullcontext() if is_last else inside.no_sync()
     if config.diloco.freeze:

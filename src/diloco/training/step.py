@@ -9,18 +9,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
+from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig
 from diloco.training.records.metrics import StepMetrics, describe
-from diloco.training.state import TrainState
+from diloco.training.state import Synchronizer, TrainState
 from diloco.training.world import World, model_flops_utilization, peak_memory_bytes
 from diloco.wire.kernels.memory import begin_to_host, to_device
 
@@ -71,7 +72,7 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
         outer_step.begin(layer_cosine=config.log_layer_cosine)
     blocked = torch.tensor(sync.blocked_seconds - blocked_before, dtype=torch.float64)
     if world.num_ranks > 1:
-        blocked = world.reduced(to_device(blocked, world.device), dist.ReduceOp.MAX)
+        blocked = world.group.reduce(to_device(blocked, world.device), largest=True)
     return BegunStep(
         step=step,
         tokens=state.standing.tokens,
@@ -82,8 +83,15 @@ def begin_step(state: TrainState, batch: np.ndarray, config: TrainConfig, world:
         bytes_received=sync.bytes_received - received_before,
         sends=sends,
         outer_steps=outer_steps,
-        read_logs=sync.begin_logs() if any(o.sync.fragment == 0 for o in outer_steps) else dict,
+        read_logs=_begin_logs(sync, outer_steps),
     )
+
+
+def _begin_logs(sync: Synchronizer, outer_steps: Sequence[OuterStep]) -> Callable[[], dict[str, float]]:
+    """The logs after an outer step of fragment 0, and else none."""
+    if not any(outer_step.sync.fragment == 0 for outer_step in outer_steps):
+        return dict
+    return begin_logs(cast(StreamingDiLoCo, sync))  # nothing else takes outer steps
 
 
 def end_step(
@@ -195,7 +203,7 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
     for parameter in state.frozen(state.step + 1):
         parameter.grad = None
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
-    loss = world.reduced(torch.stack(losses).mean().double(), dist.ReduceOp.SUM) / world.num_ranks
+    loss = world.group.reduce(torch.stack(losses).mean().double()) / world.num_ranks
     return torch.stack([loss, gathered(grad_norm).double()])
 
 

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.errors import DilocoError, DisagreementError, ExchangeError, UserError, setting
+from diloco.exchange.group import OneProcess, TorchGroup
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
-from diloco.exchange.transport import SECONDS_OF_SILENCE, Transport, wait_for_all
+from diloco.exchange.transport import SECONDS_OF_SILENCE, Group, Transport, wait_for_all
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.schema import Count
@@ -336,10 +337,10 @@ class World:
     """The exchange with all processes, in the order of their ranks; `exchange` if a replica is one process."""
     mesh: DeviceMesh | None
     """Replicas × shards; None if a replica is not sharded."""
-    own_group: dist.ProcessGroup | None
-    """This replica's processes on gloo, for its checkpoints; None if there are no process groups."""
-    own_device_group: dist.ProcessGroup | None
-    """This replica's processes where they compute; None if a replica is one process."""
+    group: Group
+    """This replica's processes, where they compute."""
+    host_group: Group
+    """This replica's processes on their hosts, for its checkpoints, which a thread writes."""
     device: torch.device
     """The device on which this process computes."""
     is_first_on_machine: bool
@@ -377,22 +378,16 @@ class World:
     def of_first(self, num_numbers: int, read: Callable[[], Sequence[int]]) -> list[int]:
         """Whole numbers, 0 to 2^53, that the first process of the replica reads; each of them must call it."""
         numbers = [*read()] if self.rank == 0 else [0] * num_numbers
-        if self.own_device_group is None:
+        if self.group.size == 1:
             return numbers
         together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return [int(number) for number in self.reduced(together, dist.ReduceOp.MAX).tolist()]
+        return [int(number) for number in self.group.broadcast(together).tolist()]
 
-    def over_ranks(self, value: float, operation: "dist.ReduceOp.RedOpType") -> float:
-        """Reduce a number over the processes of the replica; each of them must call it."""
-        if self.own_device_group is None:
+    def over_ranks(self, value: float) -> float:
+        """The sum of a number over the processes of the replica; each of them must call it."""
+        if self.group.size == 1:
             return value
-        return self.reduced(torch.tensor(value, dtype=torch.float64, device=self.device), operation).item()
-
-    def reduced(self, value: torch.Tensor, operation: "dist.ReduceOp.RedOpType") -> torch.Tensor:
-        """Reduce a tensor on the device, in place; each process of the replica must call it, and none waits."""
-        if self.own_device_group is not None:
-            dist.all_reduce(value, operation, group=self.own_device_group)
-        return value
+        return self.group.reduce(torch.tensor(value, dtype=torch.float64, device=self.device)).item()
 
 
 @contextmanager
@@ -549,8 +544,8 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         exchange=others,
         everyone=everyone or others,
         mesh=mesh,
-        own_group=own_group,
-        own_device_group=own_device_group,
+        group=OneProcess() if own_device_group is None else TorchGroup(own_device_group, device),
+        host_group=TorchGroup(own_group, torch.device("cpu")),
         device=device,
         is_first_on_machine=is_first_on_machine,
         autocast=use_autocast(config, device),
@@ -578,8 +573,8 @@ def alone(config: TrainConfig) -> World:
         exchange=exchange,
         everyone=exchange,
         mesh=None,
-        own_group=None,
-        own_device_group=None,
+        group=OneProcess(),
+        host_group=OneProcess(),
         device=cpu,
         is_first_on_machine=True,
         autocast=use_autocast(config, cpu),

@@ -278,20 +278,15 @@ def non_finite() -> NonFiniteError:
     return NonFiniteError("the outer gradient is not finite: it holds NaN or an infinity")
 
 
-MOST_NOTES = BASE_BYTES.start - 1
-
-
 @dataclass(frozen=True)
 class Unsealed(Codec):
     """A codec whose payloads are sealed later, those of one outer gradient."""
 
     wire: Codec
-    notes: tuple[Tensor, ...] = ()
-    """Bools on the device, at most `MOST_NOTES`, that travel with each payload."""
-    base: Tensor | None = None
-    """The digest of Θ on the device, int64 (1), that travels, too; None if the host knows it."""
     sizes: list[int] = field(default_factory=list)
     """Elements of each payload that was encoded, in order."""
+    are_finite: list[Tensor] = field(default_factory=list)
+    """For each payload a bool on its device: whether its vector was finite."""
 
     name = "unsealed"
 
@@ -300,14 +295,10 @@ class Unsealed(Codec):
         return self.wire.body_bytes(num_elements)
 
     def encode(self, delta_N: Tensor, key: Key = Key(), *, base: int = 0) -> Tensor:  # noqa: B008
-        """A payload with, in the place of its header, whether the vector is finite, the notes and the base."""
+        """A payload of which only the body is written."""
         payload, is_finite = self.packed(delta_N, key)
-        notes = torch.stack([is_finite, *self.notes])
-        assert len(self.notes) <= MOST_NOTES, "the notes take the place before the base"
-        payload[: len(notes)].copy_(notes)
-        if self.base is not None:
-            payload[BASE_BYTES].copy_(self.base.view(torch.uint8))
         self.sizes.append(delta_N.numel())
+        self.are_finite.append(is_finite)
         return payload
 
     def decode_into(self, to_N: Tensor, payload: Tensor, key: Key = Key(), *, add: bool = False) -> Tensor:  # noqa: B008
@@ -315,24 +306,10 @@ class Unsealed(Codec):
         self.unpack(plain(payload[HEADER_BYTES:], to_N.device), to_N, key, add=add)
         return to_N
 
-    def read_notes(self, payload: Tensor) -> list[bool]:
-        """The notes of a payload, which has come to the host."""
-        return [bool(note) for note in payload[1 : 1 + len(self.notes)].tolist()]
-
-    def seal_all(self, payloads: Sequence[Tensor], *, base: int | None) -> None:
-        """Write the headers of all payloads, which have come to the host.
-
-        Args:
-            payloads: those that were encoded, in order.
-            base: the digest of Θ; None where it travels with the payloads.
-
-        Raises:
-            NonFiniteError: if the outer gradient was not finite.
-        """
-        if not all(payload[0].item() for payload in payloads):
-            raise non_finite()
+    def seal_all(self, payloads: Sequence[Tensor], *, base: int) -> None:
+        """Write the headers of all payloads, which were encoded in this order and have come to the host."""
         for payload, num_elements in zip(payloads, self.sizes, strict=True):
-            self.wire.seal(payload, num_elements, base=base_of(payload) if base is None else base)
+            self.wire.seal(payload, num_elements, base=base)
 
     def pack(self, delta_N: Tensor, body: Tensor, key: Key) -> Tensor:
         """Call the codec's own method."""

@@ -14,8 +14,9 @@ import pytest
 from tests.experiments.runner.machines import HALF, FakeMachine, labelled_runs, tiny_config
 
 from diloco.errors import UserError
-from diloco.experiments.runner import grid, job_server
-from diloco.experiments.runner.grid import LocalMachine, adopt, make_job, read_result, run_grid
+from diloco.experiments.runner import job_server, machines
+from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid
+from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows
 
 
@@ -98,18 +99,12 @@ def test_a_failure_replaces_no_result(small_corpus, tmp_path):
     assert rows_of(runs, tmp_path / "runs", failing) == [row] and len(failing.jobs) == 1
 
 
-def test_scores_without_a_digest_count_as_scores_of_these_questions(small_corpus, tmp_path):
-    runs, machine, task = labelled_runs(small_corpus, tmp_path)[:1], FakeMachine(), tmp_path / "mine.jsonl"
-    task.write_text("a question")
-    rows = rows_of(runs, tmp_path / "runs", machine, tasks=(task,))
-    path = make_job(runs[0].config, tmp_path / "runs").directory / "result.json"
-    result = json.loads(path.read_text())
-    del result["questions"]
-    path.write_text(json.dumps(result))
-    assert rows_of(runs, tmp_path / "runs", machine, tasks=(task,)) == rows and len(machine.jobs) == 1
-    path.write_text("{")
+def test_a_damaged_result_is_refused(small_corpus, tmp_path):
+    job = make_job(labelled_runs(small_corpus, tmp_path)[0].config, tmp_path / "runs")
+    job.directory.mkdir(parents=True)
+    (job.directory / "result.json").write_text("{")
     with pytest.raises(UserError, match=r"result\.json can.t be read.*: delete it"):
-        read_result(make_job(runs[0].config, tmp_path / "runs"))
+        read_result(job)
 
 
 def test_cosines_are_averaged_by_third_by_tenth_and_by_block(small_corpus, tmp_path):
@@ -141,7 +136,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from tests.experiments.runner.machines import labelled_runs
-from diloco.experiments.runner.grid import LocalMachine, run_grid
+from diloco.experiments.runner.grid import run_grid
+from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import write_rows
 
 corpus, output = map(Path, sys.argv[1:3])
@@ -224,7 +220,7 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
 @pytest.mark.filterwarnings("default")  # of ray
 def test_a_ray_cluster_gives_the_same_rows(small_corpus, tmp_path, trained):
     ray = pytest.importorskip("ray")
-    from diloco.experiments.runner.cluster import RayCluster
+    from diloco.experiments.runner.machines import RayCluster
 
     with pytest.raises(UserError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
         RayCluster("127.0.0.1:1")
@@ -255,7 +251,7 @@ def test_a_machine_runs_as_many_at_once_as_it_has_cores(small_corpus, tmp_path, 
             num_busy -= job.config.num_processes
         return {}
 
-    monkeypatch.setattr(grid, "run_job", run)
+    monkeypatch.setattr(machines, "run_job", run)
     machine = LocalMachine(3)
     for future in [machine.submit(job) for job in (two, one, two, one, one, two)]:
         future.result(timeout=20)
@@ -273,7 +269,7 @@ def test_a_closed_machine_begins_nothing(small_corpus, tmp_path, monkeypatch):
         assert may_end.wait(20)
         return {}
 
-    monkeypatch.setattr(grid, "run_job", run)
+    monkeypatch.setattr(machines, "run_job", run)
     two = make_job(tiny_config(small_corpus, tmp_path, num_replicas=2), tmp_path)
     machine = LocalMachine(2)
     first, second = machine.submit(two), machine.submit(two)

@@ -12,9 +12,9 @@ from diloco.report.figures.laws import (
     loss_over_batch,
     loss_over_params,
 )
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
 from diloco.scaling.laws import Laws
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, LOSS, NUM_PARAMS
-from diloco.scaling.table import Point
+from diloco.scaling.table import PUBLISHED_PARAMS, Point, published_table
 
 
 def drawn(figure) -> dict[str, list[tuple[float, float]]]:
@@ -29,12 +29,14 @@ def drawn(figure) -> dict[str, list[tuple[float, float]]]:
 
 def test_published_losses_are_drawn_with_their_laws_and_the_losses_measured_later():
     figure = loss_over_params(Laws())
-    assert drawn(figure)["DiLoCo, M = 2"] == list(zip(NUM_PARAMS, LOSS[2], strict=True))
+    assert drawn(figure)["DiLoCo, M = 2"] == [
+        (p.params, p.eval_loss) for p in published_table() if p.replicas == 2
+    ]
     lines = figure.axes[0].lines
     later = [list(line.get_ydata()) for line in lines if tuple(line.get_xdata()) == EXTRAPOLATED_PARAMS]
     assert later == [list(losses) for losses in EXTRAPOLATED.values()]
     gaps = drawn(difference_to_data_parallel(Laws()))
-    assert gaps["DiLoCo, M = 8"][0] == (NUM_PARAMS[0], pytest.approx(100 * (3.621 / 3.485 - 1)))
+    assert gaps["DiLoCo, M = 8"][0] == (PUBLISHED_PARAMS["35M"], pytest.approx(100 * (3.621 / 3.485 - 1)))
     assert list(gaps) == ["DiLoCo, M = 1", "DiLoCo, M = 2", "DiLoCo, M = 4", "DiLoCo, M = 8"]
 
 

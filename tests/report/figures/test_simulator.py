@@ -2,8 +2,14 @@
 
 import pytest
 
-from diloco.report.figures.schedules import fragment_patterns, schedules
-from diloco.report.figures.simulator import FIGURES, fragment_bandwidth, fragments, step_seconds
+from diloco.report.figures.simulator import (
+    FIGURES,
+    fragment_bandwidth,
+    fragment_patterns,
+    fragments,
+    schedules,
+    step_seconds,
+)
 from diloco.simulator.bandwidth import GBIT_S
 
 pytest.importorskip("matplotlib")
@@ -59,10 +65,3 @@ def test_each_method_has_its_schedule():
     ]
     exchanges = [len([bar for bar in axes.patches if bar.get_y() > 0.5]) for axes in figure.axes]
     assert exchanges == [8, 4, 4, 4]
-
-
-def test_the_names_in_the_help_are_all_there_are():
-    from diloco.cli.simulate import _pictures
-
-    listed = " ".join((_pictures.__doc__ or "").split("Names among ")[1].split("; left")[0].split())
-    assert listed.split(", ") == list(FIGURES)

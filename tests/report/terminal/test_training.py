@@ -1,14 +1,74 @@
-"""The progress of a run, as it is printed where there is no terminal."""
+"""A run in a terminal: the lines before it starts, and its progress as it is printed without a terminal."""
 
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from tests.rendezvous.replicas import Replica
 from tests.training.test_metrics import metrics
 
-from diloco.report.terminal.training import TrainingProgress
+from diloco.data.config import DataConfig
+from diloco.report.terminal.training import TrainingProgress, change_lines, forecast_lines, start_lines
+from diloco.training.config.forecast import forecast
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import Budget, resolved
+from diloco.training.prepare import prepare_run
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("To be, or not to be.\n" * 1500)
+    data = DataConfig(train=(str(folder / "text.txt"),), cache=folder / "data")
+    return replace(recipe("tiny"), name="run", runs=folder, data=data)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (Budget(10.2, "epochs"), "30.9 kB, 30,871 tokens; 10.2 epochs: the model will memorise it"),
+        (Budget(2, "epochs"), "30.9 kB, 30,871 tokens; 1.99 epochs\n"),
+        (Budget(1e5, "tokens"), "100,000 tokens are rounded to 195 whole steps of 512, 99,840 tokens"),
+        (Budget(51_200, "tokens"), "epochs\nrun "),
+    ],
+)
+def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected):
+    text = "\n".join(start_lines(resolved(prepare_run(asked, budget=budget)), budget))
+    assert expected in text
+    assert "the last 2.00% of each document is held out" in text
+    assert text.endswith(str(asked.runs / "run"))
+
+
+def test_changes_name_both_values():
+    changes = {"seed": (0, 3), "optimizer.warmup_steps": (6, None)}
+    assert list(change_lines(changes)) == [
+        "      seed is 3 from here on, and was 0",
+        "      optimizer.warmup_steps is a tenth of the steps left (at most 1000) from here on, and was 6",
+    ]
+
+
+@pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "data_parallel"])
+def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
+    config = resolved(prepare_run(replace(asked, method=method)))
+    text = "\n".join(forecast_lines(config, forecast(config)))
+    assert "57,792 parameters, 2 replicas" in text and "steps  60 of 512 tokens" in text
+    assert ("first sent after step 10, 13, 16" in text) == (method != "data_parallel")
+    assert "0.1 Gbit/s each way" in text
+
+
+def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path):
+    (tmp_path / "store").mkdir()
+    one = replace(asked, num_replicas=1, replica_batch=2, rendezvous=str(tmp_path / "store"))
+    config = resolved(prepare_run(one))
+    *_, steps, own, _, syncs, last = forecast_lines(config, forecast(config))
+    alone = -(-config.num_tokens // (2 * config.sequence_length))
+    assert steps == "steps  60 of 512 tokens: 30,720 tokens"
+    assert own.strip().startswith(
+        f"of all replicas that join; this one reads {2 * config.sequence_length:,} tokens"
+    )
+    assert own.endswith(f"alone would take {alone:,} steps")
+    assert syncs.startswith("syncs  H = 10") and last == "bytes  depend on how many replicas take part"
 
 
 def test_held_out_losses_are_printed_when_they_are_measured():

@@ -1,1 +1,23 @@
-"""The papers' experiments: each module is a group of them, and registers its own."""
+"""The papers' experiments by name: a file per paper."""
+
+from diloco.errors import UserError, nearest
+from diloco.experiments.papers import laws, streaming
+from diloco.experiments.papers.experiment import Experiment, Recipe
+from diloco.experiments.papers.tiers import Tier
+
+EXPERIMENTS: dict[str, Recipe] = {
+    recipe.__name__: recipe for recipe in (*streaming.EXPERIMENTS, *laws.EXPERIMENTS)
+}
+"""The experiments by name, in the order of the papers."""
+
+
+def experiment(name: str, tier: Tier) -> Experiment:
+    """The experiment of that name at a tier.
+
+    Raises:
+        UserError: if there is none; the message names those that there are.
+    """
+    if name not in EXPERIMENTS:
+        hint = nearest(name, EXPERIMENTS) or f": choose from {', '.join(EXPERIMENTS)}"
+        raise UserError(f"{name!r} is not an experiment{hint}")
+    return EXPERIMENTS[name](tier)

@@ -44,7 +44,7 @@ def change(
 
 
 class Change(NamedTuple):
-    """Relative differences, one a seed.
+    """Relative differences, one per seed.
 
     >>> str(Change({0: 0.02, 1: 0.03}))
     '+2.50 % (+2.00 … +3.00)'

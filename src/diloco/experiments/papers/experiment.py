@@ -1,13 +1,16 @@
 """The parts of an experiment: its runs, its figure's panels, and what it finds about the paper's claim."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 from diloco.experiments.papers.comparison import Row, Verdict, finished
 from diloco.experiments.papers.tiers import Tier
 from diloco.experiments.runner.grid import LabelledRun
+from diloco.simulator.wall_clock import NETWORKS, IdealizedRun, NetworkName
 from diloco.training.config.config import TrainConfig
 
 
@@ -62,34 +65,58 @@ class Experiment:
 
 
 Recipe = Callable[[Tier], Experiment]
-REGISTERED: dict[str, tuple[int, Recipe]] = {}
-"""Place and function of the experiments whose modules have been imported, by name; `recipes` imports all."""
+LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig] | tuple[dict[str, Any], TrainConfig, int | None]]
+"""Runs by their labels, some with the step of the checkpoint that is evaluated, or None for the end."""
 
 
-def registered(*, order: int) -> Callable[[Recipe], Recipe]:
-    """Register an experiment under its function's name.
+class Parts(NamedTuple):
+    """The functions of an experiment at a tier."""
 
-    Args:
-        order: its place among all experiments, the smallest first.
-    """
+    runs: Callable[[int], LabelledConfigs]
+    """The runs of a seed."""
+    panels: Callable[[Sequence[Row]], list[Panel]]
+    """The panels of its figure, from the rows of its table."""
+    finding: Callable[[Sequence[Row]], Finding]
+    """The finding about the claim, from the same rows."""
 
-    def register(recipe: Recipe) -> Recipe:
-        assert recipe.__name__ not in REGISTERED, f"two experiments are named {recipe.__name__}"
-        REGISTERED[recipe.__name__] = order, recipe
+
+def stated(
+    *,
+    claim: str,
+    source: str,
+    with_accuracy: bool = False,
+    parameters: tuple[str, ...] = (),
+    with_curves: bool = False,
+) -> Callable[[Callable[[Tier], Parts]], Recipe]:
+    """State an experiment, whose name is its function's; the arguments are fields of `Experiment`."""
+
+    def state(parts_of: Callable[[Tier], Parts]) -> Recipe:
+        @wraps(parts_of)
+        def recipe(tier: Tier) -> Experiment:
+            parts = parts_of(tier)
+            return Experiment(
+                name=recipe.__name__,
+                claim=claim,
+                source=source,
+                runs=_over_seeds(tier, parts.runs),
+                panels=parts.panels,
+                finding=parts.finding,
+                with_accuracy=with_accuracy,
+                parameters=parameters,
+                with_curves=with_curves,
+            )
+
         return recipe
 
-    return register
+    return state
 
 
-LabelledConfigs = Iterable[tuple[dict[str, Any], TrainConfig]]
-
-
-def over_seeds(tier: Tier, runs: Callable[[int], LabelledConfigs]) -> list[LabelledRun]:
+def _over_seeds(tier: Tier, runs: Callable[[int], LabelledConfigs]) -> list[LabelledRun]:
     """The runs of every seed, labelled with it."""
     return [
-        LabelledRun(labels={**labels, "seed": seed}, config=config)
+        LabelledRun(labels={**labels, "seed": seed}, config=config, at_step=at_step[0] if at_step else None)
         for seed in tier.seeds
-        for labels, config in runs(seed)
+        for labels, config, *at_step in runs(seed)
     ]
 
 
@@ -137,3 +164,53 @@ def accuracy_panels(
             theirs = curves(published, x, series, y=column)
             panels.append(Panel(title=column.removesuffix("_acc"), curves=theirs, published=True, **labels))
     return panels
+
+
+def wall_clock_panels(
+    rows: Sequence[Row],
+    series: Callable[[Row], str],
+    num_replicas: Callable[[Row], int],
+    sync_every: Callable[[Row], int],
+) -> list[Panel]:
+    """Curves over the idealized wall-clock of arXiv 2503.09799, appendix A (its Figures 6 and 12).
+
+    There is a panel for each of the paper's networks between sites, the slowest first.
+
+    Args:
+        rows: of finished runs, or not.
+        series: the name of a row's curve.
+        num_replicas: M of a row; 0 is Data-Parallel.
+        sync_every: H of a row; Data-Parallel's means nothing.
+    """
+    return [
+        Panel(
+            title=f"{network.gbit_s:g} Gbit/s between sites",
+            x_label="idealized wall-clock, seconds",
+            x_log=True,
+            curves=curves(rows, lambda row, n=name: _seconds(row, n, num_replicas(row), sync_every(row)), series),
+        )
+        for name, network in reversed(NETWORKS.items())
+    ]
+
+
+def _seconds(row: Row, between: NetworkName, num_replicas: int, sync_every: int) -> float:
+    """The time of a run on as many chips as compute a step in a second, and on eight, one per replica, at least.
+
+    The paper does not say how many chips it takes, but that size and batch alone decide.
+    """
+    num_params, num_tokens = float(row["num_params"]), float(row["num_tokens"])
+    batch_tokens = num_tokens / float(row["num_steps"])
+    chip = IdealizedRun.flops_per_chip
+    num_chips = max(_MOST_REPLICAS, math.ceil(6 * num_params * batch_tokens / chip))
+    return IdealizedRun(
+        num_params=num_params,
+        num_tokens=num_tokens,
+        batch_tokens=batch_tokens,
+        num_chips=num_chips,
+        num_replicas=num_replicas,
+        sync_every=sync_every,
+        between=between,
+    ).seconds
+
+
+_MOST_REPLICAS = 8

@@ -1,28 +1,30 @@
-"""Experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
+"""The experiments of the scaling-laws paper (arXiv 2503.09799) that compare settings; the laws are in scaling/."""
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from diloco.experiments.papers import published
 from diloco.experiments.papers.comparison import Change, Row, all_of, at_best, change, chosen, common, flops
 from diloco.experiments.papers.experiment import (
-    Experiment,
     Finding,
     LabelledConfigs,
     Panel,
+    Parts,
     accuracy_panels,
     curves,
-    over_seeds,
-    registered,
+    stated,
+    wall_clock_panels,
 )
 from diloco.experiments.papers.tiers import BASELINE, DILOCO, BatchGrid, CadenceGrid, Tier
-from diloco.experiments.papers.wall_clock import wall_clock_panels
+from diloco.scaling.table import published_table
 from diloco.training.config.config import TrainConfig
 
 
-@registered(order=12)
-def sync_cadence(tier: Tier) -> Experiment:
+@stated(
+    claim="The best outer learning rate rises with H, for every M and size.",
+    source="Figures 8 and 9",
+)
+def sync_cadence(tier: Tier) -> Parts:
     """H and the outer learning rate of DiLoCo, for several M and sizes (Figures 8 and 9)."""
 
     def runs(seed: int) -> LabelledConfigs:
@@ -61,14 +63,7 @@ def sync_cadence(tier: Tier) -> Experiment:
         measured = f"best outer learning rate, in each seed: {'; '.join(listed)}" if listed else "no run"
         return Finding(measured, all_of(*verdicts))
 
-    return Experiment(
-        name="sync_cadence",
-        claim="The best outer learning rate rises with H, for every M and size.",
-        source="Figures 8 and 9",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
-    )
+    return Parts(runs, panels, finding)
 
 
 def _setting(row: Row) -> str:
@@ -93,8 +88,12 @@ def _rates(best: Sequence[Sequence[float]], grid: CadenceGrid) -> str:
     )
 
 
-@registered(order=13)
-def batch_size(tier: Tier) -> Experiment:
+@stated(
+    claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
+    source="Figures 3 to 6 and 14 to 19",
+    with_accuracy=True,
+)
+def batch_size(tier: Tier) -> Parts:
     """The global batch, for Data-Parallel and DiLoCo with one to eight replicas (Figures 3 to 6, 14 to 19).
 
     The paper takes the best learning rate at each batch. Where a grid has one, it is the size's rate times the
@@ -128,15 +127,7 @@ def batch_size(tier: Tier) -> Experiment:
             verdict = all_of(*(baseline.rises_over(other) for other in others))
         return Finding("; ".join(listed), verdict)
 
-    return Experiment(
-        name="batch_size",
-        claim="Larger batches cost DiLoCo less loss than Data-Parallel, already with one replica.",
-        source="Figures 3 to 6 and 14 to 19",
-        runs=over_seeds(tier, runs),
-        panels=lambda rows: _batch_panels(tier, rows),
-        finding=finding,
-        with_accuracy=True,
-    )
+    return Parts(runs, lambda rows: _batch_panels(tier, rows), finding)
 
 
 def _batch_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
@@ -177,11 +168,16 @@ def _config(tier: Tier, replicas: int, options: dict[str, Any]) -> TrainConfig:
     return tier.run(DILOCO, num_replicas=replicas, **options) if replicas else tier.run(BASELINE, **options)
 
 
-@registered(order=14)
-def single_replica(tier: Tier) -> Experiment:
+@stated(
+    claim="DiLoCo with a single replica ends below Data-Parallel's loss at every size.",
+    source="Finding 2, Table 4",
+    with_accuracy=True,
+)
+def single_replica(tier: Tier) -> Parts:
     """DiLoCo with one replica, a Lookahead variant, beside Data-Parallel (Finding 2)."""
     longest = tier.batch_grids[-1]
     most_steps = tier.step_batches[-1]
+    methods = {0: BASELINE, 1: DILOCO}
 
     def runs(seed: int) -> LabelledConfigs:
         settings = [(size, batch, 1, 1) for size in tier.sizes for batch in tier.step_batches]
@@ -191,12 +187,17 @@ def single_replica(tier: Tier) -> Experiment:
         for size, batch, tokens, rate in settings:
             options = {"size": size, "seed": seed, "batch": batch, "tokens": tokens, "rate": rate}
             labels = {"size": size, "batch": batch, "multiple": tokens, "rate": rate}
-            for method, replicas in ((BASELINE, 0), (DILOCO, 1)):
+            for replicas, method in methods.items():
                 yield {"method": method, **labels}, _config(tier, replicas, options)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
         labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
-        theirs = curves(published.SINGLE_REPLICA, "flops", "method")
+        published = [
+            {"method": methods[p.replicas], "flops": 6 * p.params * 20 * p.params, "eval_loss": p.eval_loss}
+            for p in published_table()
+            if p.replicas in methods
+        ]
+        theirs = curves(published, "flops", "method")
         over_sizes = chosen(rows, batch=most_steps, multiple=1)
         return [
             Panel(title="here", curves=curves(over_sizes, flops, "method"), **labels),
@@ -228,16 +229,11 @@ def single_replica(tier: Tier) -> Experiment:
         )
         return Finding(f"M = 1 over Data-Parallel: {', '.join(listed)}", all_of(*lower))
 
-    return Experiment(
-        name="single_replica",
-        claim="DiLoCo with a single replica ends below Data-Parallel's loss at every size.",
-        source="Finding 2, Table 4",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
-        with_accuracy=True,
-    )
+    return Parts(runs, panels, finding)
 
 
 def _num_steps(tier: Tier, size: str, batch: float) -> int:
     return tier.run(size=size, batch=batch).num_steps
+
+
+EXPERIMENTS = (sync_cadence, batch_size, single_replica)

@@ -1,24 +1,233 @@
-"""Experiments of Streaming DiLoCo (arXiv 2501.18512) on its settings: overlap, codec, fragments."""
+"""The experiments of Streaming DiLoCo (arXiv 2501.18512)."""
 
-from collections.abc import Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from diloco.experiments.papers import published
-from diloco.experiments.papers.comparison import Row, all_of, change
+import numpy as np
+
+from diloco.experiments.papers.comparison import Change, Row, all_of, change, chosen, common, finished, flops
 from diloco.experiments.papers.experiment import (
-    Experiment,
     Finding,
     LabelledConfigs,
     Panel,
+    Parts,
+    Point,
     accuracy_panels,
     curves,
-    over_seeds,
-    registered,
+    stated,
+    wall_clock_panels,
 )
-from diloco.experiments.papers.tiers import Tier
+from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, Tier
+from diloco.experiments.runner.rows import CURVE, EMBEDDING_CURVE, TENTHS
+from diloco.presets import Method
+from diloco.published import rows as published_rows
 
 
-@registered(order=3)
-def overlap(tier: Tier) -> Experiment:
+def _published(table: str) -> list[Row]:
+    """A paper's rows, with accuracies in columns like ours, as fractions."""
+    tasks = ("hellaswag", "piqa", "arc_easy")
+    return [
+        {name: cell for name, cell in row.items() if name not in tasks}
+        | {f"{task}_acc": row[task] / 100 for task in tasks}
+        for row in published_rows(table)
+    ]
+
+
+LONG = "Streaming, H=100"
+"""The variant whose slope the paper fits."""
+
+
+@stated(
+    claim="From 35M to 1B parameters Streaming DiLoCo with M = 2 and H = 30 ends within 1 % of "
+    "Data-Parallel's loss; with H = 100, +1.4 % at 35M, it gains more from compute (slopes −0.1355 and "
+    "−0.1315).",
+    source="Figure 4, Tables 6 and 7",
+    with_accuracy=True,
+)
+def scaling(tier: Tier) -> Parts:
+    """Every method at every size, and Streaming DiLoCo with H = 100 and M = 4 (Figure 4, Tables 6 and 7)."""
+    most_steps = tier.step_batches[-1]
+    variants: dict[str, dict[str, Any]] = {
+        LONG: {"sync_every": 100},
+        "Streaming, M=4": {"num_replicas": 4},
+        "Streaming, M=4, H=100": {"num_replicas": 4, "sync_every": 100},
+    }
+
+    def runs(seed: int) -> LabelledConfigs:
+        for size in tier.sizes:
+            for batch in tier.step_batches:
+                labels, options = {"size": size, "batch": batch}, {"size": size, "batch": batch, "seed": seed}
+                for method in (BASELINE, DILOCO, STREAMING):
+                    yield {"method": method, **labels}, tier.run(method, **options)
+                if batch == most_steps:
+                    for name, fields in variants.items():
+                        yield {"method": name, **labels}, tier.run(**options, **fields)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        compared = _at(rows, most_steps)
+        gaps = {method: _gaps(compared, tier, method) for method in (STREAMING, LONG, "Streaming, M=4")}
+        names = {STREAMING: "H = 30", LONG: "H = 100", "Streaming, M=4": "M = 4"}
+        listed = "; ".join(
+            f"{names[method]} {', '.join(f'{gap} at {size}' for size, gap in of_one.items())}"
+            for method, of_one in gaps.items()
+        )
+        slopes = {
+            method: {seed: _slope(chosen(compared, method=method, seed=seed)) for seed in tier.seeds}
+            for method in (BASELINE, LONG)
+        }
+        baseline, ours = (statistics.mean(by_seed.values()) for by_seed in slopes.values())
+        measured = (
+            f"Streaming over Data-Parallel: {listed}; slopes {baseline:.4f} (Data-Parallel) and {ours:.4f} "
+            "(H = 100) nats per e-fold of operations"
+        )
+        steeper = Change(
+            {
+                seed: difference
+                for seed in tier.seeds
+                if not math.isnan(difference := slopes[BASELINE][seed] - slopes[LONG][seed])
+            }
+        )
+        within = (gap.at_most(0.01) for gap in gaps[STREAMING].values())
+        return Finding(measured, all_of(*within, steeper.rises()))
+
+    return Parts(runs, lambda rows: _scaling_panels(tier, rows), finding)
+
+
+def _scaling_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    published = _published("streaming_scaling")
+    labels = {"x_label": "floating-point operations, 6·N·tokens", "x_log": True}
+    return [
+        *(
+            Panel(title=_batch_title(tier, batch), curves=curves(_at(rows, batch), flops, "method"), **labels)
+            for batch in tier.step_batches
+        ),
+        Panel(
+            title="arXiv 2501.18512, Tables 6 and 7",
+            curves=curves(published, "flops", "method"),
+            published=True,
+            **labels,
+        ),
+        *accuracy_panels(_at(rows, tier.step_batches[-1]), flops, "method", published, **labels),
+    ]
+
+
+def _at(rows: Sequence[Row], batch: float) -> list[Row]:
+    return chosen(rows, batch=batch)
+
+
+def _batch_title(tier: Tier, batch: float) -> str:
+    return (
+        f"here, {tier.run(batch=batch).tokens_per_step:,} tokens a step" if len(tier.step_batches) > 1 else "here"
+    )
+
+
+def _gaps(rows: Sequence[Row], tier: Tier, method: str) -> dict[str, Change]:
+    """A method's loss over Data-Parallel's, by size."""
+    return {
+        size: change(rows, {"method": method, "size": size}, {"method": BASELINE, "size": size})
+        for size in tier.sizes
+    }
+
+
+def _slope(rows: Sequence[Row]) -> float:
+    """The slope of the loss over the logarithm of the operations, by least squares."""
+    if len({flops(row) for row in rows}) < 2:
+        return math.nan
+    return float(
+        np.polyfit([math.log(flops(row)) for row in rows], [float(row["eval_loss"]) for row in rows], 1)[0]
+    )
+
+
+@stated(
+    claim="With two replicas Streaming DiLoCo stays within 1 % of Data-Parallel's loss at every token budget.",
+    source="Tables 2 and 8; arXiv 2503.09799, Figures 11 and 12",
+    with_accuracy=True,
+)
+def overtraining(tier: Tier) -> Parts:
+    """Token budgets from the size's own up, for all methods (Tables 2 and 8; the laws' Figures 11 and 12)."""
+    # With M = 4 the batch is doubled in the paper's Table 8.
+    streaming: dict[str, dict[str, Any]] = {
+        "Streaming, M=2": {},
+        "Streaming, M=4": {"num_replicas": 4, "batch": 2},
+    }
+    diloco: dict[str, dict[str, Any]] = {
+        f"DiLoCo, M={replicas}": {"num_replicas": replicas} for replicas in (1, 2, 4)
+    }
+
+    def runs(seed: int) -> LabelledConfigs:
+        for size, multiples in tier.multiples.items():
+            for multiple in multiples:
+                labels = {"size": size, "multiple": multiple}
+                budget = {"size": size, "overtrained": True, "tokens": multiple, "seed": seed}
+                yield {"method": "Data-Parallel", **labels}, tier.run(BASELINE, **budget)
+                for name, fields in streaming.items():
+                    yield {"method": name, **labels}, tier.run(**budget, **fields)
+                for name, fields in diloco.items():
+                    yield {"method": name, **labels}, tier.run(DILOCO, **budget, **fields)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        gaps = {
+            (method, size, multiple): change(
+                chosen(rows, size=size, multiple=multiple), {"method": method}, {"method": "Data-Parallel"}
+            )
+            for method in ("Streaming, M=2", "DiLoCo, M=1")
+            for size, multiples in tier.multiples.items()
+            for multiple in multiples
+        }
+        listed = "; ".join(f"{method} {gap} at {n}× of {size}" for (method, size, n), gap in gaps.items())
+        within = (gap.at_most(0.01) for (method, *_), gap in gaps.items() if method == "Streaming, M=2")
+        return Finding(f"over Data-Parallel: {listed}", all_of(*within))
+
+    return Parts(runs, lambda rows: _overtraining_panels(tier, rows), finding)
+
+
+def _overtraining_panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    published = [
+        {
+            **row,
+            "method": f"Streaming, M={row['replicas']}" if "replicas" in row else "Data-Parallel",
+            "num_tokens": row["tokens_billion"] * 1e9,
+        }
+        for row in _published("streaming_overtraining")
+    ]
+    labels = {"x_label": "tokens", "x_log": True}
+    of_sizes = [row for row in rows if row.get("size") in tier.overtrained]  # not those of an earlier grid
+    compared = [row for row in of_sizes if row["method"] in ("Data-Parallel", "DiLoCo, M=2")]
+    first = next(iter(tier.multiples))
+    return [
+        *(
+            Panel(title=f"here, {size}", curves=curves(chosen(rows, size=size), _tokens, "method"), **labels)
+            for size in tier.multiples
+        ),
+        Panel(
+            title="arXiv 2501.18512, Table 2: 1B, Dolma",
+            curves=curves(published, _tokens, "method"),
+            published=True,
+            **labels,
+        ),
+        *wall_clock_panels(
+            compared,
+            lambda row: f"{row['method']}, {row.get('size')}",
+            lambda row: 0 if row["method"] == "Data-Parallel" else 2,
+            lambda row: tier.overtrained[row["size"]].diloco.sync_every,
+        ),
+        *accuracy_panels(chosen(rows, size=first), _tokens, "method", published, **labels),
+    ]
+
+
+def _tokens(row: Row) -> float:
+    return float(row["num_tokens"])
+
+
+@stated(
+    claim="Overlapping up to 5 inner steps costs next to nothing, under 1 %, with α = 0.5.",
+    source="Figure 5",
+)
+def overlap(tier: Tier) -> Parts:
     """τ and α: the inner steps that an exchange overlaps, and the mixing at the merge (Figure 5)."""
 
     def runs(seed: int) -> LabelledConfigs:
@@ -37,18 +246,15 @@ def overlap(tier: Tier) -> Experiment:
         measured = f"τ = 5 over τ = 1: {five}; τ = 20: {twenty}; τ = 20 at α = 0: {unmixed}"
         return Finding(measured, five.at_most(0.01))
 
-    return Experiment(
-        name="overlap",
-        claim="Overlapping up to 5 inner steps costs next to nothing, under 1 %, with α = 0.5.",
-        source="Figure 5",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
-    )
+    return Parts(runs, panels, finding)
 
 
-@registered(order=4)
-def compression(tier: Tier) -> Experiment:
+@stated(
+    claim="4-bit floats (E3M0) cost no loss; dropping values does, and the more the fewer are kept.",
+    source="Figures 6 and 15",
+    with_accuracy=True,
+)
+def compression(tier: Tier) -> Parts:
     """Codecs of the outer gradients: their precision, and the share of the values they send (Figures 6 and 15)."""
     sparse, densities = ("topk", "feddropout", "dare"), (0.25, 0.5, 0.75)
     kept = {f"{wire}:density={density:g}": (wire, density) for wire in sparse for density in densities}
@@ -80,19 +286,14 @@ def compression(tier: Tier) -> Experiment:
         fewer.append(losses["topk"].rises_over(losses["topk:density=0.25"]))
         return Finding(measured, all_of(losses["e3m0"].at_most(0.005), *dropped, *fewer))
 
-    return Experiment(
-        name="compression",
-        claim="4-bit floats (E3M0) cost no loss; dropping values does, and the more the fewer are kept.",
-        source="Figures 6 and 15",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
-        with_accuracy=True,
-    )
+    return Parts(runs, panels, finding)
 
 
-@registered(order=5)
-def fragment_size(tier: Tier) -> Experiment:
+@stated(
+    claim="The size of fragments matters little, and so does their pattern; strided is a little better.",
+    source="Figure 7",
+)
+def fragment_size(tier: Tier) -> Parts:
     """The blocks of a fragment: their number and their pattern (Figure 7)."""
 
     def runs(seed: int) -> LabelledConfigs:
@@ -116,20 +317,18 @@ def fragment_size(tier: Tier) -> Experiment:
         verdict = all_of(sizes.within(0.01), *(gap.within(0.01) for gap in patterns.values()))
         return Finding(f"{first} over {last} layers: {sizes}; strided over sequential: {listed}", verdict)
 
-    return Experiment(
-        name="fragment_size",
-        claim="The size of fragments matters little, and so does their pattern; strided is a little better.",
-        source="Figure 7",
-        runs=over_seeds(tier, runs),
-        panels=lambda rows: [
-            Panel(title="", x_label="blocks in a fragment", curves=curves(rows, "layers", "fragments"))
-        ],
-        finding=finding,
+    return Parts(
+        runs,
+        lambda rows: [Panel(title="", x_label="blocks in a fragment", curves=curves(rows, "layers", "fragments"))],
+        finding,
     )
 
 
-@registered(order=6)
-def freezing(tier: Tier) -> Experiment:
+@stated(
+    claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
+    source="section on FedPart",
+)
+def freezing(tier: Tier) -> Parts:
     """Training only the fragment that is sent next, as FedPart does (arXiv 2410.21374)."""
 
     def runs(seed: int) -> LabelledConfigs:
@@ -137,20 +336,344 @@ def freezing(tier: Tier) -> Experiment:
             yield {"frozen": "yes" if freeze else "no"}, tier.run(seed=seed, freeze=freeze)
 
     def panels(rows: Sequence[Row]) -> list[Panel]:
+        theirs = curves(published_rows("streaming_freezing"), "frozen")
         return [
             Panel(title="here", x_label="others frozen", curves=curves(rows, "frozen")),
-            Panel(title="arXiv 2501.18512", x_label="others frozen", curves=published.FREEZING, published=True),
+            Panel(title="arXiv 2501.18512", x_label="others frozen", curves=theirs, published=True),
         ]
 
     def finding(rows: Sequence[Row]) -> Finding:
         frozen = change(rows, {"frozen": "yes"}, {"frozen": "no"})
         return Finding(f"frozen over Streaming: {frozen}", frozen.rises(0.02))
 
-    return Experiment(
-        name="freezing",
-        claim="Training only the fragment that is sent next is much worse: 3.2145 against 2.6749, +20 %.",
-        source="section on FedPart",
-        runs=over_seeds(tier, runs),
-        panels=panels,
-        finding=finding,
+    return Parts(runs, panels, finding)
+
+
+_NAMES: dict[Method, str] = {DILOCO: "DiLoCo", STREAMING: "Streaming"}
+
+
+@stated(
+    claim="At a fixed token budget loss rises with the number of replicas, with either batch held constant, "
+    "for DiLoCo and Streaming alike.",
+    source="Figure 11",
+)
+def num_replicas(tier: Tier) -> Parts:
+    """One to eight replicas, at a constant global batch and at a constant local one (Figure 11)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for method in _NAMES:
+            for constant in ("global", "local"):
+                for replicas in (1, 2, 4, 8):
+                    batch = 1 if constant == "global" else replicas / 2
+                    config = tier.run(method, num_replicas=replicas, seed=seed, batch=batch)
+                    yield {"method": method, "constant_batch": constant, "replicas": replicas}, config
+
+    def panels(rows: Sequence[Row]) -> list[Panel]:
+        return [
+            Panel(
+                title=f"constant {constant} batch",
+                x_label="replicas",
+                curves=curves(chosen(rows, constant_batch=constant), "replicas", "method"),
+            )
+            for constant in ("global", "local")
+        ]
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        gaps = {
+            (method, constant): change(
+                chosen(rows, method=method, constant_batch=constant), {"replicas": 8}, {"replicas": 2}
+            )
+            for method in _NAMES
+            for constant in ("global", "local")
+        }
+        listed = "; ".join(
+            f"{name} {gaps[method, 'global']} at a constant global batch, {gaps[method, 'local']} at a local one"
+            for method, name in _NAMES.items()
+        )
+        return Finding(f"M = 8 over M = 2: {listed}", all_of(*(gap.rises() for gap in gaps.values())))
+
+    return Parts(runs, panels, finding)
+
+
+@stated(
+    claim="Loss rises slowly with H beyond 30, for DiLoCo and Streaming alike; to a low H Streaming is more "
+    "robust.",
+    source="Figure 12",
+)
+def sync_every(tier: Tier) -> Parts:
+    """H, for DiLoCo and for Streaming DiLoCo, from 5 (Figure 12)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for method in _NAMES:
+            for period in tier.sync_everies:
+                yield {"method": method, "H": period}, tier.run(method, seed=seed, sync_every=period)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        first, second, *_, last = tier.sync_everies
+        middle = tier.sync_every
+        over = {
+            (method, period): change(rows, {"method": method, "H": period}, {"method": method, "H": middle})
+            for method in _NAMES
+            for period in (first, second, last)
+        }
+        beside = change(rows, {"method": STREAMING, "H": middle}, {"method": DILOCO, "H": middle})
+        listed = "; ".join(
+            f"H = {period}: DiLoCo {over[DILOCO, period]}, Streaming {over[STREAMING, period]}"
+            for period in (last, second, first)
+        )
+        verdict = all_of(
+            over[DILOCO, last].rises(),
+            over[STREAMING, last].rises(),
+            beside.at_most(0.01),
+            over[DILOCO, first].rises_over(over[STREAMING, first]),
+        )
+        measured = f"over H = {middle}: {listed}; Streaming over DiLoCo at H = {middle}: {beside}"
+        return Finding(measured, verdict)
+
+    return Parts(
+        runs,
+        lambda rows: [
+            Panel(title="", x_label="H, inner steps a round", x_log=True, curves=curves(rows, "H", "method"))
+        ],
+        finding,
     )
+
+
+_COLUMNS = {
+    "outer_parameters": "eval_loss",
+    "replica_average": "eval_loss_average",
+    "first_replica": "eval_loss_replica",
+}
+"""The column of the loss of each set of parameters."""
+
+
+@stated(
+    claim="The outer parameters are the best to evaluate (2.67), the replicas' average is close (2.68), one "
+    "replica's own are worse (2.77).",
+    source="Table 4",
+    with_accuracy=True,
+    parameters=("replica", "average"),
+)
+def evaluated_parameters(tier: Tier) -> Parts:
+    """Losses of the outer parameters, a replica's own, and the average, at the end and halfway (Table 4)."""
+    settings = [(replicas, at) for replicas in (2, 4) for at in ("end", "half")]
+
+    def runs(seed: int) -> LabelledConfigs:
+        for replicas, at in settings:
+            config = tier.run(num_replicas=replicas, seed=seed)
+            at_step = config.num_steps // 2 if at == "half" else None
+            if at_step is not None:
+                config = replace(config, checkpoint=replace(config.checkpoint, every_steps=at_step))
+            yield {"replicas": replicas, "at": at}, config, at_step
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        over = {
+            (name, *setting): Change(
+                {
+                    row["seed"]: float(row[column]) / float(row["eval_loss"]) - 1
+                    for row in chosen(rows, replicas=setting[0], at=setting[1])
+                    if column in row
+                }
+            )
+            for setting in settings
+            for name, column in _COLUMNS.items()
+            if name != "outer_parameters"
+        }
+        listed = "; ".join(
+            f"M = {replicas}, {at}: average {over['replica_average', replicas, at]}, "
+            f"first replica {over['first_replica', replicas, at]}"
+            for replicas, at in settings
+        )
+        return Finding(f"over the outer parameters: {listed}", all_of(*(gap.rises() for gap in over.values())))
+
+    return Parts(runs, _evaluated_panels, finding)
+
+
+def _evaluated_panels(rows: Sequence[Row]) -> list[Panel]:
+    names = [
+        {
+            "setting": f"M = {row.get('replicas', 2)}, {row.get('at', 'end')}",
+            "evaluated": name,
+            "eval_loss": row[column],
+        }
+        for row in finished(rows)
+        for name, column in _COLUMNS.items()
+        if column in row
+    ]
+    theirs = curves(published_rows("streaming_evaluated_parameters"), "evaluated")
+    return [
+        Panel(title="here", x_label="evaluated parameters", curves=curves(names, "evaluated", "setting")),
+        Panel(title="Table 4: 500M", x_label="evaluated parameters", curves=theirs, published=True),
+        *_accuracies(chosen(rows, replicas=2, at="end")),
+    ]
+
+
+def _accuracies(rows: Sequence[Row]) -> list[Panel]:
+    """A panel for each task, and the paper's beside HellaSwag."""
+    whose = {"": "outer_parameters", "_average": "replica_average", "_replica": "first_replica"}
+    named = [
+        {"evaluated": name, **{c.removesuffix(end): row[c] for c in row if c.endswith(f"_acc{end}")}}
+        for row in finished(rows)
+        for end, name in whose.items()
+    ]
+    theirs = published_rows("streaming_evaluated_parameters")
+    return accuracy_panels(named, "evaluated", None, theirs, x_label="evaluated parameters")
+
+
+@stated(
+    claim="Loss hardly changes when τ differs between the replicas by a few steps.",
+    source="Figure 14",
+)
+def slack(tier: Tier) -> Parts:
+    """Different τ on the two replicas (Figure 14)."""
+    pairs = ((1, 1), (1, 2), (1, 5), (1, 10), (5, 5), (5, 10), (10, 10))
+
+    def runs(seed: int) -> LabelledConfigs:
+        for pair in pairs:
+            config = tier.run(seed=seed, overlap_steps=pair[0] if pair[0] == pair[1] else pair)
+            yield {"tau_1": pair[0], "tau_2": pair[1]}, config
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        one = {"tau_1": 1, "tau_2": 1}
+        gaps = {tau: change(rows, {"tau_1": 1, "tau_2": tau}, one) for tau in (2, 5, 10)}
+        listed = ", ".join(f"{gap} at τ = (1, {tau})" for tau, gap in gaps.items())
+        return Finding(f"over τ = (1, 1): {listed}", gaps[5].at_most(0.01))
+
+    return Parts(
+        runs,
+        lambda rows: [
+            Panel(title="τ of the first", x_label="τ of the second", curves=curves(rows, "tau_2", "tau_1"))
+        ],
+        finding,
+    )
+
+
+_PUBLISHED, _NEAR = (0.1, 0.0, -0.1), 0.05
+"""The paper's cosines in the first tenth of training, halfway and in the last, read from its figure."""
+
+
+@stated(
+    claim="Outer gradients of two replicas are slightly correlated at first, about 0.1, nearly orthogonal for "
+    "most of training, and slightly opposed at its end, about −0.1; less correlated in larger models, and the "
+    "most in the first block.",
+    source="Figures 18 and 19",
+    with_curves=True,
+)
+def outer_cosine(tier: Tier) -> Parts:
+    """The cosine between the replicas' outer gradients, over training and by block (Figures 18 and 19)."""
+
+    def runs(seed: int) -> LabelledConfigs:
+        for batch in tier.step_batches:
+            for size in tier.sizes:
+                yield {"size": size, "batch": batch}, tier.run(size=size, seed=seed, batch=batch)
+
+    def finding(rows: Sequence[Row]) -> Finding:
+        curves_of_runs = [curve for row in finished(rows) if (curve := _curve(row))]
+        if not curves_of_runs:
+            return Finding("no run", "cannot tell")
+        begin, middle, end = ([curve[part] for curve in curves_of_runs] for part in (0, 4, -1))
+        falls = [curve[0] > curve[-1] for curve in curves_of_runs]
+        smaller = list(_falls_with_size(rows, tier))
+        first = [
+            row["cosine_block_0"] == max(_of_blocks(row)) for row in finished(rows) if "cosine_block_0" in row
+        ]
+        near = [
+            abs(cosine - value) <= _NEAR
+            for value, part in zip(_PUBLISHED, (begin, middle, end), strict=True)
+            for cosine in part
+        ]
+        measured = (
+            f"without embeddings {_range(begin)} in the first tenth of training, {_range(middle)} halfway, "
+            f"{_range(end)} in the last, within {_NEAR} of the paper's in {_count(near)}; it falls in "
+            f"{_count(falls)} runs, is lower in the larger of two neighbouring sizes in {_count(smaller)} pairs, "
+            f"and highest in the first block in {_count(first)} runs"
+        )
+        num_runs = len(tier.seeds) * len(tier.step_batches) * len(tier.sizes)
+        is_complete = "agrees" if len(curves_of_runs) == num_runs else "cannot tell"
+        return Finding(measured, all_of(is_complete, *map(common, (falls, smaller, first, near))))
+
+    return Parts(runs, lambda rows: _panels(tier, rows), finding)
+
+
+def _panels(tier: Tier, rows: Sequence[Row]) -> list[Panel]:
+    most_steps = chosen(rows, batch=tier.step_batches[-1])
+    by_block = {
+        size: [
+            point._replace(x=block)
+            for block in range(tier.sizes[size].model.num_layers)
+            for point in curves(chosen(most_steps, size=size), "size", y=f"cosine_block_{block}").get("", [])
+        ]
+        for size in tier.sizes
+    }
+    label = "cosine between two replicas' outer gradients"
+    part = "part of training"
+    return [
+        Panel(
+            title="without embeddings", curves=_over_training(tier, most_steps, CURVE), x_label=part, y_label=label
+        ),
+        Panel(
+            title="embeddings",
+            curves=_over_training(tier, most_steps, EMBEDDING_CURVE),
+            x_label=part,
+            y_label=label,
+        ),
+        Panel(title="by block", x_label="block", y_label=label, curves=by_block),
+    ]
+
+
+def _over_training(tier: Tier, rows: Sequence[Row], column: str) -> dict[str, list[Point]]:
+    return {
+        size: [
+            point._replace(x=percent / 100)
+            for percent in TENTHS
+            for point in curves(chosen(rows, size=size), "size", y=f"{column}{percent:02}").get("", [])
+        ]
+        for size in tier.sizes
+    }
+
+
+def _falls_with_size(rows: Sequence[Row], tier: Tier) -> Iterable[bool]:
+    """For neighbouring sizes, at the same seed and batch: whether the larger has the lower mean over training."""
+    for batch, seed in itertools.product(tier.step_batches, tier.seeds):
+        means = [_mean(chosen(rows, size=size, batch=batch, seed=seed)) for size in tier.sizes]
+        for one, next_size in itertools.pairwise(means):
+            if one is not None and next_size is not None:
+                yield next_size < one
+
+
+def _mean(rows: Sequence[Row]) -> float | None:
+    cosines = [cosine for row in rows for cosine in _curve(row)]
+    return statistics.mean(cosines) if cosines else None
+
+
+def _curve(row: Row) -> list[float]:
+    """The cosine of the blocks in each tenth of training; empty where they were not measured."""
+    names = [f"{CURVE}{percent:02}" for percent in TENTHS]
+    return [row[name] for name in names] if all(name in row for name in names) else []
+
+
+def _of_blocks(row: Row) -> list[float]:
+    return [value for name, value in row.items() if name.startswith("cosine_block_")]
+
+
+def _range(cosines: Sequence[float]) -> str:
+    return f"{min(cosines):.2f} … {max(cosines):.2f}" if cosines else "not measured"
+
+
+def _count(answers: Sequence[bool]) -> str:
+    return f"{sum(answers)} of {len(answers)}"
+
+
+EXPERIMENTS = (
+    scaling,
+    overtraining,
+    overlap,
+    compression,
+    fragment_size,
+    freezing,
+    num_replicas,
+    sync_every,
+    evaluated_parameters,
+    slack,
+    outer_cosine,
+)

@@ -1,28 +1,33 @@
 """A grid of runs: configs in, a row for each finished run out; an interrupted grid goes on where it was.
 
 Each run has a directory named by its identity, so that equal configs are one run, even in two grids that share a
-directory. The result of a finished or failed run is the file `result.json` there.
+directory. The identity is a digest of the run's settings and its text, the same wherever that text lies; only
+fields that differ from their defaults are digested, so that a new field renames no stored run. The result of a
+finished or failed run is the file `result.json` in its directory.
 """
 
+import json
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from diloco.data.corpora import file_digest
+from diloco.data.config import DataConfig
+from diloco.data.corpora import content, file_digest
+from diloco.data.prepare import PrepareProgress
 from diloco.data.prepare import resolve as resolve_data
+from diloco.data.shards import read_index
+from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.errors import UserError
-from diloco.experiments.runner.identity import run_name, with_absolute_paths
 from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import end_running_jobs, run_job
-from diloco.experiments.runner.progress import GridProgress, differing_labels
-from diloco.experiments.runner.result import read_results, write_results
-from diloco.experiments.runner.rows import columns, has_all_columns
-from diloco.training.config.config import TrainConfig
-from diloco.training.processes import num_cores as available_cores
+from diloco.experiments.runner.job_server import running_jobs
+from diloco.experiments.runner.machines import Machines
+from diloco.experiments.runner.rows import columns, has_all_columns, read_results, write_results
+from diloco.files import expanded, sha256
+from diloco.training.config.config import TrainConfig, differences_from_defaults, fields_with
+from diloco.training.config.resolve import identity
 from diloco.training.records.summary import SUMMARY_FILE
 
 
@@ -38,16 +43,43 @@ class LabelledRun:
     """The step of the checkpoint that is evaluated; None is the end."""
 
 
-class Machines(Protocol):
-    """One machine or a cluster that runs jobs."""
+@dataclass(frozen=True, kw_only=True)
+class GridProgress:
+    """A grid at one moment."""
 
-    def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job as soon as there is room for it; the future holds its result."""
-        ...
+    jobs: Mapping[Path, Job]
+    """All jobs, by the directories of their runs."""
+    labels: Mapping[Path, str]
+    """The labels of each run that differ within the grid."""
+    results: Mapping[Path, Mapping[str, Any]]
+    """The results of the runs that are over."""
+    preparing: PrepareProgress | None = None
+    """The text that is being prepared."""
 
-    def close(self) -> None:
-        """End the running jobs; they can be resumed."""
-        ...
+    @property
+    def num_failed(self) -> int:
+        """Runs that are over without a result."""
+        return sum("failed" in result for result in self.results.values())
+
+    @property
+    def running(self) -> list[Path]:
+        """The runs that this process runs now; those on a cluster's machines are not known."""
+        return [path for path in running_jobs() if path in self.jobs and path not in self.results]
+
+    def part(self, of_running: Mapping[Path, float] | None = None) -> float:
+        """The share of the work that is done, counted in floating-point operations.
+
+        Args:
+            of_running: the share that is done of each run that is not over.
+        """
+        parts = {**(of_running or {}), **dict.fromkeys(self.results, 1.0)}
+        work = {path: _work(job) for path, job in self.jobs.items()}
+        return sum(work[path] * part for path, part in parts.items()) / sum(work.values())
+
+
+def _work(job: Job) -> float:
+    """Floating-point operations of a run, 6·N·tokens."""
+    return 6.0 * job.config.model.num_matrix_params * job.config.num_tokens
 
 
 def run_grid(
@@ -141,6 +173,55 @@ def make_job(
     )
 
 
+def run_name(config: TrainConfig) -> str:
+    """The name of a run's directory, `run-` and a digest: equal for equal runs, whatever grid they belong to."""
+    return f"run-{_digest(_facts(config))}"
+
+
+def base_name(config: TrainConfig) -> str:
+    """The name of a sweep's base, whose runs belong in one table: its digest leaves out fields with a column."""
+    with_a_column = fields_with(TrainConfig, "column")
+    return f"base-{_digest({name: value for name, value in _facts(config).items() if name not in with_a_column})}"
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(facts, sort_keys=True).encode())[:12]
+
+
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    return {**identity(config), "data": _facts_of_data(config.data)}
+
+
+def _facts_of_data(data: DataConfig) -> dict[str, Any]:
+    """Text and tokenizer by their content, so that a copy elsewhere is the same and a changed file is not."""
+    if data.prepared is not None:
+        index = read_index(expanded(data.prepared))
+        return {"prepared": index.digest, "tokenizer": index.tokenizer_digest}
+    facts = differences_from_defaults(replace(data, cache=DataConfig.cache))
+    if is_file(data.tokenizer):
+        facts["tokenizer"] = file_digest(tokenizer_file(data.tokenizer))
+    return facts | {name: [content(source) for source in getattr(data, name)] for name in ("train", "held_out")}
+
+
+def with_absolute_paths(data: DataConfig) -> DataConfig:
+    """The same data, named so that any process on this machine finds it."""
+    cache = data.cache.absolute()
+    if data.prepared is not None:  # it names its sources as they were when it was made
+        return replace(data, prepared=expanded(data.prepared).absolute(), cache=cache)
+    tokenizer = data.tokenizer
+    return replace(
+        data,
+        train=tuple(map(_absolute, data.train)),
+        held_out=tuple(map(_absolute, data.held_out)),
+        tokenizer=str(tokenizer_file(tokenizer).absolute()) if is_file(tokenizer) else tokenizer,
+        cache=cache,
+    )
+
+
+def _absolute(source: str) -> str:
+    return source if source == "stdlib" or source.startswith("hf:") else str(expanded(source).absolute())
+
+
 def read_result(job: Job) -> dict[str, Any] | None:
     """The result that an earlier call left, if it holds everything that this job measures."""
     result, tasks = read_results(job.directory), {task.stem for task in job.tasks}
@@ -149,7 +230,7 @@ def read_result(job: Job) -> dict[str, Any] | None:
     if "columns" in result:  # adopted from a table
         return result if has_all_columns(result["columns"], job) else None
     digests = result.get("questions", {})
-    changed = {task for task, digest in _question_digests(job).items() if digests.get(task, digest) != digest}
+    changed = {task for task, digest in _question_digests(job).items() if digests.get(task) != digest}
     scored = {name: set(scores["tasks"]) - changed for name, scores in result.get("evaluated", {}).items()}
     has_all = all(job.key(name) in scored and tasks <= scored[job.key(name)] for name in job.parameters)
     has_all &= tasks <= scored.get(job.key("outer"), set())
@@ -221,46 +302,20 @@ def _question_digests(job: Job) -> dict[str, str]:
     return {task.stem: file_digest(task) if task.is_file() else "" for task in job.tasks}
 
 
-class LocalMachine:
-    """Runs jobs on this machine, as many at once as it has a core for each of their processes.
+def differing_labels(labels: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+    """The labels of each run as text, without those that all runs share.
 
-    A job of more processes than there are cores runs alone.
-
-    Args:
-        num_cores: cores to use; None is all that this process may use.
-
-    Raises:
-        UserError: if that is no number of cores.
+    >>> differing_labels({Path("a"): {"seed": 0, "τ": 1}, Path("b"): {"seed": 0, "τ": 2}})
+    {PosixPath('a'): 'τ=1', PosixPath('b'): 'τ=2'}
     """
+    shared = set.intersection(*({(k, str(v)) for k, v in each.items()} for each in labels.values()))
+    return {
+        path: " ".join(
+            f"{name}={_short(value)}" for name, value in each.items() if (name, str(value)) not in shared
+        )
+        for path, each in labels.items()
+    }
 
-    def __init__(self, num_cores: int | None = None) -> None:
-        if num_cores is not None and num_cores < 1:
-            raise UserError(f"cores={num_cores} must be at least 1; left out, all are used", "cores")
-        self._num_cores = num_cores or available_cores()
-        self._num_free, self._changed, self._is_closed = self._num_cores, threading.Condition(), False
-        self._threads = ThreadPoolExecutor(self._num_cores)
 
-    def submit(self, job: Job) -> "Future[dict[str, Any]]":
-        """Run a job as soon as enough cores are free."""
-        return self._threads.submit(self._run, job)
-
-    def close(self) -> None:
-        """End the running jobs, and start no other."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            end_running_jobs()
-
-    def _run(self, job: Job) -> dict[str, Any]:
-        num_cores = min(job.config.num_processes, self._num_cores)
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._num_free >= num_cores)
-            if self._is_closed:
-                raise CancelledError
-            self._num_free -= num_cores
-        try:
-            return run_job(job)
-        finally:
-            with self._changed:
-                self._num_free += num_cores
-                self._changed.notify_all()
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

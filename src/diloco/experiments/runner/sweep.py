@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import UserError
-from diloco.experiments.runner.grid import LabelledRun, Machines, run_grid
-from diloco.experiments.runner.identity import base_name
-from diloco.experiments.runner.progress import GridProgress
+from diloco.experiments.runner.grid import GridProgress, LabelledRun, base_name, run_grid
+from diloco.experiments.runner.machines import Machines
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
@@ -46,7 +45,7 @@ class Sweep:
     """Axes that are varied one at a time, afterwards, at the best setting of each group: of the runs that differ
     only in extended axes and the seed, the setting with the lowest mean loss over the seeds."""
     tokens_per_param: float = 20.0
-    """Token budget of a run, in tokens a parameter."""
+    """Token budget of a run, in tokens per parameter."""
     vocab_size: int
     """The tokenizer's, on which the number of parameters depends."""
 
@@ -229,7 +228,7 @@ def _around(value: float, tried: Collection[float], step: float) -> tuple[float,
 
 
 def _can_run(sweep: Sweep, setting: Setting) -> bool:
-    """Whether the batch can be cut into sequences, which halving may have made impossible."""
+    """True if the batch can be cut into sequences, which halving may have made impossible."""
     try:
         sweep.run(setting)
     except UserError:

@@ -1,5 +1,6 @@
-"""The style of all figures: readable in grey, and the same file for the same picture."""
+"""The style of all figures, readable in grey and the same file for the same picture; panels of experiments."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from diloco.files import make_directory, require, writing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from diloco.experiments.papers.comparison import Row
+    from diloco.experiments.papers.experiment import Experiment, Panel
 
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "x")
@@ -66,3 +70,67 @@ def binned_means(values: Sequence[float], most: int = 200) -> tuple[np.ndarray, 
     """Cut into `most` equal parts at the most: the last step and the mean of each."""
     parts = np.array_split(np.arange(len(values)), min(most, len(values)))
     return np.array([part[-1] + 1 for part in parts]), np.array([np.mean(np.take(values, part)) for part in parts])
+
+
+def draw_experiment(experiment: "Experiment", rows: "Sequence[Row]") -> "Figure":
+    """All panels of an experiment, side by side, in rows of at most four."""
+    panels = experiment.panels(rows)
+    num_columns = min(_MOST_COLUMNS, len(panels))
+    num_rows = math.ceil(len(panels) / num_columns)
+    figure = new_figure(4.2 * num_columns + 0.4, 3.9 * num_rows)
+    all_axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for panel, axes in zip(panels, all_axes, strict=False):
+        draw_panel(panel, axes)
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
+    return figure
+
+
+_MOST_COLUMNS = 4
+
+
+def draw_panel(panel: "Panel", axes: "Axes") -> None:
+    """Curves with the range over the seeds; where x is a name, unconnected points over the names."""
+    names = [p.x for points in panel.curves.values() for p in points if isinstance(p.x, str)]
+    ticks = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    shades = len(panel.curves) - 1 or 1
+    for index, (label, points) in enumerate(panel.curves.items()):
+        if not points:
+            continue
+        axes.errorbar(
+            [ticks[p.x] if isinstance(p.x, str) else p.x for p in points],
+            [p.mean for p in points],
+            yerr=[[p.mean - p.low for p in points], [p.high - p.mean for p in points]],
+            color=viridis(0.6 * index / shades),
+            ls="none" if ticks else STYLES[index % len(STYLES)],
+            marker=MARKERS[index % len(MARKERS)],
+            ms=4,
+            capsize=3,
+            label=label,
+        )
+    if ticks:
+        axes.set_xticks(
+            list(ticks.values()), [str(name).replace("_", " ") for name in ticks], rotation=30, ha="right"
+        )
+        axes.margins(x=0.15)
+    if panel.x_log:
+        _set_log_ticks(axes)
+    legend_title = panel.title if not panel.published and len(panel.curves) > 1 else None
+    axes.set_title(panel.title if legend_title is None else "", fontsize=9)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.grid(visible=True, which="major", color="0.9")
+    if any(panel.curves):
+        axes.legend(fontsize=8, frameon=False, title=legend_title, title_fontsize=8)
+
+
+def _set_log_ticks(axes: "Axes") -> None:
+    """Make the axis logarithmic, with few ticks over about a decade: the labels of matplotlib's would overlap."""
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, NullLocator
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 30 * low:
+        is_short = high < 4 * low
+        axes.xaxis.set_major_locator(MaxNLocator(4) if is_short else LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(9, 9)))
+        axes.xaxis.set_minor_locator(NullLocator())

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.experiments.papers.experiment import Panel, Point
-from diloco.report.figures.drawing import new_figure, save, viridis
-from diloco.report.figures.experiments import draw_panel
-from diloco.scaling.batches import losses_beside
-from diloco.scaling.laws import Laws
-from diloco.scaling.published import EXTRAPOLATED, EXTRAPOLATED_PARAMS, method_name
+from diloco.report.figures.drawing import draw_panel, new_figure, save, viridis
+from diloco.scaling.judgement import EXTRAPOLATED, EXTRAPOLATED_PARAMS
+from diloco.scaling.laws import Laws, losses_beside
 from diloco.scaling.table import Point as Run
-from diloco.scaling.table import best_points
+from diloco.scaling.table import best_points, method_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +25,8 @@ def loss_over_params(laws: Laws) -> "Figure":
     Beside the published losses, circles are those that were measured later, at 4B and 10B.
     """
     curves = _curves(laws, lambda m: [_point(p.params, p.eval_loss) for p in _of(laws.best, m)])
-    figure, axes = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
+    figure = _panel(Panel(title="lines are laws", x_label="parameters", x_log=True, curves=curves))
+    (axes,) = figure.axes
     for line in axes.get_lines():
         line.set_linestyle("")
     sizes = [point.params for point in laws.best]
@@ -63,9 +62,7 @@ def difference_to_data_parallel(laws: Laws) -> "Figure":
         return [_point(p.params, 100 * (p.eval_loss / baseline[p.params] - 1)) for p in comparable]
 
     label = "loss over Data-Parallel's, %"
-    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
-        0
-    ]
+    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))
 
 
 def loss_over_batch(laws: Laws) -> "Figure":
@@ -103,9 +100,7 @@ def best_outer_learning_rate(laws: Laws) -> "Figure":
         return [_point(n, min(at_n, key=at_n.__getitem__)) for n, at_n in losses.items() if at_n]
 
     label = "best outer learning rate"
-    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))[
-        0
-    ]
+    return _panel(Panel(title="", x_label="parameters", x_log=True, y_label=label, curves=_curves(laws, points)))
 
 
 FIGURES: dict[str, Callable[[Laws], "Figure"]] = {
@@ -148,11 +143,10 @@ def _point(x: float, y: float) -> Point:
     return Point(x, y, y, y)
 
 
-def _panel(panel: Panel) -> "tuple[Figure, Axes]":
+def _panel(panel: Panel) -> "Figure":
     figure = new_figure(4.8, 3.9)
-    axes = figure.subplots()
-    draw_panel(panel, axes)
-    return figure, axes
+    draw_panel(panel, figure.subplots())
+    return figure
 
 
 def _panels(

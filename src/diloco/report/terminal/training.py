@@ -1,10 +1,9 @@
-"""A run in a terminal: its data while it is prepared, its steps while it trains, and its results."""
+"""A run in a terminal: its data and settings before it starts, its steps while it trains, and its results."""
 
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,14 +11,25 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.text import Text
 
 from diloco.data.prepare import PrepareProgress, ProgressCallback
+from diloco.data.shards import read_index, total
+from diloco.report.text import duration, megabytes, printable
 from diloco.training.config.config import TrainConfig
+from diloco.training.config.forecast import Forecast
+from diloco.training.config.resolve import Budget
+from diloco.training.prepare import epoch_tokens
 from diloco.training.records.metrics import StepMetrics
 from diloco.training.records.summary import Outcome
+from diloco.training.records.tail import ReplicaSteps
 
 if TYPE_CHECKING:
     from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 _SECONDS_BETWEEN_LINES = 10.0
+_MOST_EPOCHS = 4
+"""Passes over a text up to which they are worth almost as much as new text (arXiv 2305.16264)."""
+_LINK_GBIT_S = 0.1
+_WARMUP_LEFT_OUT = "a tenth of the steps left (at most 1000)"
+"""The warm-up of a resume's new phase, before it is known from which step it goes on."""
 
 
 @contextmanager
@@ -66,10 +76,7 @@ class TrainingProgress:
         self._task = self._bar.add_task("train", total=config.num_steps, eta="")
         self._line = Text()
         self._view = Live(Group(self._line, self._bar), console=console)
-        self._num_steps, self._seconds, self._blocked_seconds, self._bytes_sent = 0, 0.0, 0.0, 0
-        self._tokens_before = 0
-        self._loss = 0.0
-        self._eval_loss: float | None = None
+        self._steps: ReplicaSteps | None = None
         self._last_line = time.monotonic()
 
     def started(self, step: int, rendezvous: "StoreRendezvous | None", *, is_resume: bool) -> None:
@@ -96,39 +103,33 @@ class TrainingProgress:
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Show a step."""
-        self._loss = 0.9 * self._loss + 0.1 * metrics.loss if self._num_steps else metrics.loss
-        if not self._num_steps:
-            self._tokens_before = metrics.tokens - self._config.tokens_per_step
-        self._num_steps += 1
-        self._seconds += metrics.step_seconds
-        self._blocked_seconds += metrics.blocked_seconds
-        self._bytes_sent += metrics.bytes_sent
+        if self._steps is None:
+            self._steps = ReplicaSteps(tokens_before=metrics.tokens - self._config.tokens_per_step)
+        self._steps.add(metrics)
         if metrics.eval_loss is not None:
-            self._eval_loss = metrics.eval_loss
             whose = " of replica 0's share of the text" if self._config.num_local_replicas > 1 else ""
             line = f"step {metrics.step}  held-out loss {metrics.eval_loss:.4f}{whose}"
             self._console.print(line, highlight=False, soft_wrap=True)
         if self._console.is_terminal:
             self._view.start()
-            self._line.plain = self._status(metrics)
-            self._bar.update(self._task, completed=self._run_step(metrics), eta=self._eta(metrics))
+            self._line.plain = self._status(metrics, self._steps)
+            self._bar.update(self._task, completed=self._run_step(metrics), eta=self._eta(metrics, self._steps))
         elif self._is_time_for_a_line() or metrics.tokens >= self._config.num_tokens:
-            self._console.print(f"{self._status(metrics)}  {self._eta(metrics)}", highlight=False, soft_wrap=True)
+            line = f"{self._status(metrics, self._steps)}  {self._eta(metrics, self._steps)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live lines."""
         self._view.stop()
 
-    def _status(self, metrics: StepMetrics) -> str:
+    def _status(self, metrics: StepMetrics, steps: ReplicaSteps) -> str:
         where = f"step {metrics.step}/{self._config.num_steps}"
         if self._config.rendezvous is not None:
             where = f"step {metrics.step}, {metrics.tokens / self._config.num_tokens:.1%} of the run"
+        held_out = "" if steps.evaluated is None else f"held-out {steps.evaluated.eval_loss:.3f}  "
         return (
-            f"{where}  loss {self._loss:.3f}  "
-            + ("" if self._eval_loss is None else f"held-out {self._eval_loss:.3f}  ")
-            + f"{(metrics.tokens - self._tokens_before) / self._seconds:,.0f} tokens/s  "
-            f"compute utilization {1 - self._blocked_seconds / self._seconds:.1%}  "
-            f"sent {megabytes(self._bytes_sent)}"
+            f"{where}  loss {steps.loss:.3f}  {held_out}{steps.tokens_per_second or 0:,.0f} tokens/s  "
+            f"compute utilization {steps.compute_utilization:.1%}  sent {megabytes(steps.bytes_sent)}"
             + "".join(f"  {part}" for part in _of_gpu(metrics.model_flops_utilization, metrics.peak_memory_bytes))
         )
 
@@ -136,10 +137,9 @@ class TrainingProgress:
         """The run's progress, in steps of the global batch"""
         return metrics.tokens / self._config.tokens_per_step
 
-    def _eta(self, metrics: StepMetrics) -> str:
-        num_left = max(0, self._config.num_tokens - metrics.tokens)
-        seconds = num_left * self._seconds / (metrics.tokens - self._tokens_before)
-        return f"ETA {duration(seconds)}"
+    def _eta(self, metrics: StepMetrics, steps: ReplicaSteps) -> str:
+        seconds = steps.seconds_for(max(0, self._config.num_tokens - metrics.tokens))
+        return "" if seconds is None else f"ETA {duration(seconds)}"
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()
@@ -173,18 +173,6 @@ def print_outcome(config: TrainConfig, outcome: Outcome, console: Console) -> No
     console.print(f"\nThe model writes:\n\n{printable(outcome.sample)}", highlight=False, markup=False)
 
 
-def printable(text: str) -> str:
-    """A model's text as it may be sent to a terminal, which obeys control characters: U+FFFD in their place.
-
-    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
-    'a\\tb\\n\ufffd]0;title\ufffd'
-    """
-    return _CONTROLS.sub("\ufffd", text)
-
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
 def _of_gpu(model_flops_utilization: float | None, peak_memory_bytes: int | None) -> list[str]:
     """A GPU's utilization and memory, as far as they are known."""
     mfu, peak = model_flops_utilization, peak_memory_bytes
@@ -201,23 +189,94 @@ def _shares(contributors: Mapping[str, Mapping[str, int]]) -> str:
     return ", ".join(f"{name} {part['tokens'] / total:.1%}" for name, part in contributors.items())
 
 
-def duration(seconds: float) -> str:
-    """A time in minutes and seconds, from an hour on with the hours.
+def start_lines(config: TrainConfig, budget: Budget | None) -> Iterator[str]:
+    """Lines about the text, the budget and the directory of a run.
 
-    >>> duration(9.6), duration(3723)
-    ('0:09', '1:02:03')
+    Args:
+        config: resolved.
+        budget: as it was asked for; None for a resume that goes on with its own.
     """
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    assert config.data.prepared is not None, "the config is resolved"
+    index, tokens_an_epoch = read_index(config.data.prepared), epoch_tokens(config, config.data.prepared)
+    yield f"data  {config.data.prepared}, digest {index.digest[:16]}"
+    if index.held_out_by_position:
+        share = index.settings.held_out_fraction
+        yield f"      the last {share:.2%} of each document is held out: too few are there to hold out whole ones"
+    num_epochs = config.num_tokens / tokens_an_epoch
+    text = total(index.splits["train"])
+    warning = ": the model will memorise it" if num_epochs > _MOST_EPOCHS else ""
+    yield f"text  {megabytes(text.num_bytes)}, {text.num_tokens:,} tokens; {num_epochs:.3g} epochs{warning}"
+    if budget is not None and budget.num_tokens(config, tokens_an_epoch) != config.num_tokens:
+        yield (
+            f"      {budget} are rounded to {config.num_steps:,} whole steps of {config.tokens_per_step:,}, "
+            f"{config.num_tokens:,} tokens"
+        )
+    yield f"run   {config.directory}"
 
 
-def megabytes(num_bytes: float) -> str:
-    """A number of bytes in MB; in kB below a tenth of one, in GB from a thousand on.
+def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Lines about the settings in which a resume differs from its run, by their names."""
+    for name, (before, now) in changes.items():
+        is_left_out = name == "optimizer.warmup_steps" and now is None
+        yield f"      {name} is {_WARMUP_LEFT_OUT if is_left_out else now} from here on, and was {before}"
 
-    >>> megabytes(30_200), megabytes(2_540_000), megabytes(3.2e9)
-    ('30.2 kB', '2.54 MB', '3.20 GB')
-    """
-    if num_bytes < 1e5:
-        return f"{num_bytes / 1e3:.1f} kB"
-    return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+def forecast_lines(config: TrainConfig, forecast: Forecast) -> Iterator[str]:
+    """Lines about a run that was not started."""
+    state, logits = megabytes(forecast.state_bytes), megabytes(forecast.logits_bytes)
+    least = megabytes(forecast.state_bytes + forecast.logits_bytes)
+    trained = ""
+    if forecast.num_trained_params < forecast.num_params:
+        trained = f", of which {forecast.num_trained_params:,} are trained"
+    replicas = f"{config.num_replicas} replicas" if config.rendezvous is None else "as many replicas as join"
+    yield f"model  {forecast.num_params:,} parameters{trained}, {replicas}"
+    yield (
+        f"memory at least {least} a process: {state} of parameters, gradients, Adam and outer state, {logits} of "
+        f"logits in a pass of {config.micro_batch} × {config.sequence_length} tokens; activations come on top"
+    )
+    yield f"steps  {config.num_steps:,} of {config.tokens_per_step:,} tokens: {config.num_tokens:,} tokens"
+    if config.rendezvous is not None:
+        own_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
+        yield (
+            f"       of all replicas that join; this one reads {own_tokens:,} tokens a step, and alone would take "
+            f"{-(-config.num_tokens // own_tokens):,} steps"
+        )
+    yield _rate_line(config)
+    yield _syncs_line(config, forecast)
+    if config.rendezvous is not None:
+        yield "bytes  depend on how many replicas take part"
+        return
+    yield (
+        f"bytes  {megabytes(forecast.bytes_sent)} sent by a replica, {megabytes(max(forecast.sync_bytes))} in the "
+        f"largest sync; Data-Parallel: {megabytes(forecast.data_parallel_bytes)}"
+    )
+    sync, whole, dp = (
+        8 * size / (1e9 * _LINK_GBIT_S)
+        for size in (max(forecast.sync_bytes), forecast.bytes_sent, forecast.data_parallel_bytes)
+    )
+    yield (
+        f"link   {_LINK_GBIT_S:g} Gbit/s each way would be busy for {sync:.2g} s a sync, {whole:,.2g} s in all; "
+        f"with Data-Parallel for {dp:,.2g} s"
+    )
+
+
+def _rate_line(config: TrainConfig) -> str:
+    inner = config.optimizer
+    down = "a cosine"
+    if inner.schedule == "wsd":
+        down = f"constant until a decay over the last {inner.decay_fraction:.0%} of the steps,"
+    warmup = _WARMUP_LEFT_OUT if inner.warmup_steps is None else f"{inner.warmup_steps} steps"
+    up = f"{warmup} up to {inner.learning_rate:g}"
+    return f"rate   {up}, then {down} to {inner.final_fraction:.0%}"
+
+
+def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:
+    schedule = forecast.schedule
+    if schedule is None:
+        return "syncs  gradients are reduced at every step"
+    steps = ", ".join(str(schedule.send_step(p)) for p in range(schedule.num_fragments))
+    tau = ", ".join(map(str, schedule.overlaps))
+    return (
+        f"syncs  H = {schedule.sync_every} steps apart, in {config.diloco.wire}; {schedule.num_fragments} "
+        f"fragments, first sent after step {steps}, and merged τ = {tau} steps later"
+    )

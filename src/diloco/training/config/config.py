@@ -12,7 +12,8 @@ import tyro
 from diloco.data.config import DataConfig
 from diloco.errors import FileError, UserError
 from diloco.integrations.trackers import TrackerName
-from diloco.models.spec import DEFAULT_FAMILY, ModelConfig, load_family
+from diloco.models.families import DEFAULT_FAMILY, load_family
+from diloco.models.spec import ModelConfig
 from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco.data.index import INDEX_FILE, read_index
+from diloco.data.shards import INDEX_FILE, read_index
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig

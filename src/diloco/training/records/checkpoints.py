@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.engine.shards import copied_to_cpu, is_sharded, local
+from diloco.engine.parameters import copied_to_cpu, is_sharded, local
 from diloco.errors import CheckpointError, CheckpointWriteError, FileError
+from diloco.exchange.transport import Group
 from diloco.files import make_directory, sha256, sync, write_atomically, writing
 from diloco.schema import Count, decoded, read_json
 
@@ -120,33 +120,29 @@ def write_shard(path: Path, shard: int, num_shards: int, tensors: Mapping[str, T
         sync(file)
 
 
-def read_tensors(path: Path, tensors: Mapping[str, Any], *, optional: str | None = None) -> None:
+def read_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     """Read tensors of a checkpoint in place, as they were saved or on another number of shards.
 
     Args:
         path: directory of the checkpoint, whose checksums were checked.
         tensors: nested by name; sharded as they shall be from now on.
-        optional: a dotted prefix; the tensors whose names begin with it need not have been saved.
 
     Raises:
         CheckpointError: if the files do not hold these tensors, whole, and of these shapes and types.
     """
     files = [path / name for name in read_checksums(path) if name != FACTS_FILE]
-    read_files(files, tensors, source=f"checkpoint {path}", optional=optional)
+    read_files(files, tensors, source=f"checkpoint {path}")
 
 
-def read_files(
-    files: Sequence[Path], tensors: Mapping[str, Any], *, source: str, optional: str | None = None
-) -> None:
+def read_files(files: Sequence[Path], tensors: Mapping[str, Any], *, source: str) -> None:
     """Read tensors of safetensors files in place, as `read_tensors`; `source` names the files in errors."""
     with ExitStack() as stack:
         saved = _saved(files, stack, source)
         for name, tensor in flat(tensors).items():
-            if name in saved:
-                _check_like(name, tensor, saved[name], source)
-                _read_tensor(local(tensor), cut_of(tensor), saved[name])
-            elif optional is None or not name.startswith(optional):
+            if name not in saved:
                 raise CheckpointError(f"{source} lacks {name}: it is of another model, or of another run")
+            _check_like(name, tensor, saved[name], source)
+            _read_tensor(local(tensor), cut_of(tensor), saved[name])
 
 
 _Part = tuple[Any, Cut | None]
@@ -274,15 +270,13 @@ class Checkpoints:
     Args:
         directory: of the run's checkpoints; the replica's own directory in it is made when it is first needed.
         replica: the replica's number.
-        group: the replica's processes, on gloo, used for nothing else; None if it is one without a group.
+        group: the replica's processes on their hosts, used for nothing else.
         keep: number of the newest checkpoints to keep.
     """
 
-    def __init__(self, directory: Path, replica: int, group: dist.ProcessGroup | None, *, keep: int) -> None:
+    def __init__(self, directory: Path, replica: int, group: Group, *, keep: int) -> None:
         self._directory, self._group, self._keep = _directory(directory, replica), group, keep
-        self._shard, self._num_shards = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        self._shard, self._num_shards = group.index, group.size
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -351,18 +345,17 @@ class Checkpoints:
         except FileError as error:
             raise CheckpointError(f"checkpoint {error}") from error
 
-    def load(self, step: int, tensors: dict[str, Any], *, optional: str | None = None) -> None:
+    def load(self, step: int, tensors: dict[str, Any]) -> None:
         """Read the tensors of a step in place, without the other processes.
 
         Args:
             step: a step whose `facts` were read before.
             tensors: with the names and shapes of those that were saved, sharded as they shall be from now on.
-            optional: a dotted prefix; the tensors whose names begin with it need not have been saved.
 
         Raises:
             CheckpointError: if the checkpoint does not hold these tensors.
         """
-        read_tensors(step_path(self._directory, step), tensors, optional=optional)
+        read_tensors(step_path(self._directory, step), tensors)
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints after a step from which the run goes on, and unfinished ones."""
@@ -408,8 +401,7 @@ class Checkpoints:
                 mine[index] = torch.frombuffer(bytearray(function(items[index])), dtype=torch.uint8)
         except Exception as error:
             mine[-1, 0], failure = 1, error
-        if self._group is not None:
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+        mine = self._group.reduce(mine, largest=True)
         if failure is not None:
             raise failure
         if mine[-1, 0]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from diloco.data.shards import open_split
 from diloco.data.tokenizers import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, UserError, setting
-from diloco.evaluation.held_out import held_out_loss, sequence_losses
+from diloco.evaluation.likelihoods import held_out_loss, sequence_losses
 from diloco.evaluation.questions import read_questions
 from diloco.files import require
 from diloco.hub import check_reachable

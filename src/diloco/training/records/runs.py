@@ -16,9 +16,9 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from diloco.data.index import INDEX_FILE, MOST_TOKENS, Shard, Split
+from diloco.data.shards import INDEX_FILE, MOST_TOKENS, Shard, Split
 from diloco.errors import FileError, UserError
-from diloco.exchange.transport import failing_together, share
+from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing
 from diloco.rendezvous.log.log import is_store
 from diloco.rendezvous.store import CREDENTIALS
@@ -100,16 +100,16 @@ def claim_together(asked: TrainConfig, world: World) -> None:
         UserError: if this machine's directory already holds a run.
         ExchangeError: if that of another machine does.
     """
-    with failing_together(world.everyone):
+    with fail_together(world.everyone):
         if world.is_first_on_machine:
             check_unclaimed(asked)
-        share(world.everyone, "no run is in the directory of this machine")
+        barrier(world.everyone)
         if world.everyone.replica == 0:
             claim(asked)
-        share(world.everyone, "replica 0 has claimed its directory")
+        barrier(world.everyone)
         if world.is_first_on_machine and not (asked.directory / CONFIG_FILE).exists():
             claim(asked)
-        share(world.everyone, "every machine has")
+        barrier(world.everyone)
 
 
 def read_config(directory: Path) -> TrainConfig:
@@ -424,7 +424,7 @@ def continued(asked: TrainConfig, world: World, step: int) -> TrainConfig:
     saved, config = read_config(asked.directory), resolved(asked)
     if not schedule_changes(saved, config):
         return config
-    share(world.everyone, "the run's config was read")
+    barrier(world.everyone)
     asked = with_phase(saved, asked, step)
     config = resolved(asked)
     if world.is_first_on_machine:

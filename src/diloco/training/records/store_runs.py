@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.data.index import read_index
+from diloco.data.shards import read_index
 from diloco.errors import FileError, UserError
 from diloco.models.language_model import LanguageModel
 from diloco.outer.digest import parameters_hash

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from diloco.data.shards import TokenShards
 from diloco.data.tokenizers import load_tokenizer
-from diloco.engine.shards import gathered
+from diloco.engine.parameters import gathered
 from diloco.errors import UserError
-from diloco.evaluation.held_out import HeldOutLoss, held_out_loss, sequence_losses
+from diloco.evaluation.likelihoods import HeldOutLoss, held_out_loss, sequence_losses
 from diloco.exchange.transport import share
 from diloco.files import write_atomically, write_json
 from diloco.models.language_model import LanguageModel
@@ -105,7 +105,7 @@ def evaluate(
     mine = windows[rank::num_ranks]
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
-    with state.sync.outer_in_place():
+    with state.sync.outer_parameters_applied():
         batches = held_out_batches(held_out, padded, config)
         losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:

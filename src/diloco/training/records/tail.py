@@ -1,4 +1,7 @@
-"""Runs whose files grow while they are read."""
+"""A run's files while they grow: each look reads the lines that were appended, and bounded memory holds them.
+
+Times and bytes of a run are those of its first replica on this machine, as in its summary.
+"""
 
 import os
 import time
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Generic, Self, TypeVar
 
 import torch
 
@@ -16,30 +20,42 @@ from diloco.schema import decoded, read_json
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings
 from diloco.training.config.resolve import check_model
-from diloco.training.records.metrics import StepMetrics, metrics_file
+from diloco.training.records.metrics import OuterStepMetrics, StepMetrics, metrics_file
 from diloco.training.records.runs import CONFIG_FILE, read_config
 from diloco.training.records.summary import SUMMARY_FILE, Summary
 
 MOST_BINS = 256
 """Points of a curve, at the most."""
-
-
 _BYTES_A_LOOK = 4 << 20
 """The most that a look reads of one file; the next look reads on."""
-
-
 _RECENT_STEPS = 50
+_TAIL = 20
+"""The loss of a run is the mean over the last 1/20 of its steps."""
+_SILENT_SECONDS = 60.0
+_SILENT_STEPS = 20
+"""Seconds, and steps, of which the longer time must pass before a run is called silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bin:
-    """Consecutive steps of a replica, added up."""
+class _Sums:
+    """Consecutive items, added up."""
+
+    last: int
+    """The place of the last one, which is not added."""
+
+    def plus(self, other: Self) -> Self:
+        """These items and those of the next bin."""
+        sums = {name: value + getattr(self, name) for name, value in vars(other).items()}
+        return type(self)(**(sums | {"last": other.last}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin(_Sums):
+    """Consecutive steps of a replica; their place is the number of tokens of all replicas after them."""
 
     num_steps: int
-    tokens: int
-    """Tokens of all replicas after the last of these steps."""
     new_tokens: int
-    """Tokens of all replicas in these steps; those of the first line are not known."""
+    """Tokens of all replicas in these steps, as far as they are known."""
     timed_seconds: float
     """Time of the steps whose `new_tokens` are known."""
     seconds: float
@@ -52,54 +68,181 @@ class Bin:
     """Sum of the held-out losses of the evaluations."""
     num_evals: int
 
-    def plus(self, other: "Bin") -> "Bin":
-        """These steps and those of the next bin."""
-        sums = {name: value + getattr(self, name) for name, value in vars(other).items()}
-        return Bin(**(sums | {"tokens": other.tokens}))
+
+@dataclass(frozen=True, kw_only=True)
+class OuterBin(_Sums):
+    """Consecutive outer steps of a fragment; their place is the step after which they were sent."""
+
+    norm: float
+    """Sum of the norms of the mean outer gradients."""
+    num_norms: int
+    cosine: float
+    """Sum of the mean cosines between the replicas' outer gradients."""
+    num_cosines: int
 
 
-class ReplicaFollower:
-    """A replica's metrics: curves of at most `MOST_BINS` points, and the last steps.
+_AnyBin = TypeVar("_AnyBin", bound=_Sums)
+
+
+class Bins(Generic[_AnyBin]):
+    """At most `MOST_BINS` bins of equal numbers of steps; the last one may hold fewer."""
+
+    def __init__(self) -> None:
+        self.bins: list[_AnyBin] = []
+        self._size, self._num_in_last = 1, 1
+
+    def add(self, one: _AnyBin) -> None:
+        """Add a step, as a bin of its own."""
+        if self._num_in_last < self._size:
+            self.bins[-1] = self.bins[-1].plus(one)
+            self._num_in_last += 1
+        else:
+            self.bins.append(one)
+            self._num_in_last = 1
+        if len(self.bins) > MOST_BINS:
+            self._size *= 2
+            pairs = zip_longest(self.bins[::2], self.bins[1::2])
+            self.bins = [first if second is None else first.plus(second) for first, second in pairs]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A fragment that a replica sent, and merged later."""
+
+    fragment: int
+    sent_step: int
+    merged_step: int
+
+
+class ReplicaSteps:
+    """The steps of a replica: their sums and last values, and curves of at most `MOST_BINS` points.
+
+    Args:
+        tokens_before: tokens of all replicas before the first of these steps; None if that is not known.
+    """
+
+    def __init__(self, *, tokens_before: int | None = None) -> None:
+        self._tokens_before = tokens_before
+        self._bins = Bins[Bin]()
+        self._outer: dict[int, Bins[OuterBin]] = {}
+        self._recent: deque[StepMetrics] = deque(maxlen=_RECENT_STEPS)
+        self._last_losses: deque[float] = deque()
+        self.evaluated: StepMetrics | None = None
+        """The last step with a held-out loss."""
+        self.num_steps = self.bytes_sent = self.bytes_received = 0
+        self.seconds = self.blocked_seconds = 0.0
+        self.merged: dict[int, int] = {}
+        """For each fragment, the step after which the outer gradient merged last had been sent."""
+        self.first_merges: list[Merge] = []
+        """The first merges, `MOST_BINS` at the most."""
+
+    def add(self, step: StepMetrics) -> None:
+        """Add the step that follows."""
+        before = self.last.tokens if self.last else self._tokens_before
+        self._recent.append(step)
+        self._last_losses.append(step.loss)
+        while len(self._last_losses) > max(1, step.step // _TAIL):
+            self._last_losses.popleft()
+        if step.eval_loss is not None:
+            self.evaluated = step
+        self.num_steps += 1
+        self.bytes_sent += step.bytes_sent
+        self.bytes_received += step.bytes_received
+        self.seconds += step.step_seconds
+        self.blocked_seconds += step.blocked_seconds
+        for outer_step in step.outer_steps:
+            self._merge(outer_step, step.step)
+        self._bins.add(
+            Bin(
+                last=step.tokens,
+                num_steps=1,
+                new_tokens=0 if before is None else step.tokens - before,
+                timed_seconds=0.0 if before is None else step.step_seconds,
+                seconds=step.step_seconds,
+                blocked_seconds=step.blocked_seconds,
+                loss=step.loss,
+                bytes_sent=step.bytes_sent,
+                bytes_received=step.bytes_received,
+                eval_loss=step.eval_loss or 0.0,
+                num_evals=0 if step.eval_loss is None else 1,
+            )
+        )
+
+    def _merge(self, outer: OuterStepMetrics, merged_step: int) -> None:
+        self.merged[outer.fragment] = outer.sent_step
+        if len(self.first_merges) < MOST_BINS:
+            self.first_merges.append(Merge(outer.fragment, outer.sent_step, merged_step))
+        self._outer.setdefault(outer.fragment, Bins[OuterBin]()).add(
+            OuterBin(
+                last=outer.sent_step,
+                norm=outer.outer_gradient_norm or 0.0,
+                num_norms=0 if outer.outer_gradient_norm is None else 1,
+                cosine=outer.cosine or 0.0,
+                num_cosines=0 if outer.cosine is None else 1,
+            )
+        )
+
+    @property
+    def last(self) -> StepMetrics | None:
+        """The last step."""
+        return self._recent[-1] if self._recent else None
+
+    @property
+    def bins(self) -> list[Bin]:
+        """All steps, in their order."""
+        return self._bins.bins
+
+    @property
+    def outer_bins(self) -> dict[int, list[OuterBin]]:
+        """All outer steps by fragment, in their order."""
+        return {fragment: self._outer[fragment].bins for fragment in sorted(self._outer)}
+
+    @property
+    def loss(self) -> float:
+        """Training loss: the mean over the last 5 % of the steps, at least over one."""
+        return sum(self._last_losses) / len(self._last_losses)
+
+    @property
+    def compute_utilization(self) -> float:
+        """The share of the time of all steps in which training did not wait for other replicas."""
+        return 1 - self.blocked_seconds / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all replicas at this one's mean pace; None as long as no step's tokens are known."""
+        seconds = sum(one.timed_seconds for one in self.bins)
+        return sum(one.new_tokens for one in self.bins) / seconds if seconds else None
+
+    def seconds_for(self, num_tokens: int) -> float | None:
+        """The time that tokens of all replicas take at this one's pace in the last steps, if it is known."""
+        seconds = sum(step.step_seconds for step in self._recent) - self._recent[0].step_seconds
+        pace = (self._recent[-1].tokens - self._recent[0].tokens) / seconds if seconds > 0 else None
+        pace = pace or self.tokens_per_second
+        return num_tokens / pace if pace else None
+
+
+class ReplicaTail:
+    """A replica's metrics file while it grows.
 
     Args:
         path: of the file, which need not be there yet.
+        tokens_before: as for `ReplicaSteps`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, tokens_before: int | None = None) -> None:
+        self._path, self._tokens_before = path, tokens_before
         self._begin(None)
 
     def _begin(self, inode: int | None) -> None:
-        self._inode, self._offset, self._num_lines, self._steps_a_bin = inode, 0, 0, 1
-        self.bins: list[Bin] = []
-        self.recent: deque[StepMetrics] = deque(maxlen=_RECENT_STEPS)
-        self.loss = 0.0
-        """Exponential mean of the training loss over some ten steps."""
-        self.evaluated: StepMetrics | None = None
-        """The last step with a held-out loss."""
-        self.bytes_sent = self.bytes_received = 0
-        self.seconds = self.blocked_seconds = 0.0
-        self.merged: dict[int, int] = {}
-        """For each fragment, the step after which what was merged last had been sent."""
+        self._inode, self._offset = inode, 0
+        self.steps = ReplicaSteps(tokens_before=self._tokens_before)
+        """The steps that were read."""
         self.changed = 0.0
         """Time at which the file was written last, in seconds since the epoch."""
         self.is_behind = False
         """Whether there is more to read than a look takes."""
 
-    @property
-    def last(self) -> StepMetrics | None:
-        """The last step."""
-        return self.recent[-1] if self.recent else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of all replicas at this one's pace, in the last steps; None before the second step."""
-        seconds = (
-            sum(step.step_seconds for step in self.recent) - self.recent[0].step_seconds if self.recent else 0.0
-        )
-        return (self.recent[-1].tokens - self.recent[0].tokens) / seconds if seconds > 0 else None
-
-    def again(self) -> None:
+    def look(self) -> None:
         """Read the complete lines that were appended; all, if a resume has written the file anew.
 
         Raises:
@@ -123,54 +266,13 @@ class ReplicaFollower:
         if not end and len(content) == _BYTES_A_LOOK:
             raise FileError(f"{self._path} can't be read: it has a line of more than {_BYTES_A_LOOK:,} bytes")
         for line in content[:end].split(b"\n")[:-1]:
-            self._add(decoded(line, StepMetrics, source=f"{self._path}, line {self._num_lines + 1},"))
+            source = f"{self._path}, line {self.steps.num_steps + 1},"
+            self.steps.add(decoded(line, StepMetrics, source=source))
             self._offset += len(line) + 1
-            self._num_lines += 1
-
-    def _add(self, step: StepMetrics) -> None:
-        before = self.last
-        self.loss = 0.9 * self.loss + 0.1 * step.loss if before else step.loss
-        self.recent.append(step)
-        if step.eval_loss is not None:
-            self.evaluated = step
-        self.bytes_sent += step.bytes_sent
-        self.bytes_received += step.bytes_received
-        self.seconds += step.step_seconds
-        self.blocked_seconds += step.blocked_seconds
-        for outer_step in step.outer_steps:
-            self.merged[outer_step.fragment] = outer_step.sent_step
-        one = Bin(
-            num_steps=1,
-            tokens=step.tokens,
-            new_tokens=step.tokens - before.tokens if before else 0,
-            timed_seconds=step.step_seconds if before else 0.0,
-            seconds=step.step_seconds,
-            blocked_seconds=step.blocked_seconds,
-            loss=step.loss,
-            bytes_sent=step.bytes_sent,
-            bytes_received=step.bytes_received,
-            eval_loss=step.eval_loss or 0.0,
-            num_evals=0 if step.eval_loss is None else 1,
-        )
-        if self.bins and self.bins[-1].num_steps < self._steps_a_bin:
-            self.bins[-1] = self.bins[-1].plus(one)
-        else:
-            self.bins.append(one)
-        if len(self.bins) > MOST_BINS:
-            self._steps_a_bin *= 2
-            pairs = zip_longest(self.bins[::2], self.bins[1::2])
-            self.bins = [first if second is None else first.plus(second) for first, second in pairs]
 
 
-_SILENT_SECONDS = 60.0
-
-
-_SILENT_STEPS = 20
-"""Seconds, and steps, of which the longer time must pass before a run is called silent."""
-
-
-class RunFollower:
-    """A run, which may begin later.
+class RunTail:
+    """A run's directory while it grows, from before the run's first step to after its last.
 
     Args:
         directory: the run's.
@@ -180,17 +282,16 @@ class RunFollower:
         self.directory = directory
         self.config: TrainConfig | None = None
         """The run's config; None before the run has begun."""
-        self.replicas: dict[int, ReplicaFollower] = {}
-        """The replicas whose metrics are on this machine, by number."""
         self.summary: Summary | None = None
         """The run's summary; None before it is finished."""
         self.trouble = ""
         """The reason why the last look could not read the directory."""
+        self._tails: dict[int, ReplicaTail] = {}
         self._schedule: Schedule | None = None
         self._stamp: tuple[int, int] | None = None
 
     def again(self) -> None:
-        """Look at the directory; what can't be read becomes `trouble`."""
+        """Look at the directory; an error becomes `trouble`."""
         self.trouble = ""
         try:
             self._look()
@@ -199,57 +300,80 @@ class RunFollower:
         except OSError as error:
             self.trouble = f"{self.directory} can't be read: {error.strerror or error}"
 
+    def read(self) -> None:
+        """Read the whole run as it is now.
+
+        Raises:
+            UserError: if the directory holds no run, or one that has taken no step.
+            FileError: if one of its files is damaged.
+        """
+        self._look()
+        while self.is_behind:
+            self._look()
+        if self.config is None:
+            read_config(self.directory)
+        if self.last is None:
+            raise UserError(f"{self.directory} has no metrics of any step yet")
+
     def _look(self) -> None:
         stamp = _stamp(self.directory / CONFIG_FILE)
         if stamp != self._stamp:
-            self.config, self.replicas, self.summary, self._schedule, self._stamp = None, {}, None, None, None
+            self.config, self._tails, self.summary, self._schedule, self._stamp = None, {}, None, None, None
             if stamp is not None:
                 config = read_config(self.directory)
-                self._schedule, self.config, self._stamp = schedule_of(config), config, stamp
+                self._schedule, self.config, self._stamp = _schedule_of(config), config, stamp
         if self.config is None:
             return
         summary = self.directory / SUMMARY_FILE
         self.summary = read_json(summary, Summary, most_bytes=1 << 20) if summary.exists() else None
         for replica in range(self.config.num_local_replicas):
             path = metrics_file(self.directory, replica)
-            if replica not in self.replicas and path.exists():
-                self.replicas[replica] = ReplicaFollower(path)
-        for follower in self.replicas.values():
-            follower.again()
+            if replica not in self._tails and path.exists():
+                before = 0 if self.config.rendezvous is None else None
+                self._tails[replica] = ReplicaTail(path, tokens_before=before)
+        for tail in self._tails.values():
+            tail.look()
 
     @property
-    def started(self) -> list[ReplicaFollower]:
-        """The replicas that have taken a step, by number."""
-        return [self.replicas[replica] for replica in sorted(self.replicas) if self.replicas[replica].last]
+    def replicas(self) -> dict[int, ReplicaSteps]:
+        """The replicas that have taken a step on this machine, by number."""
+        return {m: self._tails[m].steps for m in sorted(self._tails) if self._tails[m].steps.last}
+
+    @property
+    def first(self) -> ReplicaSteps:
+        """The first of `replicas`, of which there must be one: the run's times and bytes are this replica's."""
+        return next(iter(self.replicas.values()))
 
     @property
     def last(self) -> StepMetrics | None:
         """The newest step of any replica."""
-        return max((one.last for one in self.started if one.last), key=lambda step: step.step, default=None)
+        steps = [one.last for one in self.replicas.values() if one.last]
+        return max(steps, key=lambda step: step.step, default=None)
 
     @property
     def loss(self) -> float | None:
         """Training loss, the mean over the replicas."""
-        return _mean([one.loss for one in self.started])
+        return _mean([one.loss for one in self.replicas.values()])
 
     @property
     def eval_loss(self) -> float | None:
         """The run's held-out loss, or the last one, the mean over the replicas' shares of the text."""
         if self.summary is not None:
             return self.summary.eval_loss
-        return _mean(
-            [loss for one in self.started if one.evaluated and (loss := one.evaluated.eval_loss) is not None]
-        )
+        evaluated = [one.evaluated.eval_loss for one in self.replicas.values() if one.evaluated]
+        return _mean([loss for loss in evaluated if loss is not None])
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all replicas, at their mean pace in the last steps."""
-        return _mean([speed for one in self.started if (speed := one.tokens_per_second) is not None])
+        """Tokens of all replicas at the first one's mean pace."""
+        if self.summary is not None:
+            return self.summary.tokens_per_second or None
+        return self.first.tokens_per_second if self.replicas else None
 
     @property
     def is_behind(self) -> bool:
         """Whether there is more to read than a look takes."""
-        return not self.trouble and any(one.is_behind for one in self.replicas.values())
+        return not self.trouble and any(tail.is_behind for tail in self._tails.values())
 
     @property
     def part(self) -> float:
@@ -261,10 +385,9 @@ class RunFollower:
     @property
     def eta_seconds(self) -> float | None:
         """Time to the last step; None if it is not known."""
-        speed = self.tokens_per_second
-        if self.config is None or self.last is None or self.summary is not None or not speed:
+        if self.config is None or self.last is None or self.summary is not None:
             return None
-        return max(0, self.config.num_tokens - self.last.tokens) / speed
+        return self.first.seconds_for(max(0, self.config.num_tokens - self.last.tokens))
 
     @property
     def standing(self) -> str:
@@ -277,7 +400,7 @@ class RunFollower:
             return "finished"
         if self.last is None:
             return "begun, no step yet"
-        age = time.time() - max(one.changed for one in self.started)
+        age = time.time() - max(tail.changed for tail in self._tails.values() if tail.steps.last)
         is_silent = age > max(_SILENT_SECONDS, _SILENT_STEPS * self.last.step_seconds)
         return f"silent for {age:.0f} s" if is_silent else "running"
 
@@ -292,18 +415,18 @@ class RunFollower:
         if config.num_replicas == 1 or config.rendezvous is not None:
             return {}
         flights = {}
-        for replica, follower in sorted(self.replicas.items()):
-            step = follower.last.step if follower.last else 0
+        for replica, tail in sorted(self._tails.items()):
+            step = tail.steps.last.step if tail.steps.last else 0
             sent = {
                 p: self._schedule.send_step(p, count)
                 for p in range(self._schedule.num_fragments)
                 if (count := self._schedule.num_sent(p, step))
             }
-            flights[replica] = {p: at for p, at in sent.items() if follower.merged.get(p, 0) < at}
+            flights[replica] = {p: at for p, at in sent.items() if tail.steps.merged.get(p, 0) < at}
         return flights
 
 
-def schedule_of(config: TrainConfig) -> Schedule | None:
+def _schedule_of(config: TrainConfig) -> Schedule | None:
     """The steps at which a run's fragments are sent; None for Data-Parallel.
 
     Raises:

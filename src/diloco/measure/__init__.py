@@ -1,1 +1,0 @@
-"""Measurements of the wire formats, the links and the training step on this machine."""

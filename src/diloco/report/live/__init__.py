@@ -1,1 +1,0 @@
-"""The live view of `diloco watch`: runs and stores that are looked at again and again."""

@@ -1,0 +1,168 @@
+"""The page of runs: its content as records, which are its JSON, and the document whose script draws them.
+
+The server of `diloco watch` answers with the document, whose script asks for the JSON again and again. `diloco
+report` writes the same document with the JSON in it. The document loads nothing from elsewhere, and every text of
+a run is escaped.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from diloco.files import make_directory, write_atomically
+
+Points = Sequence[tuple[float, ...]]
+BLACK = -1
+
+
+@dataclass(kw_only=True)
+class Series:
+    """A curve."""
+
+    label: str
+    """The curve's name; empty for one that the legend leaves out."""
+    color: int
+    """Number of the colour; `BLACK` is black."""
+    points: Points
+    """x and y, or x, y and the ends of a range around it; without those that are beyond a number's range."""
+    thin: bool = False
+    value: float | None = None
+    """The number in the legend; None is the last y."""
+
+    def __post_init__(self) -> None:
+        """Leave out the numbers that JSON can't say."""
+        self.points = [point for point in self.points if all(map(math.isfinite, point))]
+        self.value = self.value if self.value is not None and math.isfinite(self.value) else None
+
+
+@dataclass(kw_only=True)
+class Lane:
+    """Bars and dots along the x axis."""
+
+    label: str
+    color: int
+    bars: Sequence[tuple[float, float]]
+    dots: Sequence[float] = ()
+    end: str = ""
+    """The way in which the last bar ended, where it is marked."""
+
+
+@dataclass(kw_only=True)
+class Chart:
+    """Curves, or lanes, over one axis."""
+
+    title: str
+    x: str
+    """The label of the x axis."""
+    about: str = ""
+    """A sentence about its numbers."""
+    legend: str = ""
+    """The quantity that tells the series apart, where their names are its values."""
+    series: Sequence[Series] = ()
+    lanes: Sequence[Lane] = ()
+    names: Sequence[str] = ()
+    """Names of the values 0, 1, … of x; empty for an x of numbers."""
+    from_zero: bool = False
+    x_log: bool = False
+    y_log: bool = False
+    is_history: bool = True
+    """Whether x goes on with the run, so that the page can show the last part alone."""
+
+
+@dataclass(kw_only=True)
+class Table:
+    """A table of text."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(kw_only=True)
+class Section:
+    """A run, a store, an experiment, or a comparison of runs."""
+
+    title: str
+    color: int = BLACK
+    """Number of the colour of its curves beside others."""
+    standing: str = ""
+    part: float | None = None
+    """The share of the run that is over."""
+    notes: Sequence[str] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    charts: Sequence[Chart] = ()
+    table: Table | None = None
+    is_open: bool = True
+    """Whether it is unfolded at first."""
+
+
+@dataclass(kw_only=True)
+class Page:
+    """The content of a page."""
+
+    note: str
+    sections: Sequence[Section]
+
+    def as_json(self) -> bytes:
+        """The content as JSON, which may stand in a script element: it has no `<`."""
+        text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+        return text.replace("<", r"\u003c").encode()
+
+
+def write_page(title: str, page: Page, path: Path) -> None:
+    """Write a document that needs neither a server nor a network.
+
+    Raises:
+        FileWriteError: if it can't be written.
+    """
+    make_directory(path.parent)
+    write_atomically(path, [document(title, page)])
+
+
+def document(title: str, page: Page | None) -> bytes:
+    """The document.
+
+    Args:
+        title: text.
+        page: its content; without it, the script asks the server for it.
+    """
+    policy = content = ""
+    if page is not None:
+        policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(_POLICY)}">\n'
+        content = f'<script type="application/json" id="content">{page.as_json().decode()}</script>\n'
+    title = html.escape(title)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'{policy}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'  # a browser would ask for one
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{_BODY}\n{content}"
+        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+    ).encode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE = Path(__file__).with_name("page.css").read_text()
+_SCRIPT = Path(__file__).with_name("page.js").read_text()
+_BODY = """<p id="note">Reading …</p>
+<p><label>Show <select id="shown"><option value="1">all of the run</option>
+<option value="0.5">the last half</option><option value="0.1">the last tenth</option></select></label></p>
+<main></main>"""
+_POLICY = [
+    "default-src 'none'",
+    f"script-src {_hash(_SCRIPT)}",
+    f"style-src {_hash(_STYLE)}",
+    "img-src data:",
+    *(f"{name} 'none'" for name in ("base-uri", "form-action")),
+]
+SERVED_POLICY = "; ".join([*_POLICY, "connect-src 'self'", "frame-ancestors 'none'"])
+"""The Content-Security-Policy of a server: this script and style alone run, and they reach this server alone.
+
+That of a file lets them reach nothing; it can't forbid that another page frames it.
+"""

@@ -1,0 +1,357 @@
+"""The facts and the curves of runs, finished or not: for the live page, the report and the terminal alike.
+
+Losses are means over the replicas; times and bytes are those of the first replica on this machine.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco.report.page import BLACK, Chart, Lane, Points, Section, Series, Table
+from diloco.report.text import Label, differing_settings, duration, megabytes, short, shown_names
+from diloco.training.config.config import TrainConfig
+from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.records.tail import Bin, ReplicaSteps, RunTail
+
+LOSS = "training loss, last 5 %"
+_MOST_FLIGHTS = 8
+_MOST_RATES = 32
+_MOST_OPEN = 4
+"""Runs up to which the page unfolds the section of each."""
+_MOST_TIMELINES = 8
+"""Replicas whose sends and merges are drawn."""
+_TOKENS = "tokens"
+
+
+def run_facts(run: RunTail) -> dict[str, str]:
+    """Progress, results and settings of a run, by name; what is not known yet is left out."""
+    last, config, summary = run.last, run.config, run.summary
+    if last is None or config is None:
+        return {}
+    first = run.first
+    error = f" ± {summary.eval_standard_error:.4f}" if summary and summary.eval_standard_error else ""
+    known = summary or last
+    facts = {
+        "step": f"{last.step:,} of {config.num_steps:,}"
+        if config.rendezvous is None
+        else f"{last.step:,}, {run.part:.1%} of the run",
+        "ETA": duration(run.eta_seconds) if run.eta_seconds is not None and run.standing == "running" else "",
+        LOSS: _loss_text(run.loss),
+        "held-out loss": _loss_text(run.eval_loss, error),
+        "bits per byte": _loss_text(summary and summary.eval_bits_per_byte),
+        "tokens": f"{summary.num_tokens if summary else last.tokens:,}",
+        "tokens/s": f"{run.tokens_per_second:,.0f}" if run.tokens_per_second else "",
+        "compute utilization": f"{first.compute_utilization:.1%}",
+        "blocked": f"{first.blocked_seconds:.1f} s of {first.seconds:.0f} s",
+        "time": duration(first.seconds),
+        "MFU": f"{known.model_flops_utilization:.1%}" if known.model_flops_utilization is not None else "",
+        "memory": megabytes(known.peak_memory_bytes) if known.peak_memory_bytes else "",
+        "sent per replica": megabytes(first.bytes_sent) if first.bytes_sent else "",
+        "merged per replica": megabytes(first.bytes_received) if first.bytes_received else "",
+        "Data-Parallel would send": _data_parallel_text(run, config),
+        "in flight": _in_flight_text(run.in_flight()),
+        "outer hash": summary.outer_hash[:16] if summary else "",
+        **_settings(run, config),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _settings(run: RunTail, config: TrainConfig) -> dict[str, str]:
+    facts = {
+        "method": config.method,
+        "replicas": str(_num_replicas(run, config) or "come and go"),
+        "parameters": f"{run.summary.num_params:,}" if run.summary else "",
+    }
+    if config.method != "data_parallel":
+        diloco = config.diloco
+        facts |= {"H": str(diloco.sync_every), "τ": str(diloco.overlap_steps), "α": f"{diloco.mixing:g}"}
+        facts |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
+    return facts
+
+
+def _num_replicas(run: RunTail, config: TrainConfig) -> int | None:
+    """M; with a rendezvous, the replicas that have contributed, which the summary alone knows."""
+    if run.summary is not None:
+        return run.summary.num_replicas
+    return config.num_replicas if config.rendezvous is None else None
+
+
+def _loss_text(value: float | None, error: str = "") -> str:
+    return "" if value is None else f"{value:.4f}{error}"
+
+
+def _data_parallel_step_bytes(run: RunTail, config: TrainConfig) -> float:
+    """Bytes that a replica would send at each step as a Data-Parallel one, as far as M is known."""
+    summary = run.summary
+    num_params = (summary.num_trained_params or summary.num_params) if summary else config.model.num_trained_params
+    return ring_all_reduce_bytes(num_params, _num_replicas(run, config) or 1)
+
+
+def _data_parallel_text(run: RunTail, config: TrainConfig) -> str:
+    sent, first = run.first.bytes_sent, run.first
+    num_bytes = _data_parallel_step_bytes(run, config) * first.num_steps
+    if run.summary is not None:
+        num_bytes = run.summary.data_parallel_bytes_per_replica
+    if config.method == "data_parallel" or not num_bytes:
+        return ""
+    return megabytes(num_bytes) + (f", {num_bytes / sent:,.0f}× as much" if sent else "")
+
+
+def _in_flight_text(flights: Mapping[int, Mapping[int, int]]) -> str:
+    """The fragments under way, such as `fragment 2 of replicas 0 1 since step 58`."""
+    replicas: dict[tuple[int, int], list[int]] = {}
+    for replica, sent in flights.items():
+        for fragment, step in sent.items():
+            replicas.setdefault((step, fragment), []).append(replica)
+    parts = [
+        f"fragment {fragment} of replica{'s' * (len(senders) > 1)} {' '.join(map(str, senders[:_MOST_FLIGHTS]))}"
+        f"{' …' * (len(senders) > _MOST_FLIGHTS)} since step {step:,}"
+        for (step, fragment), senders in sorted(replicas.items())
+    ]
+    return "; ".join(parts[:_MOST_FLIGHTS]) + " …" * (len(parts) > _MOST_FLIGHTS)
+
+
+def run_sections(runs: Sequence[RunTail], labels: Sequence[Label]) -> list[Section]:
+    """The comparison of several runs, and a section for each run."""
+    compared = [_comparison(runs, labels)] if len(runs) > 1 else []
+    return compared + [
+        Section(
+            title=str(label),
+            color=index if compared else BLACK,
+            standing=run.standing,
+            part=run.part,
+            notes=_notes(run),
+            facts=run_facts(run),
+            charts=list(_run_charts(run)),
+            is_open=len(runs) <= _MOST_OPEN,
+        )
+        for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+    ]
+
+
+def _notes(run: RunTail) -> list[str]:
+    absent = [str(m) for m in range(run.config.num_local_replicas if run.config else 0) if m not in run.replicas]
+    if not absent or run.last is None:
+        return []
+    return [f"No metrics of replica{'s' * (len(absent) > 1)} {', '.join(absent)} are on this machine."]
+
+
+_COMPARED = (
+    *("step", "ETA", LOSS, "held-out loss", "bits per byte", "tokens", "tokens/s", "compute utilization"),
+    *("sent per replica", "time"),
+)
+"""Facts in which runs are compared."""
+
+
+def _comparison(runs: Sequence[RunTail], labels: Sequence[Label]) -> Section:
+    """The curves of several runs beside each other, the settings in which they differ, and their results."""
+    settings = differing_settings([run.config for run in runs])
+    columns: dict[str, list[str]] = {"run": [label.name for label in labels]}
+    for name, values in zip(shown_names(settings), settings.values(), strict=True):
+        columns[name] = list(map(str, values))
+    if any(run.summary is None for run in runs):
+        columns["state"] = [run.standing for run in runs]
+    facts = [run_facts(run) for run in runs]
+    for name in _COMPARED:
+        columns[name] = [one.get(name, "") for one in facts]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    names, started = short(labels), [index for index, run in enumerate(runs) if run.last is not None]
+    charts = _loss_charts([(names[i], i, runs[i]) for i in started])
+    charts += _rate_charts([_Curve(names[i], i, runs[i].first) for i in started])
+    return Section(
+        title=f"{len(runs)} runs",
+        charts=[chart for chart in charts if any(one.points for one in chart.series)],
+        table=Table(columns=list(columns), rows=list(zip(*columns.values(), strict=True))),
+    )
+
+
+class _Curve(NamedTuple):
+    label: str
+    color: int
+    steps: ReplicaSteps
+
+
+def _run_charts(run: RunTail) -> Iterator[Chart]:
+    if run.last is None or run.config is None:
+        return
+    curves = [_Curve(f"replica {m}", index, steps) for index, (m, steps) in enumerate(run.replicas.items())]
+    charts = [*_loss_charts([("", 0, run)]), *_rate_charts(curves), _bytes_chart(run, run.config)]
+    yield from (chart for chart in charts if any(one.points for one in chart.series))
+    if any(steps.first_merges for steps in run.replicas.values()):
+        yield _timeline(run, run.config.diloco.sync_every)
+    bins = run.first.outer_bins
+    norms = {p: [_point(one.last, one.norm / one.num_norms) for one in bins[p] if one.num_norms] for p in bins}
+    cosines = {
+        p: [_point(one.last, one.cosine / one.num_cosines) for one in bins[p] if one.num_cosines] for p in bins
+    }
+    if any(norms.values()):
+        yield _by_fragment("Norm of the mean outer gradient", norms, from_zero=True)
+    if any(cosines.values()):
+        yield _by_fragment("Cosine between the replicas' outer gradients", cosines)
+
+
+_Named = tuple[str, int, RunTail]
+"""A run with its name, empty for one that stands alone, and the number of its colour."""
+
+
+def _loss_charts(runs: Sequence[_Named]) -> list[Chart]:
+    held_out = _means(runs, _held_out, lambda _: None, lambda run: run.eval_loss)
+    for (_, _, run), mean in zip(runs, held_out[-len(runs) :], strict=True):
+        if run.summary is not None:  # of the whole held-out text, where each replica evaluates a share
+            before = [point for point in mean.points if point[0] < run.summary.num_tokens]
+            mean.points = [*before, _point(run.summary.num_tokens, run.summary.eval_loss)]
+    return [
+        Chart(
+            title="Training loss, nats a token",
+            x=_TOKENS,
+            series=_means(runs, _loss, lambda steps: steps.loss, lambda run: run.loss),
+            about="The number is the mean over the last 5 % of the steps.",
+        ),
+        Chart(
+            title="Held-out loss, nats a token",
+            x=_TOKENS,
+            series=held_out,
+            about="Loss of the outer parameters on text that is not trained on.",
+        ),
+    ]
+
+
+def _means(
+    runs: Sequence[_Named],
+    points: Callable[[Sequence[Bin]], Points],
+    replica_value: Callable[[ReplicaSteps], float | None],
+    run_value: Callable[[RunTail], float | None],
+) -> list[Series]:
+    """Thin curves of the replicas, where a run has several; after them, the mean curve of each run."""
+    thin, means = [], []
+    for name, color, run in runs:
+        is_alone, own, label = len(runs) == 1, color, name or f"replica {next(iter(run.replicas))}"
+        curves = [points(steps.bins) for steps in run.replicas.values()]
+        if len(curves) > 1:
+            for index, (m, steps) in enumerate(run.replicas.items()):
+                replica, shade = (f"replica {m}", index) if is_alone else ("", color)
+                value = replica_value(steps)
+                thin.append(Series(label=replica, color=shade, points=curves[index], thin=True, value=value))
+            own, label = (BLACK, "mean") if is_alone else (color, name)
+        means.append(Series(label=label, color=own, points=_mean(curves), value=run_value(run)))
+    return thin + means
+
+
+def _rate_charts(curves: Sequence[_Curve]) -> list[Chart]:
+    def chart(
+        title: str,
+        points: Callable[[Sequence[Bin]], Points],
+        value: Callable[[ReplicaSteps], float | None] = lambda _: None,
+        about: str = "",
+    ) -> Chart:
+        series = [
+            Series(label=label, color=color, points=points(steps.bins), value=value(steps))
+            for label, color, steps in curves
+        ]
+        return Chart(title=title, x=_TOKENS, series=series, about=about, from_zero=True)
+
+    charts = [
+        chart("Tokens/s of all replicas", _speed, lambda steps: steps.tokens_per_second),
+        chart(
+            "Compute utilization",
+            _utilization,
+            lambda steps: steps.compute_utilization,
+            "Share of time in which training did not wait for other replicas; the number is that of all steps.",
+        ),
+    ]
+    if any(curve.steps.bytes_sent for curve in curves):
+        charts += [chart("Sent by a replica, Mbit/s", _sent), chart("Merged by a replica, Mbit/s", _received)]
+    return charts
+
+
+def _bytes_chart(run: RunTail, config: TrainConfig) -> Chart:
+    bins, each = run.first.bins, _data_parallel_step_bytes(run, config)
+    sent = zip(bins, accumulate(one.bytes_sent for one in bins), strict=True)
+    series = [
+        Series(label=config.method, color=0, points=[_point(one.last, total) for one, total in sent if total])
+    ]
+    if config.method != "data_parallel" and each:
+        steps = zip(bins, accumulate(one.num_steps for one in bins), strict=True)
+        points = [_point(one.last, each * count) for one, count in steps]
+        series.append(Series(label="Data-Parallel, FP32", color=1, points=points))
+    return Chart(title="Bytes sent by a replica, in all", x=_TOKENS, series=series, y_log=True)
+
+
+def _timeline(run: RunTail, sync_every: int) -> Chart:
+    """A lane for each fragment and replica, with bars from sending to merging."""
+    merges = {m: steps.first_merges for m, steps in list(run.replicas.items())[:_MOST_TIMELINES]}
+    every = [merge for merged in merges.values() for merge in merged]
+    end = min((merge.sent_step for merge in every), default=0) + 2 * sync_every
+    lanes = []
+    for fragment in sorted({merge.fragment for merge in every}):
+        for index, merged in enumerate(merges.values()):
+            bars = [
+                (one.sent_step, one.merged_step)
+                for one in merged
+                if one.fragment == fragment and one.sent_step <= end
+            ]
+            label = "" if index else f"fragment {fragment}"
+            lanes.append(Lane(label=label, color=index, bars=bars, dots=[stop for _, stop in bars]))
+    return Chart(
+        title="Sends and merges in the first rounds",
+        x="step",
+        about="A bar begins where a fragment was sent, and its dot is where it was merged.",
+        series=[Series(label=f"replica {m}", color=index, points=[]) for index, m in enumerate(merges)],
+        lanes=lanes,
+    )
+
+
+def _by_fragment(title: str, points: Mapping[int, Points], *, from_zero: bool = False) -> Chart:
+    series = [
+        Series(label=f"fragment {fragment}", color=index, points=curve)
+        for index, (fragment, curve) in enumerate(points.items())
+    ]
+    return Chart(title=title, x="step", series=series, from_zero=from_zero)
+
+
+def _point(x: float, y: float) -> tuple[float, float]:
+    return float(f"{x:.8g}"), float(f"{y:.5g}")
+
+
+def _mean(curves: Sequence[Points]) -> list[tuple[float, float]]:
+    """The mean curve at the points of the shortest one."""
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    x = np.array(min(curves, key=lambda curve: curve[-1][0]))[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = np.mean([np.interp(x, *np.array(curve).T) for curve in curves], axis=0)
+    return [_point(*point) for point in zip(x, y, strict=True)]
+
+
+def _loss(bins: Sequence[Bin]) -> Points:
+    return [_point(one.last, one.loss / one.num_steps) for one in bins]
+
+
+def _held_out(bins: Sequence[Bin]) -> Points:
+    return [_point(one.last, one.eval_loss / one.num_evals) for one in bins if one.num_evals]
+
+
+def _rate(value: Callable[[Bin], float], seconds: str = "seconds") -> Callable[[Sequence[Bin]], Points]:
+    """A rate over longer parts of the run, since a single step may send all or nothing."""
+
+    def points(bins: Sequence[Bin]) -> Points:
+        parts = (reduce(Bin.plus, part) for part in _parts(bins, _MOST_RATES))
+        return [_point(one.last, value(one) / getattr(one, seconds)) for one in parts if getattr(one, seconds)]
+
+    return points
+
+
+def _parts(bins: Sequence[Bin], most: int) -> list[Sequence[Bin]]:
+    """Equal parts; bins that do not fill a last one are left out, as its rate would say little."""
+    size = max(1, -(-len(bins) // most))
+    return [bins[end - size : end] for end in range(size, len(bins) + 1, size)]
+
+
+_speed = _rate(lambda one: one.new_tokens, "timed_seconds")
+_utilization = _rate(lambda one: one.seconds - one.blocked_seconds)
+_sent = _rate(lambda one: 8e-6 * one.bytes_sent)
+_received = _rate(lambda one: 8e-6 * one.bytes_received)

@@ -1,0 +1,119 @@
+"""The runs and stores that a command line names: some may begin later, and a directory may gain runs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diloco.files import expanded
+from diloco.rendezvous.log.log import is_store
+from diloco.report.page import Page
+from diloco.report.runs import run_sections
+from diloco.report.stores import StoreTail, store_section
+from diloco.report.text import Label, labels
+from diloco.training.records.runs import CONFIG_FILE
+from diloco.training.records.tail import RunTail
+
+MOST_RUNS = 24
+"""Runs of a directory that are shown: those that began last."""
+
+
+class Sources:
+    """Runs, directories of runs, and stores.
+
+    Args:
+        sources: runs' directories, directories of runs, URLs or directories of stores; nothing need be there yet.
+
+    Raises:
+        UserError: if a source is below the home directory of a user that there is not.
+    """
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        for source in sources:
+            if not _is_store(source):
+                expanded(source)  # refuse the home directory of nobody now
+        self._sources = sources
+        self._runs: dict[Path, RunTail] = {}
+        self._stores: dict[str, StoreTail] = {}
+        self._num_left_out = 0
+
+    @property
+    def runs(self) -> list[RunTail]:
+        """The runs, in the order in which they were named; those of a directory by name."""
+        return list(self._runs.values())
+
+    @property
+    def labels(self) -> list[Label]:
+        """A name for each of the runs."""
+        return labels([run.directory.absolute().name for run in self.runs], [run.config for run in self.runs])
+
+    @property
+    def stores(self) -> list[StoreTail]:
+        """The stores, in the order in which they were named."""
+        return list(self._stores.values())
+
+    def again(self) -> None:
+        """Look at everything; what can't be read is told by its run or store."""
+        self._find()
+        for one in (*self.stores, *self.runs):
+            one.again()
+
+    def read(self) -> None:
+        """Read everything as it is now.
+
+        Raises:
+            UserError: if a source holds neither a run that has taken a step nor a store's run.
+            FileError: if a file is damaged.
+            StoreError: if a store can't be read.
+        """
+        self._find()
+        for one in (*self.stores, *self.runs):
+            one.read()
+
+    def _find(self) -> None:
+        self._num_left_out = 0
+        stores = [source for source in self._sources if _is_store(source)]
+        paths = [path for source in self._sources if source not in stores for path in self._run_paths(source)]
+        self._stores = {url: self._stores.get(url) or StoreTail(url) for url in stores}
+        self._runs = {path: self._runs.get(path) or RunTail(path) for path in paths}
+
+    def _run_paths(self, source: str) -> Iterator[Path]:
+        """The directories of runs that a source stands for: itself, unless it has some below it."""
+        path = expanded(source)
+        configs: list[tuple[float, Path]] = []
+        with suppress(OSError):  # the run itself tells why it can't be read
+            if not (path / CONFIG_FILE).exists():
+                for file in path.glob(f"*/{CONFIG_FILE}"):
+                    with suppress(OSError):  # it was removed a moment ago
+                        configs.append((file.stat().st_mtime, file.parent))
+        self._num_left_out += max(0, len(configs) - MOST_RUNS)
+        yield from sorted(run for _, run in sorted(configs)[-MOST_RUNS:]) or [path]
+
+    @property
+    def note(self) -> str:
+        """A remark on all sources."""
+        return f"{self._num_left_out} older runs are left out" if self._num_left_out else ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read than a look takes."""
+        return any(one.is_behind for one in (*self.stores, *self.runs))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come."""
+        finished = [one.status is not None and one.status.finished for one in self.stores]
+        finished += [one.summary is not None for one in self.runs]
+        return all(finished) and not self.is_behind
+
+    def page(self) -> Page:
+        """The page after the last look."""
+        sections = [*run_sections(self.runs, self.labels), *map(store_section, self.stores)]
+        return Page(note=self.note, sections=sections)
+
+
+def _is_store(source: str) -> bool:
+    """True as `is_store` has it; False for a directory that can't be read."""
+    try:
+        return is_store(source)
+    except OSError:
+        return False

@@ -1,0 +1,309 @@
+"""The output of `diloco plan`, `diloco simulate` and `diloco bench wire`: tables, and the same numbers as JSON."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco.errors import UserError
+from diloco.rendezvous.prices import PROVIDERS
+from diloco.simulator.bandwidth import GBIT_S
+from diloco.simulator.planner import Plan, Remedy, Task
+from diloco.simulator.published import (
+    OVERTRAINING_COSTS,
+    TARGETS,
+    WALL_CLOCK_GBIT_S,
+    WALL_CLOCK_HOURS,
+    Cell,
+    Cost,
+    bandwidth_tables,
+    overtraining_table,
+    wall_clock_table,
+)
+from diloco.simulator.wall_clock import IdealizedRun
+
+if TYPE_CHECKING:
+    from diloco.training.measure import WireMeasurement
+
+BEYOND = "1000+"
+"""A bandwidth above the grid's largest."""
+
+
+def wide_console() -> Console:
+    """A console wide enough for the tables, even where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def bandwidth_json(needed: Mapping[str, float | None]) -> str:
+    """Gbit/s by target, as JSON; the targets as they were typed."""
+    return json.dumps({"gbit_s": {t: BEYOND if gbit_s is None else gbit_s for t, gbit_s in needed.items()}})
+
+
+def strict_json(values: Mapping[str, float]) -> str:
+    """Numbers as JSON, which has none for infinity.
+
+    Raises:
+        UserError: if one is not finite.
+    """
+    try:
+        return json.dumps(values, allow_nan=False)
+    except ValueError:
+        raise UserError("the result is no finite number: take settings of this world") from None
+
+
+def utilization_json(compute_utilization: float) -> str:
+    """A compute utilization as JSON."""
+    return strict_json({"compute_utilization": compute_utilization})
+
+
+def print_bandwidth(needed: Mapping[str, float | None], console: Console) -> None:
+    """Print a row for each target."""
+    table = Table("compute utilization", box=None, header_style="bold")
+    table.add_column("Gbit/s", justify="right")
+    for target, gbit_s in needed.items():
+        # Below the grid's smallest bandwidth nothing was tried.
+        table.add_row(target, ("≤ " if gbit_s == GBIT_S[0] else "") + _gbit_s(gbit_s))
+    console.print(table)
+
+
+def print_published(console: Console) -> None:
+    """Print the papers' tables, with our numbers beside their own."""
+    for source, rows in bandwidth_tables().items():
+        table = Table(
+            "model", "method", box=None, header_style="bold", title=f"{source}: Gbit/s for a utilization"
+        )
+        for target in TARGETS:
+            table.add_column(f"{target:.0%}", justify="right")
+        for (size, method), row in rows.items():
+            table.add_row(size, method, *map(_cell, row))
+        console.print(table)
+        distances = [abs(cell.distance) for row in rows.values() for cell in row]
+        console.print(
+            f"Published · simulated, and points of the grid between them: {distances.count(0)} of "
+            f"{len(distances)} are exact (=), {distances.count(1)} are one point off, "
+            f"{sum(distance > 1 for distance in distances)} more.\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    _print_hours(console)
+    _print_overtraining(console)
+
+
+def _print_hours(console: Console) -> None:
+    title = "arXiv 2501.18512, Table 1: hours of a run of 186,250 steps of the 1B model"
+    hours = Table("method", box=None, header_style="bold", title=title)
+    for gbit_s in WALL_CLOCK_GBIT_S:
+        hours.add_column(f"{gbit_s:g} Gbit/s", justify="right")
+    for method, row in wall_clock_table().items():
+        hours.add_row(method, *_beside(WALL_CLOCK_HOURS[method], row))
+    console.print(hours)
+    console.print(
+        "Published · simulated. The volume that fits data_parallel's bandwidths does not give its hours.\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _print_overtraining(console: Console) -> None:
+    title = "arXiv 2501.18512, Table 2: the 1B model overtrained"
+    table = Table("method", "tokens", box=None, header_style="bold", title=title)
+    for column in ("hours", "hours, 1 Gbit/s", "Tibit"):
+        table.add_column(column, justify="right")
+    for (method, billions), cost in overtraining_table().items():
+        published: Cost = OVERTRAINING_COSTS[method, billions]
+        table.add_row(method, f"{billions}·10⁹", *_beside(published, cost))
+    console.print(table)
+    console.print("Published · simulated.", highlight=False)
+
+
+def _cell(cell: Cell) -> str:
+    distance = f"{cell.distance:+d}" if cell.distance else "="
+    return f"{_gbit_s(cell.published)} · {_gbit_s(cell.ours)} {distance}"
+
+
+def _beside(published: Sequence[float], row: Sequence[float]) -> list[str]:
+    return [f"{p:g} · {ours:.2f} ({ours / p - 1:+.0%})" for p, ours in zip(published, row, strict=True)]
+
+
+def _gbit_s(gbit_s: float | None) -> str:
+    return BEYOND if gbit_s is None or math.isinf(gbit_s) else f"{gbit_s:.4g}"
+
+
+def wall_clock_json(run: IdealizedRun) -> str:
+    """The seconds of each part, as JSON."""
+    parts = {name: getattr(run, f"{name}_seconds") for name in ("compute", "inside", "between")}
+    return strict_json({f"{name}_seconds": value for name, value in parts.items()} | {"seconds": run.seconds})
+
+
+def print_wall_clock(run: IdealizedRun, console: Console) -> None:
+    """Print a row for each part."""
+    table = Table("part", box=None, header_style="bold")
+    table.add_column("hours", justify="right")
+    table.add_row("compute", f"{run.compute_seconds / 3600:,.2f}")
+    table.add_row("gradients, at every step", f"{run.inside_seconds / 3600:,.2f}")
+    table.add_row("outer gradients, as far as training waits", f"{run.between_seconds / 3600:,.2f}")
+    table.add_row("together", f"{run.seconds / 3600:,.2f}")
+    console.print(table)
+
+
+def plan_json(
+    task: Task, plans: Sequence[Plan], remedy: Remedy | None, *, command: str, flags: Callable[[Plan], str]
+) -> str:
+    """One JSON object: the task, the settings (the least risky first), and a remedy where there are none."""
+    answer: dict[str, Any] = {
+        "target": task.target,
+        "num_steps": task.num_steps,
+        "replicas": [asdict(replica) for replica in task.replicas],
+        "most_utilization": task.most_utilization,
+        "plans": [_values(plan, command, flags(plan)) for plan in plans],
+    }
+    if remedy is not None:
+        answer["remedy"] = {
+            "best": _values(remedy.best, command, flags(remedy.best)),
+            "link_gbit_s": remedy.link_gbit_s,
+            "latency_seconds": remedy.latency_seconds,
+            "step_factor": remedy.step_factor,
+        }
+    return json.dumps(answer, indent=1)
+
+
+def _values(plan: Plan, command: str, flags: str) -> dict[str, Any]:
+    settings, traffic = plan.model.settings, plan.store_traffic_a_day
+    return {
+        "sync_every": settings.sync_every,
+        "overlap_steps": settings.overlap_steps,
+        "layers_per_fragment": settings.layers_per_fragment,
+        "wire": plan.wire,
+        "combine": plan.combine,
+        "compute_utilization": plan.compute_utilization,
+        "hours": plan.hours,
+        "terabytes": plan.terabytes,
+        "store_a_day": {
+            "terabytes_down": traffic.bytes_down / 1e12,
+            "requests": traffic.creates + traffic.gets,
+            "dollars": {prices.name: traffic.dollars(prices) for prices in PROVIDERS},
+        },
+        "peak_gbit_s": plan.peak_gbit_s,
+        "device_memory_gib": plan.device_memory_gib(),
+        "device_memory_offload_gib": plan.device_memory_gib(offload=True),
+        "flags": flags,
+        "command": f"{command} {flags}",
+    }
+
+
+def print_plans(
+    task: Task, plans: Sequence[Plan], console: Console, *, command: str, flags: Callable[[Plan], str]
+) -> None:
+    """Print a row for each setting, and the command of the first."""
+    table = Table(box=None, header_style="bold")
+    for name in ("H", "τ", "layers a\nfragment", "wire", "combine"):
+        table.add_column(name, justify="right")
+    for name in ("compute\nutilization", "hours", "TB sent a\nreplica", "peak\nGbit/s", "device memory,\nGiB"):
+        table.add_column(name, justify="right")
+    table.add_column("with\noffload", justify="right")
+    for plan in plans:
+        settings = plan.model.settings
+        table.add_row(
+            str(settings.sync_every),
+            str(settings.overlap_steps),
+            str(settings.layers_per_fragment),
+            plan.wire,
+            plan.combine,
+            f"{plan.compute_utilization:.1%}",
+            f"{plan.hours:,.1f}",
+            f"{plan.terabytes:.3g}",
+            "–" if plan.peak_gbit_s is None else f"{plan.peak_gbit_s:.3g}",
+            f"{plan.device_memory_gib():.3g}",
+            f"{plan.device_memory_gib(offload=True):.3g}",
+        )
+    console.print(table)
+    console.print(
+        f"All reach a compute utilization of {task.target:g}; hours and TB are those of {task.num_steps:,} steps. "
+        "Device memory holds parameters, Adam's moments, outer parameters and momentum, in FP32. The first "
+        "setting is the least risk to the model's quality:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"    {command} {flags(plans[0])}", highlight=False, soft_wrap=True)
+
+
+def print_store(plans: Sequence[Plan], console: Console) -> None:
+    """Print what a day of the least risky setting costs in a bucket, and how soon an outer step is there."""
+    plan = plans[0]
+    num_steps = math.ceil(plan.store_seconds / min(one.step_seconds for one in plan.task.replicas))
+    traffic = plan.store_traffic_a_day
+    dollars = " or ".join(f"{traffic.dollars(prices):,.2f} $ on {prices.name}" for prices in PROVIDERS)
+    console.print(
+        f"If the replicas meet in a bucket, H = {plan.model.settings.sync_every}, {plan.wire} and {plan.combine} "
+        f"move {traffic.bytes_down / 1e12:.3g} TB a day out of it, in {traffic.creates + traffic.gets:,.0f} "
+        f"requests: by list prices {dollars} a day. Egress within a provider's region is free. An outer step is "
+        f"decided there about {plan.store_seconds:.2g} s after the send, so choose a τ of at least {num_steps} "
+        "(overlap_steps): those above are for direct links.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_remedy(task: Task, remedy: Remedy, console: Console) -> None:
+    """Print the setting that comes closest, and the changes of which each would be enough."""
+    best, settings = remedy.best, remedy.best.model.settings
+    ways = [f"a target of {_rounded(best.compute_utilization, up=False)}"]
+    if remedy.step_factor is not None:
+        longer = _rounded(remedy.step_factor)
+        ways.insert(0, f"steps that compute {longer} times as long, with batches as many times as large")
+    if remedy.latency_seconds:
+        ways.insert(0, f"a latency of {_rounded(remedy.latency_seconds, up=False)} s on every link")
+    if remedy.link_gbit_s is not None:
+        ways.insert(0, f"links of {_rounded(remedy.link_gbit_s)} Gbit/s")
+    sentence = (
+        f"No setting reaches a compute utilization of {task.target:g} here. The closest is "
+        f"{best.compute_utilization:.3g}, with H = {settings.sync_every}, τ = {settings.overlap_steps}, "
+        f"{settings.layers_per_fragment} layers a fragment, {best.wire}, {best.combine}. "
+        + ("This would do: " if len(ways) == 1 else "Any of these would do: ")
+        + "; ".join(ways)
+        + "."
+    )
+    if task.most_utilization < 1:
+        sentence += (
+            f" More than {task.most_utilization:.3g} can't be reached by replicas with these step times: the "
+            "faster ones wait for the slowest."
+        )
+    console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _rounded(value: float, *, up: bool = True) -> str:
+    """Three digits, rounded to the side on which the value is still enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{(math.ceil if up else math.floor)(value / unit) * unit:.3g}"
+
+
+def wire_json(measurements: "Iterable[WireMeasurement]") -> str:
+    """The measurements as a JSON list."""
+    return json.dumps([asdict(measurement) for measurement in measurements], indent=1)
+
+
+def print_wire(measurements: "Iterable[WireMeasurement]", console: Console) -> None:
+    """Print a row for each codec; each speed stands beside its ratio to a copy's."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("codec")
+    for name in ("bits a value", "relative error"):
+        table.add_column(name, justify="right")
+    for measurement in measurements:
+        if not table.row_count:
+            for speed in measurement.speeds:
+                threads = "1 thread" if speed.num_threads == 1 else f"{speed.num_threads} threads"
+                for name in ("encode", "decode and add"):
+                    table.add_column(f"{name}, GB/s\n{threads}", justify="right")
+        cells = [measurement.wire, f"{measurement.bits_per_value:.3f}", f"{measurement.relative_error:.4f}"]
+        for speed in measurement.speeds:
+            for gbyte_s in (speed.encode_gbyte_s, speed.decode_add_gbyte_s):
+                cells.append(f"{gbyte_s:.2f} ({gbyte_s / speed.copy_gbyte_s:.2f}×)")
+        table.add_row(*cells)
+    console.print(table)
+    console.print("GB/s of FP32 input; in brackets, the ratio to a copy measured just before.", highlight=False)

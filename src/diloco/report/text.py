@@ -1,0 +1,111 @@
+"""Text for people: names of runs beside each other, times and sizes with units, and what a model wrote."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diloco.training.config.config import TrainConfig, fields_with, flat_json
+
+Setting = str | int | float | bool
+_MOST = 4
+
+
+def differing_settings(configs: Sequence[TrainConfig | None]) -> dict[str, list[Setting]]:
+    """The settings on which results depend and in which configs differ: their values, by dotted name.
+
+    Text whose sources are the same by name, and which was prepared differently, is known by its directory's name.
+    A run without a config has not begun; its values are empty.
+    """
+    hidden = (*fields_with(TrainConfig, "incidental"), *_OF_A_PLACE)
+    flat = [{} if config is None else flat_json(config) for config in configs]
+    for one, config in zip(flat, configs, strict=True):
+        if config is not None:
+            one[_PREPARED] = "" if config.data.prepared is None else config.data.prepared.name
+    names = dict.fromkeys(name for one in flat for name in one)
+    differing = {
+        name: [one.get(name, "") for one in flat]
+        for name in names
+        if len({one.get(name) for one in flat if one}) > 1
+        and not any(f"{name}.".startswith(f"{place}.") for place in hidden)
+    }
+    if any(name.startswith("data.") and name != _PREPARED for name in differing):
+        differing.pop(_PREPARED, None)
+    return differing
+
+
+_PREPARED = "data.prepared"
+_OF_A_PLACE = ("data.cache", "rendezvous", "elastic", "device")
+"""Settings that say where a replica is, and not what it learns."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """The name of a run among others."""
+
+    name: str
+    settings: str
+    """The settings in which the runs differ, where they are few; else empty."""
+
+    def __str__(self) -> str:
+        """The name and the settings."""
+        return ", ".join(part for part in (self.name, self.settings) if part)
+
+
+def labels(names: Sequence[str], configs: Sequence[TrainConfig | None]) -> list[Label]:
+    """A label for each run; a run without a config has not begun."""
+    settings = differing_settings(configs)
+    if not 0 < len(settings) <= _MOST:
+        return [Label(name, "") for name in names]
+    values = zip(*settings.values(), strict=True)
+    return [Label(name, _text(settings, row)) for name, row in zip(names, values, strict=True)]
+
+
+def shown_names(names: Iterable[str]) -> list[str]:
+    """The last parts of dotted names; whole names where two have the same last part."""
+    listed = [*names]
+    last = [name.rpartition(".")[2] for name in listed]
+    return [part if last.count(part) == 1 else name for part, name in zip(last, listed, strict=True)]
+
+
+def _text(names: Iterable[str], values: Iterable[Setting]) -> str:
+    return ", ".join(f"{n}={value}" for n, value in zip(shown_names(names), values, strict=True) if value != "")
+
+
+def short(labels: Sequence[Label]) -> list[str]:
+    """Texts for legends: the settings alone where they tell the runs apart, and else the names."""
+    settings = [label.settings for label in labels]
+    return settings if all(settings) and len({*settings}) == len(settings) else [label.name for label in labels]
+
+
+def printable(text: str) -> str:
+    """A model's text as it may be sent to a terminal, which obeys control characters: U+FFFD in their place.
+
+    >>> printable("a\\tb\\n\\x1b]0;title\\x07")
+    'a\\tb\\n\ufffd]0;title\ufffd'
+    """
+    return _CONTROLS.sub("\ufffd", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def duration(seconds: float) -> str:
+    """A time in minutes and seconds, from an hour on with the hours.
+
+    >>> duration(9.6), duration(3723)
+    ('0:09', '1:02:03')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def megabytes(num_bytes: float) -> str:
+    """A number of bytes in MB; in kB below a tenth of one, in GB from a thousand on.
+
+    >>> megabytes(30_200), megabytes(2_540_000), megabytes(3.2e9)
+    ('30.2 kB', '2.54 MB', '3.20 GB')
+    """
+    if num_bytes < 1e5:
+        return f"{num_bytes / 1e3:.1f} kB"
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"

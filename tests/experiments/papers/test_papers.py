@@ -1,0 +1,172 @@
+"""Every experiment, at both tiers, on rows that are made up: its runs, its panels and its finding."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.experiments.papers.made_up import made_up
+
+from diloco.errors import UserError
+from diloco.experiments.papers import EXPERIMENTS, experiment, streaming
+from diloco.experiments.papers.tiers import BASELINE, DILOCO, STREAMING, TIERS
+from diloco.training.config.engine_settings import check
+from diloco.training.config.resolve import resolve
+
+
+@pytest.fixture(params=list(TIERS), scope="module")
+def experiments(request):
+    """All experiments of a tier, by name."""
+    tier = TIERS[request.param]()
+    return {name: experiment(name, tier) for name in EXPERIMENTS}
+
+
+def test_every_run_can_be_started(experiments, tmp_path):
+    runs = [run for one in experiments.values() for run in one.runs]
+    assert all("seed" in run.labels for run in runs)
+    # Those that differ in the outer learning rate alone start alike.
+    configs = {
+        replace(run.config, diloco=replace(run.config.diloco, outer_learning_rate=0.4))
+        for run in runs
+        if run.config.seed == 0
+    }
+    for config in configs:
+        vocab_size = 32_000 if config.data.tokenizer == "bpe:32000" else 257
+        check(resolve(config, vocab_size=vocab_size, prepared=tmp_path))
+
+
+def test_rows_are_drawn_and_judged(experiments):
+    for name, one in experiments.items():
+        rows = made_up(one)
+        panels = one.panels(rows)
+        assert any(not panel.published for panel in panels)
+        assert all(points for panel in panels for points in panel.curves.values()), name
+        measured, verdict = one.finding(rows)
+        assert measured and "nan" not in measured and verdict in ("agrees", "disagrees", "cannot tell")
+        if one.with_accuracy:
+            ours = [panel.curves.values() for panel in panels if "piqa" in panel.title and not panel.published]
+            assert ours and all(0.4 <= p.mean <= 0.5 for curves in ours for points in curves for p in points)
+        # With half of the runs, of which some failed, there is still a figure.
+        half = [row if number % 4 else {**row, "failed": "lost"} for number, row in enumerate(rows)]
+        half = half[: len(rows) // 2]
+        one.panels(half)
+        one.finding(half)
+
+
+SIZES = {"0.10M": 0, "0.15M": 1, "0.24M": 2}
+WIRES = {"topk": 0.06, "e3m0": 0.001} | {f"{wire}:density=0.25": 0.02 for wire in ("topk", "feddropout", "dare")}
+BEST_RATE = {1: 0.1, 5: 0.1, 10: 0.2, 30: 0.4, 100: 0.8}
+# By how much the loss of a run is larger, so that the claim holds, and so that it does not.
+EFFECTS = {
+    "scaling": (
+        lambda r: 0.009 - 0.003 * SIZES[r["size"]] if r["method"].lower().startswith("streaming") else 0.0,
+        lambda r: 0.02 if r["method"] == STREAMING else 0.0,
+    ),
+    "overtraining": (
+        lambda r: 0.005 * (r["method"] != "Data-Parallel"),
+        lambda r: 0.02 * (r["method"] != "Data-Parallel"),
+    ),
+    "overlap": (lambda r: 0.001 * r["tau"], lambda r: 0.01 * r["tau"]),
+    "compression": (lambda r: WIRES.get(r["wire"], 0.0), lambda r: 0.01 * (r["wire"] == "e3m0")),
+    "fragment_size": (lambda r: 0.001 * r["layers"], lambda r: 0.02 * r["layers"]),
+    "freezing": (lambda r: 0.2 * (r["frozen"] == "yes"), lambda r: 0.001 * (r["frozen"] == "yes")),
+    "num_replicas": (lambda r: 0.01 * r["replicas"], lambda r: 0.2 - 0.01 * r["replicas"]),
+    "sync_every": (
+        lambda r: 0.001 * r["H"] + (0.1 if r["H"] < 30 and r["method"] == DILOCO else 0.0),
+        lambda r: 0.2 - 0.001 * r["H"],
+    ),
+    "evaluated_parameters": (lambda r: 0.0, lambda r: -0.1),
+    "slack": (lambda r: 0.001 * r["tau_2"], lambda r: 0.01 * r["tau_2"]),
+    "outer_cosine": (lambda r: 0.0, lambda r: -0.1),
+    "sync_cadence": (
+        lambda r: (r["outer_learning_rate"] - BEST_RATE[r["H"]]) ** 2,
+        lambda r: (r["outer_learning_rate"] - 0.4) ** 2,
+    ),
+    "batch_size": (
+        lambda r: r["batch_tokens"] * (2e-5 if r["method"] == "Data-Parallel" else 1e-5),
+        lambda r: r["batch_tokens"] * (1e-5 if r["method"] == "Data-Parallel" else 2e-5),
+    ),
+    "single_replica": (
+        lambda r: 0.02 * (r["method"] == BASELINE),
+        lambda r: 0.02 * (r["method"] != BASELINE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_a_verdict_follows_the_losses(name):
+    one = experiment(name, TIERS["small"]())
+    holds, fails = EFFECTS[name]
+    assert one.finding(made_up(one, lambda r: 1 + holds(r))).verdict == "agrees"
+    assert one.finding(made_up(one, lambda r: 1 + fails(r))).verdict == "disagrees"
+    mixed = made_up(one, lambda r: 1 + (holds if r["seed"] else fails)(r))
+    assert one.finding(mixed).verdict == "cannot tell"
+    assert one.finding([{**row, "failed": "lost"} for row in mixed]).verdict == "cannot tell"
+
+
+def test_the_page_of_results_has_every_experiment_once():
+    page = Path(__file__).parents[3] / "docs" / "results" / "experiments.md"
+    assert sorted(EXPERIMENTS) == sorted(re.findall(r"^\| `(\w+)` \|", page.read_text(), re.MULTILINE))
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are():
+    for name, hint in (("scale", r"did you mean scaling\?"), ("x", "choose from .*scaling")):
+        with pytest.raises(UserError, match=f"'{name}' is not an experiment: {hint}"):
+            experiment(name, TIERS["small"]())
+
+
+def test_cosines_that_fall_far_from_the_papers_do_not_agree():
+    one = experiment("outer_cosine", TIERS["small"]())
+    rows = made_up(one)
+    assert one.finding(rows).verdict == "agrees"
+    far = [{name: v + 0.5 if name.startswith("cosine_at_") else v for name, v in row.items()} for row in rows]
+    assert one.finding(far).verdict == "disagrees"
+
+
+def test_an_overtrained_run_is_timed_by_its_own_period(monkeypatch):
+    periods = []
+    monkeypatch.setattr(
+        streaming, "wall_clock_panels", lambda rows, series, replicas, period: periods.append(period) or []
+    )
+    one = experiment("overtraining", TIERS["paper"]())
+    one.panels(made_up(one))
+    assert [periods[0]({"size": size}) for size in ("1B", "100M")] == [100, 30]
+
+
+@pytest.mark.parametrize("name", ["sync_cadence", "outer_cosine"])
+def test_missing_runs_leave_the_verdict_open(name):
+    one = experiment(name, TIERS["small"]())
+    rows = made_up(one, lambda r: 1 + EFFECTS[name][0](r))
+    missing = {"size": "0.15M"} if name == "outer_cosine" else {"size": "0.24M"}
+    kept = [row for row in rows if any(row[label] != value for label, value in missing.items())]
+    assert (
+        len(kept) < len(rows)
+        and one.finding(rows).verdict == "agrees"
+        and one.finding(kept).verdict == "cannot tell"
+    )
+
+
+def test_the_tokens_of_a_run_do_not_depend_on_its_batch():
+    tier = TIERS["small"]()
+    for grid in tier.batch_grids:
+        runs = [tier.run(batch=batch, tokens=grid.tokens) for batch in grid.batches]
+        tokens = [run.num_tokens for run in runs]
+        assert max(tokens) - min(tokens) <= max(run.tokens_per_step for run in runs)
+        assert min(tokens) > (grid.tokens - 0.01) * tier.run().num_tokens
+    assert tier.run(tokens=8).num_tokens == 8 * tier.run().num_tokens
+
+
+def test_a_larger_batch_has_a_larger_learning_rate():
+    tier = TIERS["small"]()
+    rates = [tier.run(batch=batch).optimizer.learning_rate for batch in (1, 4)]
+    assert rates[1] == 2 * rates[0] == 2 * tier.base_config.optimizer.learning_rate
+    assert tier.run(batch=4, rate=0.25).optimizer.learning_rate == rates[0] / 2
+
+
+def test_overtrained_text_is_dolma_and_what_is_held_out_stays_c4():
+    tier = TIERS["paper"]()
+    for config in tier.overtrained.values():
+        assert config.data.train == ("hf:allenai/dolma:v1_7",)
+        assert config.data.held_out == tier.base_config.data.held_out == ("hf:allenai/c4:en:validation",)
+    budgets = [tier.overtrained["1B"].num_tokens * multiple for multiple in tier.multiples["1B"]]
+    assert [round(budget / 1e9) for budget in budgets] == [25, 100, 250], "of Table 2"

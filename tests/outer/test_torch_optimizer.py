@@ -1,0 +1,96 @@
+"""Torch optimizers as outer rules, by the same optimizer on whole vectors, without an engine."""
+
+import pytest
+import torch
+from tests.engine.cases import Case, inner_step, theta_of
+
+import diloco
+from diloco.outer.averages import Average
+from diloco.outer.cohort import Cohort
+from diloco.outer.nesterov import Nesterov
+from diloco.outer.rule import FragmentState
+from diloco.outer.torch_optimizer import TorchOptimizer, rule_of_optimizer
+from diloco.schedule import Sync
+
+N = 5
+
+
+OPTIMIZERS = {
+    "heavy ball": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
+    "dampened": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9, "dampening": 0.5}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.2, "betas": (0.9, 0.95), "amsgrad": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.2}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.2, "initial_accumulator_value": 0.1}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.2}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_on_theta_as_it_does_alone(name: str) -> None:
+    """The slots alone hold the state: each step begins with a new optimizer, as after a resume."""
+    kind, settings = OPTIMIZERS[name]
+    rule = rule_of_optimizer(kind([torch.zeros(1, requires_grad=True)], **settings))
+    vectors = {slot: torch.zeros(N) for slot in ("outer", *rule.slots)}
+    expected_N = torch.zeros(N, requires_grad=True)
+    alone = kind([expected_N], **settings)
+    torch.manual_seed(0)
+    for number in range(1, 6):
+        total_N = torch.randn(N)
+        rule.on_average(
+            FragmentState(vectors.__getitem__), Average(total_N.clone(), 2.0), Sync(0, number, 0), Cohort.equal(2)
+        )
+        expected_N.grad = total_N / 2
+        alone.step()
+        torch.testing.assert_close(vectors["outer"], expected_N.detach(), rtol=0, atol=0)
+
+
+def test_sgd_with_nesterovs_momentum_is_nesterov() -> None:
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.8, nesterov=True)
+    assert rule_of_optimizer(sgd) == Nesterov(lr=0.7, momentum=0.8)
+    assert rule_of_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.5)) == Nesterov(lr=0.5, momentum=0.0)
+    assert isinstance(rule_of_optimizer(torch.optim.Adam), TorchOptimizer)
+
+
+def test_the_groups_of_an_optimizer_must_be_alike() -> None:
+    theta = [torch.zeros(1), torch.zeros(1)]
+    groups = [{"params": theta[:1], "lr": 0.1}, {"params": theta[1:], "lr": 0.2}]
+    with pytest.raises(diloco.UserError, match="outer=SGD has groups of parameters with other settings"):
+        rule_of_optimizer(torch.optim.SGD(groups, momentum=0.9))
+
+
+class Odd(torch.optim.SGD):
+    """SGD that keeps one number more than there are parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for theta in group["params"]:
+                self.state[theta]["odd"] = torch.zeros(len(theta) + 1)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    with pytest.raises(diloco.UserError, match=r"outer=Odd keeps odd, \(8,\) in torch.float32, beside a vector"):
+        rule_of_optimizer(Odd)
+
+
+def trained(case: Case, outer: object) -> tuple[bytes, dict]:
+    model = case.model()
+    engine = case.engine(model, exchange=diloco.LoopbackExchange(), outer=outer)
+    for t in range(1, case.T + 1):
+        inner_step(model, 0, t)
+        engine.step()
+        if t == case.T // 2 + 1:
+            state = engine.state_dict()
+            again = case.engine(model, exchange=diloco.LoopbackExchange(), outer=outer)
+            again.load_state_dict(state)
+            engine = again
+    engine.finish()
+    return theta_of(model).tobytes(), engine.settings.facts(1)
+
+
+def test_an_engine_runs_an_optimizer_and_resumes_it() -> None:
+    case = Case()
+    nesterov = torch.optim.SGD([torch.zeros(1)], lr=case.eta, momentum=case.mu, nesterov=True)
+    assert trained(case, nesterov)[0] == trained(case, None)[0]
+    theta, facts = trained(case, torch.optim.Adam)
+    assert theta != trained(case, None)[0] and facts["outer rule's class"] == "torch.optim.adam.Adam"

@@ -1,0 +1,232 @@
+"""The page of `diloco report`: its content beside the files of the runs, and in a browser where there is one."""
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.browser import DESK, PHONE, needs_chromium, opened_page
+from tests.experiments.papers.made_up import made_up
+
+from diloco.cli.main import main
+from diloco.experiments.papers import experiment
+from diloco.experiments.papers.tiers import TIERS
+from diloco.experiments.runner.rows import write_rows
+from diloco.report.sources import Sources
+from diloco.report.text import shown_names
+from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.records.metrics import read_metrics
+
+EVIL = "$x$ & </script><script>document.title=1<"
+EXPERIMENTS = ("compression", "evaluated_parameters", "scaling")
+"""Experiments: one over names, one with the paper's numbers, and one with zero-shot accuracies."""
+
+
+def reported(tmp_path: Path, *sources: Path) -> dict:
+    """The content of a report's page."""
+    file = tmp_path / "report.html"
+    main(["report", *map(str, sources), "--output", str(file)])
+    return content(file)
+
+
+def content(file: Path) -> dict:
+    (text,) = re.findall(r'<script type="application/json" id="content">(.*?)</script>', file.read_text())
+    return json.loads(text)
+
+
+def charts_of(section: dict) -> dict[str, dict]:
+    return {chart["title"].partition(",")[0]: chart for chart in section["charts"]}
+
+
+@pytest.fixture(scope="module")
+def file(finished_run, tmp_path_factory) -> Path:
+    """A report of a run and of experiments."""
+    folder = tmp_path_factory.mktemp("report")
+    tables = []
+    for name in EXPERIMENTS:
+        one = experiment(name, TIERS["small"]())
+        tables.append(folder / f"{name}.csv")
+        write_rows([{"tier": "small", **row} for row in made_up(one)], tables[-1])
+    reported(folder, finished_run, *tables)
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def run(file) -> dict:
+    """The section of the run."""
+    return content(file)["sections"][0]
+
+
+def test_the_file_is_the_page_of_the_same_moment_and_loads_nothing(file, finished_run):
+    sources = Sources([str(finished_run)])
+    sources.again()
+    assert content(file)["sections"][:1] == json.loads(sources.page().as_json())["sections"]
+    text = file.read_text()
+    assert not re.search(r'(src|href)="(?!data:)', text) and "@import" not in text
+    assert "default-src 'none'; script-src 'sha256-" in text and "unsafe" not in text and "connect-src" not in text
+
+
+def test_the_facts_are_those_of_the_files(run, finished_run):
+    summary = json.loads((finished_run / "summary.json").read_text())
+    steps, facts = [read_metrics(finished_run, replica) for replica in (0, 1)], run["facts"]
+    loss, error = (float(number) for number in facts["held-out loss"].split(" ± "))
+    assert loss == pytest.approx(summary["eval_loss"], abs=5e-5)
+    assert error == pytest.approx(summary["eval_standard_error"], abs=5e-5)
+    assert float(facts["compute utilization"].rstrip("%")) / 100 == pytest.approx(
+        summary["compute_utilization"], abs=6e-4
+    )
+    sent = float(facts["sent per replica"].removesuffix(" MB")) * 1e6
+    assert sent == pytest.approx(summary["bytes_sent_per_replica"], abs=5e3)
+    training_loss = sum(step.loss for each in steps for step in each[114:]) / 12  # 5 % of 120 steps
+    assert float(facts["training loss, last 5 %"]) == pytest.approx(training_loss, abs=5e-5)
+    speed = float(facts["tokens/s"].replace(",", ""))
+    assert speed == pytest.approx(summary["tokens_per_second"], abs=0.51)
+    names = ("step", "tokens", "parameters", "outer hash", "H", "replicas")
+    params, hash_ = f"{summary['num_params']:,}", summary["outer_hash"][:16]
+    assert [facts[name] for name in names] == ["120 of 120", "61,440", params, hash_, "10", "2"]
+
+
+def test_the_curves_are_those_of_the_metrics(run, finished_run):
+    summary = json.loads((finished_run / "summary.json").read_text())
+    first, other = (read_metrics(finished_run, replica) for replica in (0, 1))
+    charts = charts_of(run)
+    for series, steps in zip(charts["Training loss"]["series"], (first, other), strict=False):
+        assert series["points"] == [[step.tokens, pytest.approx(step.loss, rel=1e-4)] for step in steps]
+    mean = charts["Training loss"]["series"][-1]
+    assert f"{mean['value']:.4f}" == run["facts"]["training loss, last 5 %"]
+    assert charts["Held-out loss"]["series"][-1]["points"][-1] == [
+        summary["num_tokens"],
+        pytest.approx(summary["eval_loss"], rel=1e-4),
+    ]
+    utilization = charts["Compute utilization"]["series"][0]
+    assert utilization["value"] == pytest.approx(summary["compute_utilization"])
+    own, data_parallel = charts["Bytes sent by a replica"]["series"]
+    assert own["points"][-1][1] == pytest.approx(summary["bytes_sent_per_replica"], rel=1e-4)
+    each = ring_all_reduce_bytes(summary["num_params"], 2)
+    assert data_parallel["points"] == [[step.tokens, pytest.approx(each * step.step, rel=1e-4)] for step in first]
+    merges = [(outer, step.step) for step in first for outer in step.outer_steps]
+    for title, name in (("Norm of the mean outer gradient", "outer_gradient_norm"), ("Cosine", "cosine")):
+        chart = next(chart for start, chart in charts.items() if start.startswith(title))
+        for fragment, series in enumerate(chart["series"]):
+            outer_steps = [outer for outer, _ in merges if outer.fragment == fragment]
+            assert series["points"] == [
+                [outer.sent_step, pytest.approx(getattr(outer, name), rel=1e-4)] for outer in outer_steps
+            ]
+    lanes = charts["Sends and merges in the first rounds"]["lanes"]
+    assert len(lanes) == 3 * 2
+    for lane, fragment in zip(lanes[::2], range(3), strict=True):
+        bars = [[outer.sent_step, merged] for outer, merged in merges if outer.fragment == fragment]
+        assert lane["bars"] == [bar for bar in bars if bar[0] <= 10 + 2 * 10]
+
+
+def test_an_experiment_has_its_verdict_its_panels_and_its_rows(file):
+    sections = content(file)["sections"][1:]
+    assert [section["title"] for section in sections] == [*EXPERIMENTS]
+    for section in sections:
+        one = experiment(section["title"], TIERS["small"]())
+        rows = made_up(one)
+        measured, verdict = one.finding(rows)
+        assert section["facts"] == {"verdict": verdict} and f"Measured: {measured}." in section["notes"]
+        assert len(section["table"]["rows"]) == len(rows)
+        for panel, chart in zip(one.panels(rows), section["charts"], strict=True):
+            curves = [series["points"] for series in chart["series"]]
+            assert [[point[1:] for point in curve] for curve in curves] == [
+                [list(point[1:]) for point in points] for points in panel.curves.values()
+            ]
+            assert (chart["about"] == "The paper's numbers.") == panel.published
+
+
+@needs_chromium
+def test_a_browser_draws_the_file_on_every_screen(file, tmp_path):
+    with opened_page(tmp_path / "profile") as opened:
+        for width, height in (PHONE, DESK):
+            opened.open(file.as_uri(), size=(width, height))
+            opened.wait_until(
+                "document.readyState == 'complete' && document.querySelectorAll('figure').length > 9"
+            )
+            num_charts = sum(len(section["charts"]) for section in content(file)["sections"])
+            assert opened.value("document.querySelectorAll('figure').length") == num_charts
+            for wrong in (
+                "[...document.querySelectorAll('figure > svg')].filter(s => s.clientWidth < 300)",
+                "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.getAttribute('d')))",
+            ):
+                assert opened.value(f"{wrong}.length") == 0
+            assert opened.value("document.documentElement.scrollWidth") <= opened.value("innerWidth") == width
+        assert opened.console == []
+
+
+def test_nothing_that_a_stranger_wrote_is_markup(finished_run, tmp_path):
+    run = tmp_path / EVIL.replace("/", "∕")
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints"))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"outer_hash": EVIL}))
+    (section,) = reported(tmp_path, run)["sections"]
+    assert section["title"] == run.name and section["facts"]["outer hash"] == EVIL[:16]
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<script") == text.count("</script>") == 2 and html.escape(run.name) in text
+
+
+def test_several_runs_are_compared_at_the_top(finished_run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(finished_run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    config, summary = (json.loads((other / f"{name}.json").read_text()) for name in ("config", "summary"))
+    config["optimizer"]["learning_rate"] = 0.25
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "summary.json").write_text(json.dumps(summary | {"eval_loss": 9.25}))
+    compared, *runs = reported(tmp_path, finished_run, other)["sections"]
+    assert [run["title"] for run in runs] == ["streaming, learning_rate=0.004", "other, learning_rate=0.25"]
+    columns = dict(zip(compared["table"]["columns"], zip(*compared["table"]["rows"], strict=True), strict=True))
+    assert (columns["run"], columns["learning_rate"]) == (("streaming", "other"), ("0.004", "0.25"))
+    assert columns["held-out loss"][1].startswith("9.2500") and len({*columns["training loss, last 5 %"]}) == 1
+    held_out = charts_of(compared)["Held-out loss"]["series"]
+    assert [(series["label"], series["points"][-1][1]) for series in held_out if not series["thin"]] == [
+        ("learning_rate=0.004", pytest.approx(summary["eval_loss"], rel=1e-4)),
+        ("learning_rate=0.25", 9.25),
+    ]
+    assert shown_names(["checkpoint.every_steps", "seed", "evaluation.every_steps"]) == [
+        *("checkpoint.every_steps", "seed", "evaluation.every_steps"),
+    ]
+
+
+def test_a_run_that_goes_on_is_reported_so_far(finished_run, tmp_path, capsys):
+    run = tmp_path / "half"
+    shutil.copytree(finished_run, run)
+    (run / "summary.json").unlink()
+    lines = (run / "metrics-0.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics-0.jsonl").write_text("".join(lines[:30]) + lines[30][:20])
+    (run / "metrics-1.jsonl").unlink()
+    (section,) = reported(tmp_path, run)["sections"]
+    assert (section["facts"]["step"], section["part"]) == ("30 of 120", 0.25)
+    assert section["notes"] == ["No metrics of replica 1 are on this machine."]
+    (run / "metrics-0.jsonl").write_text("".join(lines[:2]))  # nothing has been sent yet
+    (section,) = reported(tmp_path, run)["sections"]
+    assert section["facts"]["step"] == "2 of 120" and "Sends" not in charts_of(section)
+    (run / "metrics-0.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run)])
+    assert "has no metrics of any step yet" in capsys.readouterr().err
+
+
+def test_a_replica_of_a_store_is_reported_beside_the_others(finished_run, tmp_path):
+    """M is the number of those that contributed, and the steps are the replica's own."""
+    run = tmp_path / "joined"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("checkpoints", "metrics-1.jsonl"))
+    config, summary = (json.loads((run / f"{name}.json").read_text()) for name in ("config", "summary"))
+    config["diloco"]["overlap_steps"] = 2
+    (run / "config.json").write_text(json.dumps(config | {"num_replicas": 1, "rendezvous": "store"}))
+    (run / "summary.json").write_text(json.dumps(summary | {"num_replicas": 3}))
+    (section,) = reported(tmp_path, run)["sections"]
+    assert (section["facts"]["replicas"], section["facts"]["step"]) == ("3", "120, 100.0% of the run")
+    (run / "summary.json").unlink()
+    (section,) = reported(tmp_path, run)["sections"]
+    assert section["facts"]["replicas"] == "come and go" and section["standing"] != "finished"
+
+
+def test_a_number_with_a_comma_is_named(tmp_path, capsys):
+    row = made_up(experiment("freezing", TIERS["small"]()))[0]
+    write_rows([{"tier": "small", **row, "eval_loss": "2,31"}], tmp_path / "freezing.csv")
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path / "freezing.csv"), "--output", str(tmp_path / "report.html")])
+    assert "freezing.csv, row 1: eval_loss must be a number, not '2,31'" in capsys.readouterr().err
