@@ -13,8 +13,8 @@ from diloco.errors import UserError
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.runs import schedule_changes, with_phase
-from diloco.training.step import learning_rate
 
 
 def resolved(**optimizer):

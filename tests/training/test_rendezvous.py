@@ -30,11 +30,11 @@ from diloco.training.config.config import (
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
+from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
-from diloco.training.step import learning_rate
 from diloco.training.world import contributors
 
 STEPS = 48

@@ -26,9 +26,10 @@ from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
 from diloco.training.loop import open_batches, open_split
+from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.state import initial_state
-from diloco.training.step import inner_step, learning_rate
+from diloco.training.step import inner_step
 from diloco.training.world import World, alone, join, use_autocast
 from diloco.wire import CODECS, Codec, codec
 from diloco.wire.kernels.memory import empty

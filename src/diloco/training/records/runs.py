@@ -25,10 +25,10 @@ from diloco.rendezvous.store import CREDENTIALS
 from diloco.schema import converted, read_json
 from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
 from diloco.training.config.resolve import resolve, resolved
+from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.checkpoints import Checkpoints, finished_steps
 from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
-from diloco.training.step import learning_rate
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
