@@ -35,7 +35,7 @@ from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
-from diloco.training.world import contributors
+from diloco.training.records.summary import contributors
 
 STEPS = 48
 

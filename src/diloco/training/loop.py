@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
 from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
-from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.config.config import TrainConfig, flat_json
 from diloco.training.config.resolve import resolved, shared_facts
 from diloco.training.records.checkpoints import Checkpoints
@@ -25,6 +25,9 @@ from diloco.training.records.summary import Outcome, conclude, evaluate, held_ou
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.world import World, join
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 
 @contextmanager
@@ -64,7 +67,7 @@ def train(
     asked: TrainConfig,
     *,
     resume: bool = False,
-    on_start: Callable[[int, StoreRendezvous | None], None] | None = None,
+    on_start: Callable[[int, "StoreRendezvous | None"], None] | None = None,
     on_step: Callable[[StepMetrics], None] | None = None,
 ) -> Outcome | None:
     """Train as one process of the world that the environment describes (RANK, WORLD_SIZE, …).

@@ -25,12 +25,13 @@ from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
 from diloco.training.config.resolve import resolve, resolved
+from diloco.training.hardware import use_autocast
 from diloco.training.loop import open_batches, open_split
 from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.state import initial_state
 from diloco.training.step import inner_step
-from diloco.training.world import World, alone, join, use_autocast
+from diloco.training.world import World, alone, join
 from diloco.wire import CODECS, Codec, codec
 from diloco.wire.kernels.memory import empty
 
@@ -105,7 +106,7 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
         model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
-        autocast = use_autocast(config, torch.device("cpu"))
+        autocast = use_autocast(config.precision, torch.device("cpu"))
 
         def step() -> None:
             for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):

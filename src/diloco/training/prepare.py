@@ -14,7 +14,6 @@ from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
-from diloco.rendezvous.store import Store
 from diloco.schedule import Schedule
 from diloco.training.config.config import TrainConfig, differences
 from diloco.training.config.engine_settings import check_sends, checked_settings
@@ -57,6 +56,8 @@ def prepare_run(
     if not asked.name and under_a_launcher():
         raise UserError("under torchrun set name: all replicas must know their run by it", "name")
     if asked.rendezvous is not None:
+        from diloco.rendezvous.store import Store  # with its library, which no fixed group needs
+
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
     asked = replace(asked, name=asked.name or _name(asked))

@@ -20,10 +20,11 @@ from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.optimizer import learning_rate
 from diloco.training.records.metrics import StepMetrics, describe
 from diloco.training.state import Synchronizer, TrainState
-from diloco.training.world import World, model_flops_utilization, peak_memory_bytes
+from diloco.training.world import World
 from diloco.wire.kernels.memory import begin_to_host, to_device
 
 
@@ -140,7 +141,7 @@ def end_step(
         outer_steps=described,
         mean_loss=mean_loss,
         engine=begun.read_logs(),
-        model_flops_utilization=model_flops_utilization(config, world.device, seconds),
+        model_flops_utilization=model_flops_utilization(config.step_flops, world.device, seconds),
         peak_memory_bytes=peak_memory_bytes(world.device),
     )
 

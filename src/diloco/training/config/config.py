@@ -435,6 +435,12 @@ class TrainConfig:
         return (self.replica_batch or self.global_batch // self.num_replicas) // self.processes_per_replica
 
     @property
+    def step_flops(self) -> float:
+        """The model's operations in a step of one process."""
+        tokens = self.process_batch * self.sequence_length
+        return self.model.flops_per_token(self.sequence_length) * tokens
+
+    @property
     def num_steps(self) -> int:
         """T.
 

@@ -20,8 +20,6 @@ from diloco.data.shards import INDEX_FILE, MOST_TOKENS, Shard, Split
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing
-from diloco.rendezvous.log.log import is_store
-from diloco.rendezvous.store import CREDENTIALS
 from diloco.schema import converted, read_json
 from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
 from diloco.training.config.resolve import resolve, resolved
@@ -226,16 +224,24 @@ def resumable(directory: Path) -> TrainConfig:
     Raises:
         UserError: as `read_config`, and for a store.
     """
+    if not (directory / CONFIG_FILE).exists():
+        _refuse_store(directory)
+    saved = read_asked(directory)
+    # What is left out now follows from the shards, and from the length of the phase that begins, if one does.
+    return replace(saved, micro_batch=None, optimizer=replace(saved.optimizer, warmup_steps=None))
+
+
+def _refuse_store(directory: Path) -> None:
+    from diloco.rendezvous.log.log import is_store
+    from diloco.rendezvous.store import CREDENTIALS
+
     store = re.sub(rf"^({'|'.join(CREDENTIALS)}):/(?!/)", r"\1://", str(directory))  # a path has one slash of it
-    if not (directory / CONFIG_FILE).exists() and is_store(store):
+    if is_store(store):
         raise UserError(
             f"resume={store} is a store, and no run's directory: leave it out, and set rendezvous={store} to join "
             "the run, or to continue a replica by its name",
             *("resume", "rendezvous"),
         )
-    saved = read_asked(directory)
-    # What is left out now follows from the shards, and from the length of the phase that begins, if one does.
-    return replace(saved, micro_batch=None, optimizer=replace(saved.optimizer, warmup_steps=None))
 
 
 def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
