@@ -52,7 +52,7 @@ class Timing:
     @property
     def overlaps(self) -> tuple[int, ...]:
         """τ_m of each replica, or the one number of all."""
-        tau = self.overlap_steps or 0
+        tau = 0 if self.overlap_steps is None else self.overlap_steps
         return tau if isinstance(tau, tuple) else (tau,)
 
     @property
