@@ -30,7 +30,7 @@ from typing import Any
 from elastic_study.replica import Server, network, running_seaweedfs
 
 from diloco.rendezvous.prices import PROVIDERS, Traffic
-from diloco.wire.payload import codec
+from diloco.wire import codec
 
 NUM_REPLICAS, NUM_FRAGMENTS = 3, 2
 POLL_SECONDS = 0.5

@@ -109,16 +109,21 @@ def replica(rank: int, folder: Path, *, through_store: bool) -> list[str]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
     optimizer = torch.optim.AdamW(model.parameters())
+    exchange = rendezvous = None
     if through_store:
-        exchange = diloco.StoreRendezvous(str(folder / "run"), name=f"replica{rank}", num_replicas=2, quorum="all")
+        rendezvous = diloco.StoreRendezvous(
+            str(folder / "run"), name=f"replica{rank}", num_replicas=2, quorum="all"
+        )
     else:
         dist.init_process_group("gloo", init_method=(folder / "group").as_uri(), rank=rank, world_size=2)
         exchange = diloco.ProcessGroupExchange()
     engine = diloco.StreamingDiLoCo(
         model,
         fragments=[diloco.Fragment((f"{layer}.weight", f"{layer}.bias")) for layer in (0, 1)],
-        schedule=diloco.Schedule(sync_every=2, num_fragments=2, overlap_steps=1),
+        sync_every=2,
+        overlap_steps=1,
         exchange=exchange,
+        rendezvous=rendezvous,
     )
     data = torch.Generator().manual_seed(rank)
     diloco.codec("e3m0").encode(torch.ones(1))  # what is compiled once is no part of a send
@@ -132,8 +137,8 @@ def replica(rank: int, folder: Path, *, through_store: bool) -> list[str]:
     tracer.is_on = False
     assert {step.sync.fragment for step in merged} == {0, 1}, "both fragments were sent and merged"
     engine.finish()
-    if isinstance(exchange, diloco.StoreRendezvous):
-        exchange.leave()
+    if rendezvous is not None:
+        rendezvous.leave()
     return sorted(files)
 
 

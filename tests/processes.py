@@ -196,6 +196,15 @@ def wait_for_files(*paths: str | Path, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def wait_for_end(pid: int, *, seconds: float = 20.0) -> None:
+    """Wait until a process of this machine has ended, and the kernel has closed its connections."""
+    deadline = time.monotonic() + seconds
+    # The state comes after the name in parentheses.
+    while (stat := Path(f"/proc/{pid}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, f"process {pid} has not ended in time"
+        time.sleep(0.01)
+
+
 def _fork_replicas(
     connections: Sequence[Connection],
     imports: Sequence[str],

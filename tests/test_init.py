@@ -31,7 +31,8 @@ def test_every_public_name_can_be_loaded(module, some):
 
 
 def test_a_fixed_group_loads_no_store_nor_keys():
-    code = "import sys, torch, diloco; diloco.StreamingDiLoCo; "
-    code += "print({'cryptography', 'obstore', 'tyro', 'rich'} & set(sys.modules))"
+    code = "import sys, torch, diloco; diloco.StreamingDiLoCo; diloco.connect; diloco.codec('e3m0'); "
+    code += "names = {'cryptography', 'obstore', 'tyro', 'rich', 'triton', 'diloco.exchange.encrypted'}; "
+    code += "print(names & set(sys.modules))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (process.stdout, process.stderr) == ("set()\n", "")

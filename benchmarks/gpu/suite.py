@@ -12,7 +12,7 @@ from gpu.place import Measurements, OutOfTimeError, Place, Row
 ROOT = Path(__file__).parents[2]
 TESTS = {
     "beside nccl": ["tests/test_examples.py", "-k", "nccl"],
-    "codecs and outer step": ["tests/wire", "tests/outer", "tests/kernels", "-m", "not slow"],
+    "codecs and outer step": ["tests/wire", "tests/outer", "-m", "not slow"],
 }
 
 

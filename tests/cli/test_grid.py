@@ -9,7 +9,8 @@ from tests.experiments.runner.machines import tiny_config
 
 from diloco.cli import _grid
 from diloco.cli._grid import grid_progress, machines_of
-from diloco.experiments.runner import job_server, machines
+from diloco.experiments.runner import job as jobs
+from diloco.experiments.runner import machines
 from diloco.experiments.runner.grid import LabelledRun, run_grid
 from diloco.experiments.runner.job import Job
 
@@ -24,11 +25,11 @@ def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, m
         (job.directory / "metrics-0.jsonl").write_text("".join(lines[:30]))
         start, deadline = f"mine: {len(begun)} of 2 runs done", time.monotonic() + 20
         begun.append(job)
-        monkeypatch.setitem(job_server._RUNNING, 0, job.directory)
+        monkeypatch.setitem(jobs._RUNNING, 0, job.directory)
         while not any(line.startswith(start) and "1 running" in line for line in shown):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        monkeypatch.delitem(job_server._RUNNING, 0)
+        monkeypatch.delitem(jobs._RUNNING, 0)
         return {"failed": "it stopped", "is_final": True}
 
     def show(console: Console, *groups: Any, **options: Any) -> None:

@@ -57,6 +57,7 @@ EXCHANGE = r"pass diloco.ProcessGroupExchange\(group\), what diloco.connect\(add
             r"rendezvous='s3://bucket/run' .*StoreRendezvous\(url\)",
         ),
         ({"exchange": diloco.LoopbackExchange}, EXCHANGE),
+        ({"exchange": object.__new__(diloco.StoreRendezvous)}, "is a rendezvous: pass rendezvous="),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -5,7 +5,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,8 +19,8 @@ from tests import memory
 
 from diloco.errors import DisagreementError, ExchangeError
 from diloco.exchange import meeting
-from diloco.exchange.encrypted.exchange import Board, BoardView, RemoteBoard, Request, _address, _receive
 from diloco.exchange.encrypted.link import Link
+from diloco.exchange.encrypted.session import Board, OwnBoard, RemoteBoard, Request, _address, _receive
 from diloco.exchange.encrypted.tls import Security
 from diloco.exchange.notices import Notices
 from diloco.exchange.transport import Channel, Tag, agree, share
@@ -119,22 +118,22 @@ def test_two_ends_that_differ_in_the_length_say_so(security):
     | st.builds(msgspec.msgpack.encode, st.lists(st.text() | st.integers(-(1 << 63), 1 << 63) | st.binary()))
 )
 def test_the_board_takes_only_requests(text):
-    board = Board()
-    board.apply(Request("set", "words", b"not a number"))
+    board = OwnBoard()
+    board.ask(Request("set", "words", b"not a number"))
     with suppress(ValueError):
-        board.apply(msgspec.msgpack.decode(text, type=Request))
+        board.ask(msgspec.msgpack.decode(text, type=Request))
 
 
 def test_the_board_is_bounded():
-    board = Board()
+    board = OwnBoard()
     with pytest.raises(ValueError, match="the board is full"):
         for i in range(1000):
-            board.apply(Request("set", str(i), bytes(1 << 20)))
+            board.ask(Request("set", str(i), bytes(1 << 20)))
     assert board._num_bytes <= 1 << 26
-    many = Board()
+    many = OwnBoard()
     with pytest.raises(ValueError, match="the board is full"):
         for i in range((1 << 16) + 1):
-            many.apply(Request("set", str(i)))
+            many.ask(Request("set", str(i)))
     assert len(many._values) == 1 << 16
 
 
@@ -245,21 +244,24 @@ def test_hostile_arrivals_are_refused(text):
 
 @pytest.mark.parametrize("text", ["", "nowhere", "host:port", "host:²", f"{'x' * 400}:1", "host:-1"])
 def test_addresses_that_are_none_are_not_dialled(text):
-    board = Board()
-    addresses = BoardView(board.apply)
-    addresses.set("process 0/0", text)
+    board = OwnBoard()
+    board.set("process 0/0", text)
     with pytest.raises(ValueError, match="is no address"):
-        _address(addresses, "process 0/0", 0.0)
+        _address(board, "process 0/0", 0.0)
 
 
 def test_an_answer_of_another_type_is_an_error_of_replica_0():
+    class Liar(Board):
+        def ask(self, request: Request) -> int:
+            return 3
+
     with pytest.raises(ExchangeError, match="replica 0 answers get with int"):
-        BoardView(lambda request: 3).get("key")
+        Liar().get("key")
 
 
 def test_a_board_whose_answer_does_not_come_is_closed_at_once():
     ours, theirs = socket.socketpair()
-    board, errors = RemoteBoard(ours, seconds=60.0), []
+    board, errors = RemoteBoard(ours, seconds=600.0), []
 
     def ask() -> None:
         with pytest.raises(ExchangeError) as caught:
@@ -269,8 +271,7 @@ def test_a_board_whose_answer_does_not_come_is_closed_at_once():
     thread = threading.Thread(target=ask)
     thread.start()
     theirs.recv(1)  # the request is on its way
-    started = time.monotonic()
     board.close()
-    thread.join(30)
-    assert time.monotonic() - started < 30 and errors[0].startswith("the connection to replica 0 broke off")
+    thread.join(60)
+    assert errors[0].startswith("the connection to replica 0 broke off")
     theirs.close()

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from itertools import cycle
 from queue import SimpleQueue
 
 import pytest
@@ -18,8 +19,8 @@ from tests.processes import run_replicas
 
 import diloco
 from diloco.errors import ExchangeError
-from diloco.exchange.encrypted.link import _MOST_HANDSHAKES, Door
-from diloco.exchange.encrypted.tls import dial, security_of
+from diloco.exchange.encrypted import tls
+from diloco.exchange.encrypted.tls import _MOST_HANDSHAKES, Door, dial, security_of
 from diloco.exchange.transport import Channel, Tag, Transport
 
 
@@ -50,7 +51,6 @@ def tls_without_certificate(port: int, rng: random.Random) -> None:
 
 def tls_with_another_secret(port: int, rng: random.Random) -> None:
     other = security_of("another secret of some length", None)
-    assert other is not None
     other.client.verify_mode = ssl.CERT_NONE
     talk(other.client, port)
 
@@ -82,7 +82,6 @@ def silence(port: int, rng: random.Random) -> None:
 
 def with_the_secret(port: int, rng: random.Random) -> None:
     security = security_of(SECRET, None)
-    assert security is not None
     for purpose in ("process 9, connection 0/1/sends", "nothing of the kind"):
         with security.client.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=1)) as connection:
             connection.sendall(bytes([len(purpose)]) + purpose.encode())
@@ -110,14 +109,15 @@ def release(num_left: int) -> None:
 
 def attack(port: int, ended: threading.Event, wrong: list[BaseException]) -> None:
     rng = random.Random(0)
-    while not ended.is_set():
-        for rogue in ROGUES:
-            try:
-                rogue(port, rng)
-            except AssertionError as error:
-                wrong.append(error)
-            except OSError:
-                pass  # refused, or the run is over
+    for rogue in cycle(ROGUES):
+        if ended.is_set():
+            return
+        try:
+            rogue(port, rng)
+        except AssertionError as error:
+            wrong.append(error)
+        except OSError:
+            pass  # refused, or the run is over
         release(4 * _MOST_HANDSHAKES)
 
 
@@ -143,7 +143,7 @@ def be_hostile(frames: bytes) -> str:
     payload = {other: torch.ones(100_000, dtype=torch.uint8)}
     exchange.start(payload, Tag(Channel.PAYLOAD, 0, 1)).wait()
     if exchange.replica == 1:
-        exchange._groups[0]._links[0]._outgoing.sendall(frames)
+        exchange._backends[0]._links[0]._outgoing.sendall(frames)
         KEPT.append(exchange)
         return ""
     with pytest.raises(ExchangeError) as caught:
@@ -175,14 +175,14 @@ def test_a_replica_number_that_is_taken_is_refused():
     assert sum("process 0 of replica 1 has come" in message for message in others) == 1
 
 
-def test_a_flood_of_silent_connections_keeps_out_nobody(security):
+def test_a_flood_of_silent_connections_keeps_out_nobody(security, monkeypatch):
+    monkeypatch.setattr(tls, "SECONDS_TO_SHAKE_HANDS", 600.0)  # only the flood's length can end its handshakes
     door = Door(socket.create_server(("127.0.0.1", 0), backlog=1024), security)
     flood = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(3 * _MOST_HANDSHAKES)]
     met = threading.Event()
     door.expect("purpose", lambda connection: met.set(), once=False)
-    start = time.monotonic()
     dial(f"127.0.0.1:{door.port}", "purpose", security).close()
-    assert met.wait(5) and time.monotonic() - start < 5, "not the seconds of a handshake"
+    assert met.wait(60)
     assert len(door._in_handshake) <= _MOST_HANDSHAKES
     door.close()
     for connection in flood:
@@ -191,7 +191,6 @@ def test_a_flood_of_silent_connections_keeps_out_nobody(security):
 
 def test_an_impostor_of_replica_0_is_not_told_what_a_replica_wants(security):
     impostor = security_of("another secret of some length", None)
-    assert impostor is not None
     impostor.server.verify_mode = ssl.CERT_NONE
     door, purposes = Door(socket.create_server(("127.0.0.1", 0)), impostor), []
     door.expect("board", purposes.append, once=False)
@@ -230,7 +229,7 @@ def test_a_link_whose_place_is_taken_by_who_has_the_secret_is_an_error_of_the_la
 
 
 def test_a_connection_that_says_nothing_is_closed_in_time(security, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.encrypted.link.SECONDS_TO_SHAKE_HANDS", 0.2)
+    monkeypatch.setattr(tls, "SECONDS_TO_SHAKE_HANDS", 0.2)
     door = Door(socket.create_server(("127.0.0.1", 0)), security)
     with socket.create_connection(("127.0.0.1", door.port), timeout=5) as silent:
         assert silent.recv(1) == b""
@@ -238,7 +237,7 @@ def test_a_connection_that_says_nothing_is_closed_in_time(security, monkeypatch)
 
 
 def test_no_more_processes_are_let_in_than_a_run_has(security, monkeypatch):
-    monkeypatch.setattr("diloco.exchange.encrypted.link._MOST_INSIDE", 1)
+    monkeypatch.setattr(tls, "_MOST_INSIDE", 1)
     door, ended = Door(socket.create_server(("127.0.0.1", 0)), security), threading.Event()
     door.expect("board", lambda connection: ended.wait(5), once=False)
     with dial(f"127.0.0.1:{door.port}", "board", security):

@@ -9,7 +9,7 @@ import pytest
 from diloco.rendezvous import objects as payloads
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.payloads import Inbox
-from diloco.wire.payload import codec
+from diloco.wire import codec
 
 P = 3
 

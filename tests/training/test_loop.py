@@ -159,8 +159,9 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
 
 
 def replicas(launcher: int) -> list[int]:
-    """The forks of the launcher's children."""
-    return [replica for ancestor in children(launcher) for replica in children(ancestor)]
+    """The forks of the supervisor, which the launcher's child has forked."""
+    supervisors = [supervisor for ancestor in children(launcher) for supervisor in children(ancestor)]
+    return [replica for supervisor in supervisors for replica in children(supervisor)]
 
 
 def children(pid: int) -> Iterator[int]:

@@ -109,8 +109,7 @@ def test_a_subclass_with_a_built_ins_name_computes_its_own_maths():
 @pytest.mark.parametrize("registered", [False, True])
 def test_a_codec_without_a_c_function_uses_the_torch_reference(registered, monkeypatch):
     if registered:
-        monkeypatch.setitem(FORMATS, "signs", _Signs)
-        monkeypatch.setattr(blocks, "codec_class", lambda name: _Signs)
+        monkeypatch.setitem(FORMATS, "signs", blocks.BlockCodec)
     wire, delta = _Signs(block=8), torch.tensor([1.0, -3.0, -2.0, 4.0, 5.0, -6.0, 7.0, 8.0, 0.5, -0.5])
     payload = wire.encode(delta)
     assert payload.numel() == wire.payload_bytes(10) == HEADER_BYTES + 2 * 4 + 2

@@ -26,7 +26,7 @@ from tests.wire.cases import (
 from diloco.errors import NonFiniteError, PayloadError
 from diloco.wire import Key, codec
 from diloco.wire.formats import HEADER_BYTES
-from diloco.wire.payload import base_of
+from diloco.wire.payload import base_of, checksum
 
 VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())["vectors"]
 
@@ -227,3 +227,13 @@ def test_a_vector_that_is_not_flat_float32_or_not_contiguous_is_refused():
             wire.decode_into(wrong, payload)
     with pytest.raises(ValueError, match="contiguous"):
         wire.decode_into(torch.ones(600)[::2], payload)
+
+
+def test_the_checksum_is_xxh3_of_the_bytes_in_memory():
+    assert (
+        checksum() == checksum(b"") == checksum(torch.empty(0)) == 0x2D06800538D394C2
+    )  # xxHash's own test vector
+    ones = torch.ones(5)
+    assert checksum(ones) == checksum(ones.numpy().tobytes()) == checksum(ones[:2], ones.numpy().tobytes()[8:])
+    assert checksum(torch.stack([ones, -ones], dim=1)[:, 0].requires_grad_()) == checksum(ones)
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))

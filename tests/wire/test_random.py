@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.wire.cases import KEYS
 
 from diloco.wire import Key
-from diloco.wire.random import philox, random_bits
+from diloco.wire.payload import philox, random_bits
 
 CPU = torch.device("cpu")
 

@@ -107,8 +107,7 @@ def _plan_measured(arguments: list[str]) -> None:
 def _measure(asked: "TrainConfig", *, target: float, json: bool) -> None:
     from diloco.training.config.config import fields_with, get
     from diloco.training.measure import measurable
-    from diloco.training.processes import launch, under_a_launcher
-    from diloco.training.state import slow_imports
+    from diloco.training.processes import launch, slow_imports, under_a_launcher
 
     changed = changes(asked)
     for name in fields_with(type(asked), "planned").keys() & changed.keys():

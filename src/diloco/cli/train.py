@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -16,7 +16,7 @@ from diloco.cli._flags import spelled
 from diloco.cli._recipe import changed, named_recipe
 from diloco.cli._resume import resume_command
 from diloco.errors import UserError
-from diloco.training.config.config import TrainConfig, with_value
+from diloco.training.config.config import TrainConfig, differences, with_value
 from diloco.training.config.hugging_face import at_another_place, with_hugging_face
 from diloco.training.config.recipes import RECIPES, recipe
 from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
@@ -159,7 +159,8 @@ def _start(command: Command, budget: Budget | None) -> None:
         with preparation_progress(Console(stderr=True)) as progress:
             asked = prepare_run(command.config, resume=command.resume, own=own, budget=budget, progress=progress)
         config = resolved(asked)
-        if resume is not None and schedule_changes(read_config(resume), config):
+        saved = config if resume is None else read_config(resume)
+        if schedule_changes(saved, config):
             # A warm-up that is left out follows from the step that the run goes on from.
             config = with_value(config, "optimizer.warmup_steps", asked.optimizer.warmup_steps)
         if command.dry_run:
@@ -167,7 +168,7 @@ def _start(command: Command, budget: Budget | None) -> None:
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        _print_start(config, budget, resume=resume)
+        _print_start(config, budget, changes=differences(saved, config))
         is_first = os.environ.get("RANK", "0") == "0"
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory) if is_first else nullcontext()
@@ -182,18 +183,13 @@ def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
     print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
 
 
-def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | None) -> None:
+def _print_start(config: TrainConfig, budget: Budget | None, *, changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Print what the first process of a run knows before it starts."""
     from diloco.report.terminal.training import change_lines, start_lines
-    from diloco.training.config.config import differences
-    from diloco.training.records.runs import read_config
 
     if os.environ.get("RANK", "0") != "0":
         return
-    lines = [*start_lines(config, budget)]
-    if resume is not None:
-        lines += change_lines(differences(read_config(resume), config))
-    print("\n".join(lines), flush=True)
+    print("\n".join([*start_lines(config, budget), *change_lines(changes)]), flush=True)
     if config.prometheus_port is not None:
         ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
         print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
@@ -201,8 +197,7 @@ def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | N
 
 def _train(asked: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
-    from diloco.training.processes import launch, under_a_launcher
-    from diloco.training.state import slow_imports
+    from diloco.training.processes import launch, slow_imports, under_a_launcher
 
     if under_a_launcher():
         _replica(asked, is_resume)

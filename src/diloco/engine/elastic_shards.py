@@ -26,7 +26,7 @@ from diloco.engine.settings import Settings
 from diloco.errors import ExchangeError
 from diloco.exchange.group import TorchGroup
 from diloco.exchange.notices import first_sentence
-from diloco.exchange.process_group import Group, Work, group_like, wait_for
+from diloco.exchange.process_group import Backend, Work, group_like, wait_for
 from diloco.fragments import Fragment
 from diloco.outer.step import OuterStep
 from diloco.rendezvous.contract import Rendezvous
@@ -80,7 +80,7 @@ class Inside:
         timeout_seconds: how long a wait may take: longer than what the first process does between two calls.
     """
 
-    def __init__(self, group: Group, timeout_seconds: float) -> None:
+    def __init__(self, group: Backend, timeout_seconds: float) -> None:
         self.group, self.index, self.size = group, group.rank(), group.size()
         self.failure: str | None = None
         """The process of this replica that has failed, and its reason."""

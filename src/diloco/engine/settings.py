@@ -329,6 +329,8 @@ def check_exchange(exchange: Transport | None, rendezvous: Rendezvous | None) ->
         )
     if rendezvous is not None and not is_rendezvous(rendezvous):
         raise _wrong("rendezvous", rendezvous, "diloco.StoreRendezvous(url)")
+    if is_rendezvous(exchange):
+        raise UserError(f"exchange=<{type(exchange).__name__}> is a rendezvous: pass rendezvous=", "exchange")
     if exchange is not None and not _offers(exchange, Transport):
         raise _wrong("exchange", exchange, transports)
 

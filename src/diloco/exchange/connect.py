@@ -3,21 +3,20 @@
 import ipaddress
 import logging
 import os
+import socket
 from datetime import timedelta
-from functools import cache
-from typing import cast
+from functools import cache, partial
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.encrypted.exchange import EncryptedGroup, Session
-from diloco.exchange.encrypted.tls import security_of
 from diloco.exchange.leader import LeaderExchange
 from diloco.exchange.loopback import LoopbackExchange
-from diloco.exchange.meeting import Meeting, this_site
+from diloco.exchange.meeting import SECONDS_FOR_THE_LAST_ANSWER, Meeting, Way, listen, this_site
 from diloco.exchange.notices import Notices, first_sentence, within
-from diloco.exchange.process_group import Group, GroupExchange, check_num_connections, check_timeout
-from diloco.exchange.transport import Store, Transport
+from diloco.exchange.private_torch import gloo_backend
+from diloco.exchange.process_group import Backend, GroupExchange, check_num_connections, check_timeout
+from diloco.exchange.transport import Transport
 
 _LOG = logging.getLogger("diloco")
 
@@ -65,29 +64,30 @@ def connect(
     check_num_connections(num_connections)
     if num_replicas == 1:
         return LoopbackExchange()
-    security = security_of(secret, certificates)
+    if secret is None and certificates is None:
+        secret, certificates = os.environ.get("DILOCO_SECRET"), os.environ.get("DILOCO_CERTIFICATES")
     meeting = Meeting(address, replica, num_replicas, this_site(), timeout_seconds)
-    way = (
-        _Plain(*meeting.open(timeout_seconds), timeout_seconds)
-        if security is None
-        else _Encrypted(meeting.open_encrypted(security, timeout_seconds), meeting.deadline)
-    )
+    if secret is None and certificates is None:
+        way = _in_the_clear(meeting, timeout_seconds)
+    else:
+        # Without a proof, neither TLS nor the library of its keys is loaded.
+        from diloco.exchange.encrypted.session import encrypted
+
+        way = encrypted(meeting, secret, certificates, timeout_seconds)
     processes = None if leader else meeting.site.size
     facts = {"num_replicas": num_replicas, "leader": leader, "num_connections": num_connections}
-    meeting.compare(way.store, facts | {"processes a replica": processes})
+    meeting.compare(way, facts | {"processes a replica": processes})
     return _exchange(way, meeting, leader, num_connections, timeout_seconds)
 
 
-def _exchange(
-    way: "_Plain | _Encrypted", meeting: Meeting, leader: bool, num_connections: int, timeout_seconds: float
-) -> Transport:
+def _exchange(way: Way, meeting: Meeting, leader: bool, num_connections: int, timeout_seconds: float) -> Transport:
     """The exchange of this process, once all have met."""
     replica, num_replicas, site = meeting.replica, meeting.num_replicas, meeting.site
-    notices = Notices(way.below("notices"), replica, num_replicas, sum(meeting.sizes.values()), on_close=way.close)
+    notices = Notices(way.store, replica, num_replicas, sum(meeting.sizes.values()), on_close=way.close)
 
     def outside(name: str) -> GroupExchange:
-        groups = [way.group(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]
-        return GroupExchange(groups, notices, timeout_seconds=timeout_seconds)
+        backends = [way.backend(f"{name}, connection {i}", replica, num_replicas) for i in range(num_connections)]
+        return GroupExchange(backends, notices, timeout_seconds=timeout_seconds)
 
     if not leader:
         return outside(f"process {site.rank}")
@@ -95,53 +95,76 @@ def _exchange(
     if site.size == 1:
         assert leaders is not None, "a process alone is the leader"
         return leaders
-    inside = way.group(f"replica {replica}", site.rank, site.size)
+    inside = way.backend(f"replica {replica}", site.rank, site.size, member="process")
     return LeaderExchange(
         leaders, inside, notices, replica=replica, num_replicas=num_replicas, timeout_seconds=timeout_seconds
     )
 
 
-class _Plain:
-    """Groups of gloo, which torch.distributed does not know of, on the network interface of an address."""
+def _in_the_clear(meeting: Meeting, timeout_seconds: float) -> "_InTheClear":
+    """The way of gloo, whose store is torch's own."""
+    host, port = meeting.host_and_port
+    timeout = timedelta(seconds=timeout_seconds)
+    if meeting.is_host:
+        listener, own_address = listen(host, port)
+        store = dist.TCPStore(
+            *(own_address, port),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+    else:
+        with meeting.reach(partial(socket.create_connection, (host, port), timeout=5)) as connection:
+            own_address = connection.getsockname()[0]
+        quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
+        # torch waits between tries, longer each time, beyond its timeout.
+        seconds = 2 * quickly.total_seconds() + SECONDS_FOR_THE_LAST_ANSWER
+        try:
+            store = within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=quickly)
+        except TimeoutError:
+            raise ExchangeError(
+                f"replica 0 listens at {meeting.address} and does not answer: its process or its machine stands "
+                "still",
+                (0,),
+            ) from None
+        except RuntimeError:
+            raise ExchangeError(
+                f"what listens at {meeting.address} is no replica 0 without a secret: give this replica the "
+                "same secret (DILOCO_SECRET), or check the address",
+                (0,),
+            ) from None
+        store.set_timeout(timeout)
+    return _InTheClear(dist.PrefixStore("diloco", store), own_address, timeout_seconds)
+
+
+class _InTheClear:
+    """The way of gloo, on the network interface of an address; torch.distributed does not know of its backends."""
+
+    refused = None
 
     def __init__(self, store: dist.PrefixStore, address: str, timeout_seconds: float) -> None:
         self.store, self._address, self._timeout_seconds = store, address, timeout_seconds
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             _warn_of_no_secret(address)
 
-    def below(self, name: str) -> Store:
-        """A part of the store."""
-        return dist.PrefixStore(name, self.store)
-
-    def group(self, name: str, rank: int, size: int) -> Group:
-        """A group of the processes that name it alike."""
-        # torch has no public name for these options.
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = timedelta(seconds=self._timeout_seconds)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+    def backend(self, name: str, rank: int, size: int, *, member: str = "replica") -> Backend:
+        """A backend of the processes that give the same name."""
         store, seconds = dist.PrefixStore(name, self.store), self._timeout_seconds + _SECONDS_FOR_GLOOS_ERROR
+        plural = "replicas" if member == "replica" else "processes"
         try:
-            return cast(Group, within(seconds, dist.ProcessGroupGloo, store, rank, size, options))
+            return within(seconds, gloo_backend, store, rank, size, self._address, self._timeout_seconds)
         except (RuntimeError, TimeoutError) as error:
             raise ExchangeError(
-                f"{name}: the processes could not be connected ({first_sentence(error)}): one of them has ended, "
+                f"{name}: the {plural} could not be connected ({first_sentence(error)}): one of them has ended, "
                 "stands still, or can't be reached from this machine"
             ) from None
 
     def close(self) -> None:
-        """Do nothing: gloo closes the groups that nobody uses."""
+        """Do nothing: gloo closes the backends that nobody uses."""
 
 
-class _Encrypted:
-    """Groups of a session."""
-
-    def __init__(self, session: Session, deadline: float) -> None:
-        self._session, self._deadline, self.store = session, deadline, session.store
-        self.below, self.close = session.store.below, session.close
-
-    def group(self, name: str, rank: int, size: int) -> Group:
-        """A group of the processes that name it alike."""
-        return EncryptedGroup(self._session, name, rank, size, self._deadline)
+_SECONDS_TO_ANSWER = 10.0
 
 
 _SECONDS_FOR_GLOOS_ERROR = 1.0

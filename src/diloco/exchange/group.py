@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.errors import ExchangeError
+from diloco.exchange.private_torch import timeout_seconds_of
 from diloco.exchange.process_group import group_like
 
 
@@ -89,12 +90,7 @@ class TorchGroup:
     def _num_failed(self, here: int) -> int:
         """The number of processes that failed, by way of the host: it need not wait for what GPUs do."""
         if self._host_group is None:
-            self._host_group = group_like(self.group, _timeout_seconds(self.group))
+            self._host_group = group_like(self.group, timeout_seconds_of(self.group))
         num_failed = torch.tensor([here], dtype=torch.int32)
         dist.all_reduce(num_failed, group=self._host_group)
         return int(num_failed.item())
-
-
-def _timeout_seconds(group: dist.ProcessGroup) -> float:
-    """The timeout with which a group was made: torch (2.9 to 2.13) tells it in no public way."""
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

@@ -6,16 +6,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ExchangeError, UserError
-from diloco.exchange.encrypted.exchange import BOARD, Session
-from diloco.exchange.encrypted.link import Door
-from diloco.exchange.encrypted.tls import Security, dial
-from diloco.exchange.notices import BoundedStore, within
+from diloco.exchange.notices import ask
+from diloco.exchange.process_group import Backend
 from diloco.exchange.transport import Store, wait_for_all
 
 
@@ -56,6 +53,38 @@ def _job() -> str | None:
     return f"{socket.gethostname() + '/' if is_local else ''}{address}:{port}"
 
 
+class Way(Protocol):
+    """The connections of this process with the processes of all replicas: in the clear, or encrypted."""
+
+    @property
+    def store(self) -> Store:
+        """The store of replica 0."""
+        ...
+
+    @property
+    def refused(self) -> str | None:
+        """The sentence for the last process that was refused; None where all were let in."""
+        ...
+
+    def backend(self, name: str, rank: int, size: int, *, member: str = "replica") -> Backend:
+        """The connections between the processes that give the same name.
+
+        Args:
+            name: of the backend, which no other one has.
+            rank: this process, from 0.
+            size: the number of processes.
+            member: the word for one of them in messages, `replica` or `process`.
+
+        Raises:
+            ExchangeError: if one of them can't be connected.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all connections."""
+        ...
+
+
 S = TypeVar("S", bound=socket.socket)
 
 
@@ -71,9 +100,10 @@ class Meeting:
     """
 
     def __init__(self, address: str, replica: int, num_replicas: int, site: Site, seconds: float) -> None:
-        self._address, self._begin, self._seconds = address, time.monotonic(), seconds
+        self.address = address
+        """host:port of the store."""
+        self._begin, self._seconds = time.monotonic(), seconds
         self.replica, self.num_replicas, self.site = replica, num_replicas, site
-        self._door: Door | None = None
         self.sizes: dict[int, int] = {}
         """The number of processes of each replica that has come."""
 
@@ -82,102 +112,42 @@ class Meeting:
         """The end of the time in which all must come, by `time.monotonic`."""
         return self._begin + self._seconds
 
-    def open(self, timeout_seconds: float) -> tuple[dist.PrefixStore, str]:
-        """The store, and the address of the network interface of this machine that leads to it."""
-        host, port = self._place
-        timeout = timedelta(seconds=timeout_seconds)
-        if self._is_host:
-            listener, own_address = _listen(host, port)
-            fd = listener.detach()
-            store = dist.TCPStore(
-                *(own_address, port),
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=fd,
-            )
-        else:
-            with self._reach(lambda: socket.create_connection(self._place, timeout=5)) as connection:
-                own_address = connection.getsockname()[0]
-            quickly = min(timeout, timedelta(seconds=_SECONDS_TO_ANSWER))
-            # torch waits between tries, longer each time, beyond its timeout.
-            seconds = 2 * quickly.total_seconds() + _SECONDS_FOR_THE_LAST_ANSWER
-            try:
-                store = within(seconds, dist.TCPStore, host, port, wait_for_workers=False, timeout=quickly)
-            except TimeoutError:
-                raise ExchangeError(
-                    f"replica 0 listens at {self._address} and does not answer: its process or its machine stands "
-                    "still",
-                    (0,),
-                ) from None
-            except RuntimeError:
-                raise ExchangeError(
-                    f"what listens at {self._address} is no replica 0 without a secret: give this replica the "
-                    "same secret (DILOCO_SECRET), or check the address",
-                    (0,),
-                ) from None
-            store.set_timeout(timeout)
-        return dist.PrefixStore("diloco", store), own_address
-
-    def open_encrypted(self, security: Security, timeout_seconds: float) -> Session:
-        """The session whose board is replica 0's.
-
-        The first process of replica 0 listens at the address alone; process i of a replica at port + i of the
-        interface that leads there, or at a free port where that one is taken.
-
-        Raises:
-            ExchangeError: if replica 0 has another proof, or none.
-        """
-        host, port = self._place
-        board = None
-        if self._is_host:
-            listener, address = _listen(host, port)[0], self._address
-        else:
-            board = self._reach(lambda: dial(self._address, BOARD, security))
-            own_address = board.getsockname()[0]
-            try:
-                listener, _ = _listen(own_address, port + self.site.rank)
-            except UserError:
-                listener, _ = _listen(own_address, 0)
-            bracketed = f"[{own_address}]" if ":" in own_address else own_address
-            address = f"{bracketed}:{listener.getsockname()[1]}"
-        session = Session(security, listener, address, board, timeout_seconds=timeout_seconds)
-        self._door = session.door
-        return session
-
     @property
-    def _place(self) -> tuple[str, int]:
-        host, _, port = self._address.rpartition(":")
+    def host_and_port(self) -> tuple[str, int]:
+        """The parts of the address."""
+        host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
     @property
-    def _is_host(self) -> bool:
+    def is_host(self) -> bool:
+        """True in the process that holds the store: the first of replica 0."""
         return self.replica == 0 and self.site.rank == 0
 
-    def compare(self, store: Store, facts: Mapping[str, object]) -> None:
+    def compare(self, way: Way, facts: Mapping[str, object]) -> None:
         """Wait for every process of every replica, and compare what they believe.
 
         Raises:
             UserError: if they believe different things, or this replica has come already.
             ExchangeError: if one does not come in time, or replica 0 is gone or stands still.
         """
-        store = BoundedStore(store, self.deadline + _SECONDS_FOR_THE_LAST_ANSWER)
+        store, deadline = way.store, self.deadline + SECONDS_FOR_THE_LAST_ANSWER
         mine = f"{self.replica}/{self.site.rank}"
-        if store.add(f"arrivals/{mine}", 1) > 1:
+        if ask(deadline, store.add, f"arrivals/{mine}", 1) > 1:
             raise UserError(
-                f"process {self.site.rank} of replica {self.replica} has come to {self._address} already: give "
+                f"process {self.site.rank} of replica {self.replica} has come to {self.address} already: give "
                 "each replica a number of its own, and start the others anew with replica 0",
                 "replica",
             )
-        store.set(f"facts/{mine}", json.dumps({**facts, "size": self.site.size, "job": self.site.job}))
+        my_facts = json.dumps({**facts, "size": self.site.size, "job": self.site.job})
+        ask(deadline, store.set, f"facts/{mine}", my_facts)
         waiting = {(replica, 0) for replica in range(self.num_replicas)}
 
         def missing() -> str:
             for replica, rank in sorted(waiting):
-                if store.check([f"facts/{replica}/{rank}"]):
+                if ask(deadline, store.check, [f"facts/{replica}/{rank}"]):
                     waiting.remove((replica, rank))
                     if rank == 0:
-                        theirs = _arrival(store.get(f"facts/{replica}/0"), replica, facts)
+                        theirs = _arrival(ask(deadline, store.get, f"facts/{replica}/0"), replica, facts)
                         self._check(replica, facts, theirs)
                         self.sizes[replica] = theirs["size"]
                         waiting.update((replica, other) for other in range(1, theirs["size"]))
@@ -186,7 +156,12 @@ class Meeting:
                 for replica, rank in sorted(waiting)[:_MOST_NAMES]
             )
 
-        self._wait_for_all(missing)
+        try:
+            self._wait_for_all(missing)
+        except ExchangeError as error:
+            if way.refused is None:
+                raise
+            raise ExchangeError(f"{error} (refused: {way.refused})", error.missing) from None
 
     def _check(self, replica: int, mine: Mapping[str, object], theirs: Mapping[str, Any]) -> None:
         for name, value in mine.items():
@@ -204,7 +179,7 @@ class Meeting:
                 "replica",
             )
 
-    def _reach(self, connect: Callable[[], S]) -> S:
+    def reach(self, connect: Callable[[], S]) -> S:
         """A connection to replica 0, once it listens."""
         connections: list[S] = []
 
@@ -213,7 +188,7 @@ class Meeting:
                 connections.append(connect())
             except socket.gaierror as error:
                 raise UserError(
-                    f"address={self._address}: {self._place[0]} can't be resolved ({error})", "address"
+                    f"address={self.address}: {self.host_and_port[0]} can't be resolved ({error})", "address"
                 ) from None
             except OSError:
                 return "replica 0"
@@ -223,25 +198,18 @@ class Meeting:
         return connections[0]
 
     def _wait_for_all(self, missing: Callable[[], str]) -> None:
-        try:
-            wait_for_all(
-                missing,
-                begin=self._begin,
-                seconds=self._seconds,
-                where=f" at {self._address}",
-                remedy=f"start all {self.num_replicas} replicas within timeout_seconds, and check that this "
-                "machine reaches that address",
-            )
-        except ExchangeError as error:
-            if self._door is None or not self._door.refused:
-                raise
-            raise ExchangeError(f"{error} (refused: {self._door.refused})") from None
+        wait_for_all(
+            missing,
+            begin=self._begin,
+            seconds=self._seconds,
+            where=f" at {self.address}",
+            remedy=f"start all {self.num_replicas} replicas within timeout_seconds, and check that this "
+            "machine reaches that address",
+        )
 
 
-_SECONDS_TO_ANSWER = 10.0
-
-
-_SECONDS_FOR_THE_LAST_ANSWER = 1.0
+SECONDS_FOR_THE_LAST_ANSWER = 1.0
+"""The time by which a store may answer later than the meeting ends."""
 
 
 _MOST_PROCESSES = 1 << 16
@@ -275,7 +243,7 @@ def _arrival(text: bytes, replica: int, facts: Mapping[str, object]) -> dict[str
     return arrival
 
 
-def _listen(host: str, port: int) -> tuple[socket.socket, str]:
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens on one address of this machine, and that address."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

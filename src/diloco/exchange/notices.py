@@ -43,51 +43,27 @@ def within(seconds: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.k
     return result.result(max(seconds, _SHORTEST_SECONDS))
 
 
-class BoundedStore:
-    """A store whose answers come by a deadline; a `Store`. Each call costs a thread: not for a training step.
+def ask(deadline: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """The answer of a store, which replica 0 holds. Each call costs a thread: not for a training step.
 
     Args:
-        store: the one to ask, which replica 0 holds.
-        deadline: by `time.monotonic`.
+        deadline: for the answer, by `time.monotonic`.
+        call: a method of the store.
+        args: its arguments.
+        kwargs: its arguments.
 
-    Each method raises ExchangeError if replica 0 is gone, or does not answer by the deadline.
+    Raises:
+        ExchangeError: if replica 0 is gone, or does not answer by the deadline.
     """
-
-    def __init__(self, store: Store, deadline: float) -> None:
-        self._store, self._deadline = store, deadline
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        self._answer(self._store.set, key, value)
-
-    def get(self, key: str, /) -> bytes:
-        """A value that is there."""
-        return self._answer(self._store.get, key)
-
-    def add(self, key: str, number: int, /) -> int:
-        """Add to a number, which begins at 0; the sum."""
-        return self._answer(self._store.add, key, number)
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        return self._answer(self._store.check, keys)
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the present one is the expected one, "" for none; the value that then is there."""
-        return self._answer(self._store.compare_set, key, expected, value)
-
-    def _answer(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return within(self._deadline - time.monotonic(), call, *args, **kwargs)
-        except ExchangeError:
-            raise
-        except TimeoutError:
-            raise ExchangeError(
-                "replica 0 does not answer: its process or its machine stands still", (0,)
-            ) from None
-        except RuntimeError as error:
-            message = f"the connection to replica 0 broke off: {first_sentence(error)}"
-            raise ExchangeError(message, (0,)) from None
+    try:
+        return within(deadline - time.monotonic(), call, *args, **kwargs)
+    except ExchangeError:
+        raise
+    except TimeoutError:
+        raise ExchangeError("replica 0 does not answer: its process or its machine stands still", (0,)) from None
+    except RuntimeError as error:
+        message = f"the connection to replica 0 broke off: {first_sentence(error)}"
+        raise ExchangeError(message, (0,)) from None
 
 
 def first_sentence(error: Exception) -> str:
@@ -157,14 +133,15 @@ class Notices:
             return
         mine = f"replica {self._replica} failed: {reason}"[:_LONGEST_FAILURE]
         deadline = time.monotonic() + _SECONDS_TO_BE_READ
-        store = BoundedStore(self._store, deadline)
+        store = self._store
         try:
-            first = store.compare_set("failure", "", mine)
+            first = ask(deadline, store.compare_set, "failure", "", mine)
             self.failure = _readable(first)
             if first != mine.encode():  # another came first
-                store.add("readers", 1)
+                ask(deadline, store.add, "readers", 1)
                 return
-            while store.add("readers", 0) < self._num_processes - 1 and time.monotonic() < deadline:
+            others = self._num_processes - 1
+            while ask(deadline, store.add, "readers", 0) < others and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:
             return  # the process that holds the store is gone or stands still: the others notice that themselves
@@ -175,9 +152,9 @@ class Notices:
         # The count tells this finish from earlier ones, whose notices stay.
         notice = msgspec.json.encode(_Finish(self._num_finishes, step)).decode()
         if self._num_processes > 1:
-            store = BoundedStore(self._store, time.monotonic() + _SECONDS_TO_BE_READ)
+            deadline = time.monotonic() + _SECONDS_TO_BE_READ
             with suppress(RuntimeError):  # a store that is gone took a replica with it, whom the next wait names
-                store.set(f"finishing/{self._replica}", notice)
+                ask(deadline, self._store.set, f"finishing/{self._replica}", notice)
         yield
         self._num_finishes += 1
         self._in_flight = False
@@ -256,7 +233,8 @@ class Notices:
 class WithNotices:
     """The part of a transport by which a failure reaches the others."""
 
-    _notices: Notices
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
 
     @property
     def failure(self) -> str | None:

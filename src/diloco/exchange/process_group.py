@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange.notices import Notices, WithNotices, first_sentence, within
-from diloco.exchange.transport import Channel, Tag, Transport, agree
+from diloco.exchange.transport import Channel, Tag, agree
 
 
 class Answers:
@@ -146,8 +146,8 @@ class Work(Protocol):
         ...
 
 
-class Group(Protocol):
-    """A group of torch.distributed, a gloo backend of which it knows nothing, or an encrypted group."""
+class Backend(Protocol):
+    """Connections between processes: of a group of torch.distributed, of a backend of gloo alone, or encrypted."""
 
     def rank(self) -> int:
         """This process, from 0."""
@@ -166,17 +166,17 @@ class Group(Protocol):
         ...
 
 
-def post_gloo(messages: Messages, groups: list[Group]) -> None:
-    """Post every receive, then every send; a large payload is cut into a chunk for each group."""
+def post_gloo(messages: Messages, backends: list[Backend]) -> None:
+    """Post every receive, then every send; a large payload is cut into a chunk for each backend."""
     tag = tag_bits(messages.tag)
     for replica, buffer in messages.incoming.items():
         with messages.blaming(replica):
-            for group, chunk in _chunks(buffer, groups):
-                messages.add(replica, partial(wait_for, group.recv([chunk], replica, tag)))
+            for backend, chunk in _chunks(buffer, backends):
+                messages.add(replica, partial(wait_for, backend.recv([chunk], replica, tag)))
     for replica, payload in messages.outgoing.items():
         with messages.blaming(replica):
-            for group, chunk in _chunks(payload, groups):
-                messages.add(replica, partial(wait_for, group.send([chunk], replica, tag)))
+            for backend, chunk in _chunks(payload, backends):
+                messages.add(replica, partial(wait_for, backend.send([chunk], replica, tag)))
 
 
 def group_like(group: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
@@ -204,14 +204,14 @@ def tag_bits(tag: Tag) -> int:
     return (place << _ROUND_BITS | tag.round % (1 << _ROUND_BITS)) << 1 | tag.phase
 
 
-def _chunks(payload: Tensor, groups: list[Group]) -> Iterator[tuple[Group, Tensor]]:
-    """The part of a payload that travels in each group; a small payload travels in the first alone."""
-    num_chunks = min(len(groups), max(1, payload.numel() // _CHUNK_BYTES))
-    return zip(groups, payload.tensor_split(num_chunks), strict=False)
+def _chunks(payload: Tensor, backends: list[Backend]) -> Iterator[tuple[Backend, Tensor]]:
+    """The part of a payload that travels in each backend; a small payload travels in the first alone."""
+    num_chunks = min(len(backends), max(1, payload.numel() // _CHUNK_BYTES))
+    return zip(backends, payload.tensor_split(num_chunks), strict=False)
 
 
 def wait_for(work: Work, seconds: float) -> None:
-    """Wait until a message is over; closes its connection, on gloo all of its group, if the time is over first."""
+    """Wait until a message is over; if the time is over first, closes its connection, on gloo all of a backend."""
     work.wait(timedelta(seconds=seconds))
 
 
@@ -243,56 +243,45 @@ def _wait(messages: Messages, work: dist.Work, seconds: float) -> None:
     work.wait()
 
 
-class GroupExchange(WithNotices, Transport):
-    """Each process of a group is one replica and sends to every other directly.
+class GroupExchange(WithNotices):
+    """Each process is one replica and sends to every other directly: a `Transport`.
 
     Args:
-        groups: of the same replicas; the first takes every message, the others chunks of large ones.
+        backends: between the same replicas; the first takes every message, the others chunks of large ones.
         notices: of these replicas.
         timeout_seconds: how long `Pending.wait` waits at the most.
         is_gloo: False for nccl.
     """
 
     def __init__(
-        self, groups: Sequence[Group], notices: Notices, *, timeout_seconds: float, is_gloo: bool = True
+        self, backends: Sequence[Backend], notices: Notices, *, timeout_seconds: float, is_gloo: bool = True
     ) -> None:
-        self._groups = list(groups)
-        self._replica, self._num_replicas = groups[0].rank(), groups[0].size()
-        self._notices = notices
+        super().__init__(notices)
+        self._backends = list(backends)
         self._timeout_seconds = timeout_seconds
-        self._ordered = not is_gloo
+        self.replica = backends[0].rank()
+        """This process's rank among the replicas."""
+        self.num_replicas = backends[0].size()
+        """M."""
+        self.ordered = not is_gloo
+        """True on nccl, which has no tags."""
         self.answers = Answers()
         """The other replicas' answers."""
 
     @property
-    def replica(self) -> int:
-        """This process's rank in the group."""
-        return self._replica
-
-    @property
-    def num_replicas(self) -> int:
-        """The size of the group."""
-        return self._num_replicas
-
-    @property
-    def ordered(self) -> bool:
-        """True on nccl, which has no tags."""
-        return self._ordered
-
-    @property
     def device(self) -> torch.device:
         """The CPU on gloo, the current GPU on nccl."""
-        return torch.device("cuda" if self._ordered else "cpu")
+        return torch.device("cuda" if self.ordered else "cpu")
 
     def start(self, payloads: Mapping[int, Tensor], tag: Tag) -> Messages:
         """Post every message and return."""
         messages = Messages(payloads, self.device, tag, self._timeout_seconds, self._notices, self.answers)
         self._notices.expect()
-        if self._ordered:
-            assert isinstance(self._groups[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"
-            post_nccl(messages, self._groups[0])
+        if self.ordered:
+            assert isinstance(self._backends[0], dist.ProcessGroup), "nccl comes with a group of torch.distributed"
+            post_nccl(messages, self._backends[0])
         else:
-            post_gloo(messages, self._groups)
+            post_gloo(messages, self._backends)
         return messages
 
     def close(self) -> None:
@@ -301,7 +290,7 @@ class GroupExchange(WithNotices, Transport):
         Nothing may be in flight, but what has failed. To go on after a failure, close, and connect anew.
         """
         self._notices.close()
-        self._groups.clear()
+        self._backends.clear()
 
 
 class ProcessGroupExchange(GroupExchange):
@@ -352,12 +341,12 @@ class ProcessGroupExchange(GroupExchange):
         super().__init__([group], notices, timeout_seconds=timeout_seconds, is_gloo=is_gloo)
         if num_connections > 1:
             agree(self, {"num_connections": num_connections})
-            self._groups += [group_like(group, timeout_seconds) for _ in range(1, num_connections)]
+            self._backends += [group_like(group, timeout_seconds) for _ in range(1, num_connections)]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The replicas' processes that it joins, by their ranks in torch.distributed's default group."""
-        group = self._groups[0]
+        group = self._backends[0]
         assert isinstance(group, dist.ProcessGroup), "it was given one"
         return tuple(dist.get_process_group_ranks(group))
 
@@ -366,8 +355,8 @@ class ProcessGroupExchange(GroupExchange):
 
         Nothing may be in flight, but what has failed.
         """
-        for group in self._groups[1:]:
-            assert isinstance(group, dist.ProcessGroup), "gloo.group_like made it"
+        for group in self._backends[1:]:
+            assert isinstance(group, dist.ProcessGroup), "group_like made it"
             dist.destroy_process_group(group)
         super().close()
 

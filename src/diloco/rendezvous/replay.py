@@ -52,7 +52,7 @@ from diloco.rendezvous.objects import (
 )
 from diloco.rendezvous.store import Store, TooLargeError
 from diloco.schedule import Sync
-from diloco.wire.payload import codec
+from diloco.wire import codec
 
 _PLACE = "shape, fragment and place of parameter "
 

@@ -1,4 +1,9 @@
-"""The processes of a run: forked from one that has imported torch."""
+"""The processes of a run and of experiments: each is forked from one that has imported torch, which takes seconds.
+
+That one is the ancestor. It forks a process for each call that it is sent, and ends with the process that started
+it: `launch` calls a supervisor, which forks the replicas of a run; a grid of experiments calls its jobs, and each
+of them launches a run in turn.
+"""
 
 import ctypes
 import gc
@@ -12,78 +17,38 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.errors import DilocoError, ExchangeError, ReplicaFailedError, exit_code_of
+
+if TYPE_CHECKING:
+    from diloco.training.config.config import TrainConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a run."""
 
+STORE = "DILOCO_LOCAL_STORE"
+"""The environment variable with the file at which local replicas meet; torchrun's replicas have none."""
 
-IMPORTS = ("torch.utils.tensorboard", "diloco.training.loop")
+_IMPORTS = ("torch.utils.tensorboard", "diloco.training.loop")
 """The modules that every replica needs; the first is the default tracker's."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The work of all replicas of a run."""
-
-    entrypoint: Callable[..., None]
-    arguments: tuple[Any, ...]
-    environments: tuple[dict[str, str], ...]
-    """The variables of each process, by rank."""
-    reports: tuple[Path, ...]
-    """The file for the error of each process, by rank."""
-    imports: tuple[str, ...] = ()
-    """Modules that every process needs, beside `IMPORTS`."""
-
-
-class Ancestor:
-    """The ancestor, as the launcher sees it; a context that ends it.
-
-    Args:
-        start_method: `fork`, which spares it the imports that this process has made, as long as this process has
-            started no threads; or else `spawn`.
-    """
-
-    def __init__(self, start_method: Literal["fork", "spawn"]) -> None:
-        context: Any = multiprocessing.get_context(start_method)
-        self._connection, theirs = context.Pipe()
-        ours = self._connection if start_method == "fork" else None
-        self._process = context.Process(target=_serve, args=(theirs, ours), name="ancestor")
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> "Ancestor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._process.terminate()
-        self._process.join(_SECONDS_TO_LEAVE + 2 * _SECONDS_TO_END)  # the longest that `_end` takes
-        self._process.kill()
-        self._process.join()
-
-    def run(self, work: Work) -> tuple[int, int] | None:
-        """Run the replicas to their end; the rank and exit code of one that failed, if any.
-
-        Raises:
-            EOFError: if the ancestor was killed.
-        """
-        self._connection.send(work)
-        return self._connection.recv()
-
-    def forward(self, number: int, _: object = None) -> None:
-        """End the replicas by a signal."""
-        assert self._process.pid is not None, "it was started"
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
+    """Modules that every process of a run needs beside these, and that take a second to import."""
+    modules = config.model.slow_imports
+    if config.rendezvous is not None:
+        modules = (*modules, "diloco.rendezvous.store_rendezvous")
+    if config.num_shards > 1:
+        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
+    needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile
+    return (*modules, "torch._dynamo") if needs_dynamo else modules
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -126,44 +91,209 @@ def on_signal(handler: Any) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
-def _serve(connection: Connection, launchers: Connection | None) -> None:
-    """Be the ancestor: do work after work until the launcher has none left."""
-    end_with_parent()
-    # The terminal sends it to all: the launcher decides. One that comes before the replicas is kept for later.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    if launchers is not None:
-        launchers.close()
-    import_modules(IMPORTS)
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            connection.send(_run_all(connection.recv()))
+class Call:
+    """A call of a function in a process that an ancestor forks for it.
+
+    The process begins with SIGNALS blocked, and gets SIGTERM when the ancestor ends.
+
+    Args:
+        function: a function at the top level of its module.
+        arguments: its arguments, pickled.
+        imports: modules that this call and later ones need, which are then imported once.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, imports: Iterable[str] = ()) -> None:
+        self.request = function, arguments, tuple(imports)
+        self.pid: int | None = None
+        """The process's number, once it has started."""
+        self.ended_by: int | None = None
+        """The first signal that was to end it."""
+        self.is_over = False
+        """True once the process has answered or ended."""
+
+    def end(self, number: int = signal.SIGTERM, _: object = None) -> None:
+        """End the process by a signal: at its start, if it has not started yet."""
+        self.ended_by = self.ended_by or number
+        if self.pid is not None and not self.is_over:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
-def _run_all(work: Work) -> tuple[int, int] | None:
-    """Run the replicas, and end the others when one fails, or when a signal says so."""
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    processes: list[BaseProcess] = []
-    last_signal, failed = signal.SIGTERM, None
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # no replica inherits the handlers
-    import_modules(work.imports)
-    try:
-        for environment, report in zip(work.environments, work.reports, strict=True):
-            run = (environment, report, work.entrypoint, work.arguments)
-            process = context.Process(target=_run, args=run)
-            process.start()
-            processes.append(process)
-        with on_signal(_stop):
+class Ancestor:
+    """The ancestor, as the process that started it sees it; a context that ends it.
+
+    Args:
+        start_method: `fork`, which spares it the imports that this process has made, as long as this is the main
+            thread and there is no other; or else `spawn`.
+    """
+
+    def __init__(self, start_method: Literal["fork", "spawn"]) -> None:
+        context: Any = multiprocessing.get_context(start_method)
+        self._connection, theirs = Pipe()
+        ours = self._connection if start_method == "fork" else None
+        self._process = context.Process(target=_serve, args=(theirs, ours), name="ancestor")
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Ancestor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, and by that the processes that it has forked."""
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it was killed."""
+        return self._process.is_alive()
+
+    def run(self, call: Call) -> Any:
+        """Run a call to its end, and return its result; several threads may do so at once.
+
+        Raises:
+            EOFError: if the process ended without a result, or, with `call.pid` None, was never started.
+        """
+        ours, theirs = Pipe()
+        with ours:
             try:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-                failed = _first_failure(processes)
+                with theirs:
+                    send_handle(self._connection, theirs.fileno(), self._process.pid)
+                ours.send(call.request)
+                call.pid = ours.recv()
+                if call.ended_by is not None:
+                    call.end(call.ended_by)
+                return ours.recv()
+            except ConnectionError as error:
+                raise EOFError from error
             finally:
-                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    except _StoppedError as stopped:
-        last_signal = stopped.signal
-    finally:
-        _end(processes, last_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(SIGNALS) - {signal.SIGINT})
-    return failed
+                call.is_over = True
+
+
+def _serve(control: Connection, launchers: Connection | None) -> None:
+    """Be the ancestor: fork a process for each call, until the process that sends them has ended."""
+    # The terminal sends them to all: the process that launches decides.
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(SIGNALS) - {signal.SIGTERM})
+    if launchers is not None:
+        end_with_parent()  # the connection may stay open: other forks of the launcher hold its end, too
+        launchers.close()
+    import_modules(_IMPORTS)
+    with suppress(EOFError):
+        while True:
+            with Connection(recv_handle(control)) as connection, suppress(EOFError, ConnectionError):
+                function, arguments, imports = connection.recv()
+                with suppress(ImportError):  # the process itself says so
+                    import_modules(imports)
+                _children().Process(target=_answer, args=(connection, function, arguments)).start()
+    os._exit(0)  # without waiting for its children, which end with it
+
+
+def _children() -> Any:
+    """The context of processes that find torch imported, where one that has imported it can be forked."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+
+
+def _answer(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Be the process of a call."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    ancestor = multiprocessing.parent_process()
+    end_with_parent()
+    if ancestor is None or os.getppid() != ancestor.pid:  # it had ended before
+        raise SystemExit(1)
+    with suppress(BrokenPipeError):  # the process that waits for it was ended meanwhile
+        connection.send(os.getpid())
+        connection.send(function(*arguments))
+
+
+def under_a_launcher() -> bool:
+    """True if torchrun, or this module, started this process."""
+    return "RANK" in os.environ
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
+    if under_a_launcher() or sys.platform != "linux":
+        yield
+        return
+    with Ancestor("fork") as ancestor:
+        _PREPARED.append(ancestor)
+        try:
+            yield
+        finally:
+            _PREPARED.remove(ancestor)
+
+
+_PREPARED: list[Ancestor] = []
+
+
+def launch(
+    entrypoint: Callable[..., None],
+    num_replicas: int,
+    processes_per_replica: int,
+    *arguments: Any,
+    imports: tuple[str, ...] = (),
+) -> None:
+    """Run `entrypoint(*arguments)` in all local processes of a run, and wait for all of them.
+
+    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file that only this user can read,
+    and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules that
+    all of them need, which are then imported once.
+
+    Raises:
+        ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
+            the signal that killed it.
+    """
+    call = Call(_supervise, entrypoint, num_replicas, processes_per_replica, arguments, imports=imports)
+    error = ReplicaFailedError("the process that starts the replicas was killed (out of memory?)", exit_code=1)
+    ancestors = nullcontext(_PREPARED[-1]) if _PREPARED else Ancestor("spawn")
+    with ancestors as ancestor, on_signal(call.end), suppress(EOFError):
+        error = ancestor.run(call)
+    if call.ended_by is not None:
+        name = signal.Signals(call.ended_by).name
+        raise ReplicaFailedError(f"stopped by {name}", exit_code=128 + call.ended_by)
+    if error is not None:
+        raise error
+
+
+def _supervise(
+    entrypoint: Callable[..., None], num_replicas: int, processes_per_replica: int, arguments: tuple[Any, ...]
+) -> ReplicaFailedError | None:
+    """Run the replicas, and end the others when one fails, or when a signal says so; return the error, if any."""
+    num_processes = num_replicas * processes_per_replica
+    processes: list[BaseProcess] = []
+    signals: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        for each in SIGNALS:  # one is enough
+            signal.signal(each, signal.SIG_IGN)
+        signals.append(number)
+        raise SystemExit(128 + number)
+
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        reports = [Path(folder, f"error-{rank}.json") for rank in range(num_processes)]
+        try:
+            for rank, report in enumerate(reports):  # with the signals blocked: none inherits the handlers
+                run = (_environment(rank, num_processes, folder), report, entrypoint, arguments)
+                process = _children().Process(target=_run, args=run)
+                process.start()
+                processes.append(process)
+            with on_signal(stop):
+                try:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                    failed = _first_failure(processes)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        finally:
+            _end(processes, signals[0] if signals else signal.SIGTERM)
+        if failed is None:
+            return None
+        rank, exit_code = failed
+        return _explain(rank, exit_code, reports[rank], processes_per_replica)
 
 
 def _run(
@@ -219,14 +349,14 @@ def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int] | None:
     return None
 
 
-def _end(processes: Sequence[BaseProcess], last_signal: signal.Signals) -> None:
+def _end(processes: Sequence[BaseProcess], first_signal: int) -> None:
     """End the processes that still run; those that don't end in time are killed.
 
     One alone may still upload what it owes to others. Several that wait for each other inside of a library hear no
     SIGINT there.
     """
     seconds = _SECONDS_TO_LEAVE if len(processes) == 1 else _SECONDS_TO_END
-    for number in (last_signal, signal.SIGTERM, signal.SIGKILL):
+    for number in (first_signal, signal.SIGTERM, signal.SIGKILL):
         running = [process for process in processes if process.exitcode is None]
         for process in running:
             assert process.pid is not None, "it was started"
@@ -238,104 +368,7 @@ def _end(processes: Sequence[BaseProcess], last_signal: signal.Signals) -> None:
 
 
 _SECONDS_TO_LEAVE = 30.0
-
-
 _SECONDS_TO_END = 5.0
-
-
-class _StoppedError(Exception):
-    """The run was told to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = signal.Signals(number)
-
-
-def _stop(number: int, _: object) -> None:
-    for each in SIGNALS:  # one is enough
-        signal.signal(each, signal.SIG_IGN)
-    raise _StoppedError(number)
-
-
-STORE = "DILOCO_LOCAL_STORE"
-"""The environment variable with the file at which local replicas meet; torchrun's replicas have none."""
-
-
-def under_a_launcher() -> bool:
-    """True if torchrun, or this module, started this process."""
-    return "RANK" in os.environ
-
-
-@contextmanager
-def prepared() -> Iterator[None]:
-    """Have the replicas of `launch` in this context start sooner; enter it before this process starts threads."""
-    if under_a_launcher() or sys.platform != "linux":
-        yield
-        return
-    with Ancestor("fork") as ancestor:
-        _PREPARED.append(ancestor)
-        try:
-            yield
-        finally:
-            _PREPARED.remove(ancestor)
-
-
-_PREPARED: list[Ancestor] = []
-
-
-def launch(
-    entrypoint: Callable[..., None],
-    num_replicas: int,
-    num_ranks: int,
-    *arguments: Any,
-    imports: tuple[str, ...] = (),
-) -> None:
-    """Run `entrypoint(*arguments)` in `num_replicas` · `num_ranks` local processes, and wait for all of them.
-
-    Each uses its share of the cores, or OMP_NUM_THREADS threads. They meet at a file that only this user can read,
-    and listen on the loopback interface alone. When one fails, the others are ended. `imports` are modules that
-    all of them need, which are then imported once.
-
-    Raises:
-        ReplicaFailedError: with the message, fields and exit code of the error that the entrypoint raised, or with
-            the signal that killed it.
-    """
-    if not _PREPARED:
-        with Ancestor("spawn") as ancestor:
-            return _launch(ancestor, entrypoint, num_replicas, num_ranks, arguments, imports)
-    return _launch(_PREPARED[-1], entrypoint, num_replicas, num_ranks, arguments, imports)
-
-
-def _launch(
-    ancestor: Ancestor,
-    entrypoint: Callable[..., None],
-    num_replicas: int,
-    num_ranks: int,
-    arguments: Any,
-    imports: tuple[str, ...],
-) -> None:
-    num_processes = num_replicas * num_ranks
-    signals: list[signal.Signals] = []
-
-    def forward(number: int, _: object) -> None:
-        signals.append(signal.Signals(number))
-        ancestor.forward(number)
-
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder, on_signal(forward):
-        environments = tuple(_environment(rank, num_processes, folder) for rank in range(num_processes))
-        reports = tuple(Path(folder, f"error-{rank}.json") for rank in range(num_processes))
-        try:
-            failed = ancestor.run(Work(entrypoint, arguments, environments, reports, imports))
-        except (EOFError, ConnectionError):
-            if not signals:
-                sentence = "the process that starts the replicas was killed (out of memory?)"
-                raise ReplicaFailedError(sentence, exit_code=1) from None
-            failed = None
-        if signals:
-            raise ReplicaFailedError(f"stopped by {signals[0].name}", exit_code=128 + signals[0])
-        if failed is not None:
-            rank, exit_code = failed
-            raise _explain(rank, exit_code, reports[rank], num_ranks)
 
 
 def num_cores() -> int:
@@ -359,13 +392,14 @@ def _environment(rank: int, num_processes: int, folder: str) -> dict[str, str]:
     } | ({} if os.environ.get("OMP_NUM_THREADS") else share)
 
 
-def _explain(rank: int, exit_code: int, report: Path, num_ranks: int) -> ReplicaFailedError:
+def _explain(rank: int, exit_code: int, report: Path, processes_per_replica: int) -> ReplicaFailedError:
     """The error of a process that failed, as it reported it itself, or else by its exit code."""
     if report.is_file():
         error = json.loads(report.read_text())
         return ReplicaFailedError(error["message"], exit_code=exit_code, fields=tuple(error["fields"]))
-    process = f", process {rank % num_ranks}," if num_ranks > 1 else ""
-    return ReplicaFailedError(f"replica {rank // num_ranks}{process} {_ending(exit_code)}", exit_code=1)
+    replica, process = divmod(rank, processes_per_replica)
+    name = f"replica {replica}" + (f", process {process}," if processes_per_replica > 1 else "")
+    return ReplicaFailedError(f"{name} {_ending(exit_code)}", exit_code=1)
 
 
 def _ending(exit_code: int) -> str:

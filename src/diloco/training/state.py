@@ -309,17 +309,6 @@ def _data_parallel(config: TrainConfig, world: World, model: LanguageModel, forw
     return ShardedDataParallel(model, forward, world.mesh.get_group("replica"))
 
 
-def slow_imports(config: TrainConfig) -> tuple[str, ...]:
-    """Modules that every process of a run needs, and that take a second to import."""
-    modules = config.model.slow_imports
-    if config.rendezvous is not None:
-        modules = (*modules, "diloco.rendezvous.store_rendezvous")
-    if config.num_shards > 1:
-        return (*modules, "torch._dynamo", "torch.distributed.fsdp")
-    needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile
-    return (*modules, "torch._dynamo") if needs_dynamo else modules
-
-
 def _batch_shape(config: TrainConfig) -> tuple[int, int]:
     """The shape (B, T) of the tokens of a pass."""
     assert config.micro_batch is not None, "the config is resolved"

@@ -9,18 +9,15 @@ needs no torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.wire.payload import Codec, Key, codec
-
-    CODECS: dict[str, type[Codec]]
+    from diloco.wire.codecs import CODECS, Codec, Key, codec
 
 __all__ = ["CODECS", "Codec", "Key", "codec"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name; CODECS is every codec's class by its name."""
+    """Load a public name."""
     if name not in __all__:
         raise AttributeError(f"module 'diloco.wire' has no attribute {name!r}")
-    from diloco.wire import payload
-    from diloco.wire.formats import FORMATS
+    from diloco.wire import codecs
 
-    return {kind: payload.codec_class(kind) for kind in FORMATS} if name == "CODECS" else getattr(payload, name)
+    return getattr(codecs, name)

@@ -257,3 +257,6 @@ class E3M0(formats.E3M0, _Scaled):
         k = torch.arange(8, dtype=torch.int32, device=device)
         positive = torch.where(k > 0, power_of_two(k + 120), 0)
         return torch.cat([positive, -positive])
+
+
+CODECS = (FP32, BF16, FP16, E4M3, E5M2, E2M1, E3M0)

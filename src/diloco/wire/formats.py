@@ -1,6 +1,6 @@
 """The wire formats without torch: their names, their options, and the lengths of their payloads.
 
-`FORMATS` is the one registry. The classes in floats.py, integers.py and sparse.py add the maths.
+`FORMATS` is the one registry. The classes of the same names in floats.py, integers.py and sparse.py add the maths.
 """
 
 import math
@@ -25,8 +25,6 @@ class Format(ABC):
     """A wire format; its fields are its options. docs/reference/wire-format.md explains every byte."""
 
     name: ClassVar[str]
-    codec: ClassVar[str]
-    """The file in diloco.wire and the class in it that encode and decode this format, such as `floats.E3M0`."""
 
     @abstractmethod
     def body_bytes(self, num_elements: int) -> int:
@@ -145,69 +143,69 @@ class Sparse(Format):
 class FP32(Unscaled):
     """Four bytes an element, unchanged."""
 
-    name, codec, element_bytes = "fp32", "floats.FP32", 4
+    name, element_bytes = "fp32", 4
 
 
 class BF16(Unscaled):
     """Two bytes an element: FP32's range, 8 bits of precision."""
 
-    name, codec, element_bytes = "bf16", "floats.BF16", 2
+    name, element_bytes = "bf16", 2
 
 
 class FP16(Unscaled):
     """Two bytes an element: 11 bits of precision down to 6e-5, steps of 6e-8 below, up to ±65504."""
 
-    name, codec, element_bytes = "fp16", "floats.FP16", 2
+    name, element_bytes = "fp16", 2
 
 
 class E4M3(Blocks):
     """Sign, 4 exponent and 3 mantissa bits, up to ±448 (the variant without infinities)."""
 
-    name, codec, bits, scale_bytes = "e4m3", "floats.E4M3", 8, 1
+    name, bits, scale_bytes = "e4m3", 8, 1
 
 
 class E5M2(Blocks):
     """Sign, 5 exponent and 2 mantissa bits, up to ±57344."""
 
-    name, codec, bits, scale_bytes = "e5m2", "floats.E5M2", 8, 1
+    name, bits, scale_bytes = "e5m2", 8, 1
 
 
 @dataclass(frozen=True)
 class E2M1(Blocks):
     """Sign, 2 exponent and 1 mantissa bits, one scale for every 32: MXFP4."""
 
-    name, codec, bits, scale_bytes = "e2m1", "floats.E2M1", 4, 1
+    name, bits, scale_bytes = "e2m1", 4, 1
     block: int = 32
 
 
 class E3M0(Blocks):
     """Sign and 3 exponent bits."""
 
-    name, codec, bits, scale_bytes = "e3m0", "floats.E3M0", 4, 1
+    name, bits, scale_bytes = "e3m0", 4, 1
 
 
 class INT8(Blocks):
     """−127 … 127."""
 
-    name, codec, bits, scale_bytes = "int8", "integers.INT8", 8, 4
+    name, bits, scale_bytes = "int8", 8, 4
 
 
 class INT4(Blocks):
     """−7 … 7."""
 
-    name, codec, bits, scale_bytes = "int4", "integers.INT4", 4, 4
+    name, bits, scale_bytes = "int4", 4, 4
 
 
 class INT2(Blocks):
     """−1, 0, 1."""
 
-    name, codec, bits, scale_bytes = "int2", "integers.INT2", 2, 4
+    name, bits, scale_bytes = "int2", 2, 4
 
 
 class TopK(Sparse):
     """The largest magnitudes, and their places in the code of Elias and Fano."""
 
-    name, codec = "topk", "sparse.TopK"
+    name = "topk"
 
     def places_bytes(self, num_elements: int) -> int:
         """Low bits, then the bit vector."""
@@ -226,13 +224,13 @@ class TopK(Sparse):
 class FedDropout(Sparse):
     """A random subset, the same on all replicas."""
 
-    name, codec = "feddropout", "sparse.FedDropout"
+    name = "feddropout"
 
 
 class DARE(Sparse):
     """A random subset, the same on all replicas, rescaled."""
 
-    name, codec = "dare", "sparse.DARE"
+    name = "dare"
 
     def gain(self, num_elements: int) -> float:
         """N/k, so that a decoded value is right on average."""

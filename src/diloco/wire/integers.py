@@ -83,3 +83,6 @@ class INT4(formats.INT4, _Integer):
 @dataclass(frozen=True)
 class INT2(formats.INT2, _Integer):
     """−1, 0, 1."""
+
+
+CODECS = (INT8, INT4, INT2)

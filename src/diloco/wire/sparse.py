@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor
 
-from diloco.wire import formats
+from diloco.wire import floats, formats, integers
 from diloco.wire.blocks import join, split
-from diloco.wire.payload import Codec, Key, codec_class, is_finite
-from diloco.wire.random import random_bits
+from diloco.wire.payload import Codec, Key, is_finite, random_bits
+
+_DENSE = {kind.name: kind for kind in (*floats.CODECS, *integers.CODECS)}
+"""The codecs of the kept elements."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class _Sparse(formats.Sparse, Codec):
         self.pack_places(place_k, delta_N.numel(), body[:end])
         largest = torch.finfo(torch.float32).max
         kept_k = (delta_N[place_k] * self.gain(delta_N.numel())).clamp(-largest, largest)
-        codec_class(self.values)().pack(kept_k, body[end:], key)
+        _DENSE[self.values]().pack(kept_k, body[end:], key)
         return is_finite(delta_N)
 
     def unpack(
@@ -45,7 +47,7 @@ class _Sparse(formats.Sparse, Codec):
         place_k, are_places = self.unpack_places(body[:end], to_N.numel(), key)
         kept_k = torch.empty(self.num_kept(to_N.numel()), dtype=torch.float32, device=to_N.device)
         # A copy is aligned for every format.
-        are_values = codec_class(self.values)().unpack(body[end:].clone(), kept_k, key, add=False)
+        are_values = _DENSE[self.values]().unpack(body[end:].clone(), kept_k, key, add=False)
         if add:
             to_N[place_k] += kept_k  # no place occurs twice
         else:
@@ -56,7 +58,7 @@ class _Sparse(formats.Sparse, Codec):
         """True if the places and the values are sound; none of the values is written."""
         self.check_body(body, num_elements)
         end, kept = self.places_bytes(num_elements), self.num_kept(num_elements)
-        are_values = codec_class(self.values)().is_sound(body[end:].clone(), kept, key)
+        are_values = _DENSE[self.values]().is_sound(body[end:].clone(), kept, key)
         return self.are_places(body[:end], num_elements) & are_values
 
     def are_places(self, body: UInt8[Tensor, "bytes"], num_elements: int) -> Bool[Tensor, ""]:
@@ -150,6 +152,9 @@ class FedDropout(formats.FedDropout, _Sparse):
 @dataclass(frozen=True)
 class DARE(formats.DARE, FedDropout):
     """FedDropout with the kept values multiplied by N/k (in FP32), so that a decoded value is right on average."""
+
+
+CODECS = (TopK, FedDropout, DARE)
 
 
 def _ones(bits: UInt8[Tensor, "bits"], kept: int) -> tuple[Int64[Tensor, "k"], Bool[Tensor, ""]]:

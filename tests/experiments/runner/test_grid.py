@@ -8,13 +8,15 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
 from tests.experiments.runner.machines import HALF, FakeMachine, labelled_runs, tiny_config
 
 from diloco.errors import UserError
-from diloco.experiments.runner import job_server, machines
+from diloco.experiments.runner import job as jobs
+from diloco.experiments.runner import machines
 from diloco.experiments.runner.grid import adopt, make_job, read_result, run_grid
 from diloco.experiments.runner.machines import LocalMachine
 from diloco.experiments.runner.rows import read_rows
@@ -207,9 +209,9 @@ def test_a_failure_is_tried_again_unless_it_is_final(small_corpus, tmp_path, tra
     assert "layers_per_fragment=7" in row["failed"] and not again.jobs
     (row,) = rows_of(runs[:1], tmp_path / "runs", LocalMachine(), tasks=(tmp_path / "piqa.jsonl",))
     assert "piqa.jsonl can't be read" in row["failed"]
-    job_server._SERVERS.pop().close()  # the next job needs another
+    jobs._ANCESTORS.pop().close()  # the next job needs another
     with monkeypatch.context() as broken:
-        broken.setattr(sys, "executable", "/bin/false")
+        broken.setattr(spawn, "_python_exe", b"/bin/false")
         (row,) = rows_of(runs[:1], tmp_path / "others", LocalMachine())
     assert "the run's process could not be started" in row["failed"]
     (row,) = rows_of(runs[:1], tmp_path / "others", again)

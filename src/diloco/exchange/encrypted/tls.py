@@ -1,26 +1,36 @@
 """Mutual authentication of the processes of a run: TLS 1.3 with a shared secret, or with certificates.
 
+A process dials another one's door, and names the purpose of the connection once both have proved themselves; the
+other answers with one byte if it expects that purpose.
+
 From the secret comes one Ed25519 key, the same for all. Each process presents the self-signed certificate of that
 key, and trusts that certificate alone. Whoever connects sees the certificate, and could try secrets against it: so
 a secret must be random, and scrypt makes each try slow.
 """
 
 import hashlib
+import logging
 import os
 import secrets
 import socket
 import ssl
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from threading import Lock, Thread
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from diloco.errors import ExchangeError, UserError
+
+_LOG = logging.getLogger("diloco")
 
 SECONDS_TO_SHAKE_HANDS = 10.0
 """Longest wait of one end for the other's part of the handshake."""
@@ -38,20 +48,18 @@ class Security:
     """The context of connections that go out."""
 
 
-def security_of(secret: str | None, certificates: str | os.PathLike[str] | None) -> Security | None:
-    """The proof that the arguments, or else the environment, give; None if there is none.
+def security_of(secret: str | None, certificates: str | os.PathLike[str] | None) -> Security:
+    """The proof by a secret, or by a directory of certificates.
 
     Raises:
         UserError: if both are given, the secret is short, or a file of the certificates can't be used.
     """
-    if secret is None and certificates is None:
-        secret = os.environ.get("DILOCO_SECRET")
-        certificates = os.environ.get("DILOCO_CERTIFICATES")
     if secret is not None and certificates is not None:
         raise UserError("give secret or certificates, not both", "secret", "certificates")
     if secret is not None:
         return _from_secret(secret)
-    return None if certificates is None else _from_files(Path(certificates))
+    assert certificates is not None, "a proof is one of the two"
+    return _from_files(Path(certificates))
 
 
 def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
@@ -78,7 +86,7 @@ def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
             problem = f"gave no answer ({error.args[-1] if error.args else error})"
         except ssl.SSLError as error:
             connection.close()
-            raise ExchangeError(refusal(f"the process at {address}", error, security)) from None
+            raise ExchangeError(_refusal(f"the process at {address}", error, security)) from None
         connection.close()
         # A listener that is flooded drops connections: another try may come through.
         if time.monotonic() > deadline:
@@ -88,7 +96,135 @@ def dial(address: str, purpose: str, security: Security) -> ssl.SSLSocket:
         time.sleep(0.2)
 
 
-def purpose_of(connection: ssl.SSLSocket) -> str:
+Handler = Callable[[ssl.SSLSocket], None]
+
+
+class Door:
+    """The listener of a process.
+
+    Args:
+        listener: a socket that listens; the door closes it.
+        security: the proof.
+    """
+
+    def __init__(self, listener: socket.socket, security: Security) -> None:
+        self.refused: str | None = None
+        """The sentence for the last process with another proof."""
+        self._listener, self._security = listener, security
+        self._lock = Lock()
+        self._handlers: dict[str, tuple[Handler, bool]] = {}
+        self._in_handshake: deque[ssl.SSLSocket] = deque()
+        self._inside: set[ssl.SSLSocket] = set()
+        self._next_warning = 0.0
+        self._is_open = True
+        Thread(target=self._accept_all, name="door", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        return self._listener.getsockname()[1]
+
+    def expect(self, purpose: str, handler: Handler, *, once: bool) -> None:
+        """Hand each connection for a purpose, or the first one alone, to a handler, in a thread of its own."""
+        with self._lock:
+            self._handlers[purpose] = (handler, once)
+
+    def close(self) -> None:
+        """Stop to listen, and end the connections for purposes that are not `once`."""
+        with self._lock:
+            self._is_open = False
+            everyone: list[socket.socket] = [self._listener, *self._in_handshake, *self._inside]
+        for each in everyone:
+            shut(each)
+        self._listener.close()
+
+    def _accept_all(self) -> None:
+        while self._is_open:
+            try:
+                plain, where = self._listener.accept()
+            except OSError:
+                time.sleep(0.01)  # no more files, for a moment; or the door is closed
+                continue
+            try:
+                plain.settimeout(SECONDS_TO_SHAKE_HANDS)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = self._security.server.wrap_socket(
+                    plain, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError:
+                plain.close()  # it has left already
+                continue
+            with self._lock:
+                self._in_handshake.append(connection)
+                if len(self._in_handshake) > _MOST_HANDSHAKES:
+                    shut(self._in_handshake.popleft())
+            try:
+                Thread(target=self._let_in, args=(connection, where[0]), name="handshake", daemon=True).start()
+            except RuntimeError:  # no more threads, for a moment
+                self._forget(connection)
+
+    def _let_in(self, connection: ssl.SSLSocket, who: str) -> None:
+        """Shake hands, and hand the connection on."""
+        try:
+            purpose = _purpose_of(connection)
+        except ssl.SSLError as error:
+            self._warn(_refusal(f"a process at {who}", error, self._security))
+            return self._forget(connection)
+        except (OSError, ValueError):
+            return self._forget(connection)
+        with self._lock:
+            if connection in self._in_handshake:
+                self._in_handshake.remove(connection)
+            handler, once = self._handlers.get(purpose, (None, False))
+            if handler is None or not self._is_open or len(self._inside) >= _MOST_INSIDE:
+                handler, once = None, False
+            elif once:
+                del self._handlers[purpose]
+            self._inside.add(connection)
+        try:
+            if handler is not None:
+                connection.sendall(_WELCOME)
+                connection.settimeout(None)
+                handler(connection)
+        except OSError:  # it has left
+            if once and handler is not None:
+                self.expect(purpose, handler, once=True)
+                once = False
+        with self._lock:
+            self._inside.discard(connection)
+        if not once:
+            connection.close()
+        return None
+
+    def _forget(self, connection: ssl.SSLSocket) -> None:
+        with self._lock, suppress(ValueError):
+            self._in_handshake.remove(connection)
+        connection.close()
+
+    def _warn(self, sentence: str) -> None:
+        self.refused = sentence
+        if (now := time.monotonic()) >= self._next_warning:
+            self._next_warning = now + _SECONDS_BETWEEN_WARNINGS
+            _LOG.warning("refused a connection: %s", sentence)
+
+
+_MOST_HANDSHAKES = 64
+
+
+_MOST_INSIDE = 4096
+
+
+_SECONDS_BETWEEN_WARNINGS = 10.0
+
+
+def shut(connection: socket.socket) -> None:
+    """End both directions of a connection, and wake up the thread that uses it."""
+    with suppress(OSError):
+        # Not SSLSocket's own, which would take the TLS state from the thread that uses it.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _purpose_of(connection: ssl.SSLSocket) -> str:
     """The purpose of a connection that has come in, once the other end has proved itself.
 
     Raises:
@@ -97,22 +233,25 @@ def purpose_of(connection: ssl.SSLSocket) -> str:
     """
     connection.do_handshake()
     length = connection.recv(1)
-    purpose = b""
-    while length and len(purpose) < length[0]:
-        part = connection.recv(length[0] - len(purpose))
+    return receive_exactly(connection, length[0]).decode() if length else ""
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """The next bytes of a connection.
+
+    Raises:
+        ConnectionError: if it ends before.
+    """
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = connection.recv(min(num_bytes - len(parts), 1 << 16))
         if not part:
-            raise ConnectionError("it ended in the middle of its purpose")
-        purpose += part
-    return purpose.decode()
+            raise ConnectionError("it was closed")
+        parts += part
+    return bytes(parts)
 
 
-def accept(connection: ssl.SSLSocket) -> None:
-    """Tell the other end that it is expected."""
-    connection.sendall(_WELCOME)
-    connection.settimeout(None)
-
-
-def refusal(who: str, error: ssl.SSLError, security: Security) -> str:
+def _refusal(who: str, error: ssl.SSLError, security: Security) -> str:
     """The sentence for a handshake that failed."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if any(sign in reason for sign in _SIGNS_OF_ANOTHER_PROOF):

@@ -21,8 +21,7 @@ from diloco.data.prepare import resolve as resolve_data
 from diloco.data.shards import read_index
 from diloco.data.tokenizers import is_file, tokenizer_file
 from diloco.errors import UserError
-from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import running_jobs
+from diloco.experiments.runner.job import Job, running_jobs
 from diloco.experiments.runner.machines import Machines
 from diloco.experiments.runner.rows import columns, has_all_columns, read_results, write_results
 from diloco.files import expanded, sha256

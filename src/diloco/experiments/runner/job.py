@@ -1,13 +1,19 @@
-"""One run of a grid: train, evaluate, and return the result or why it failed."""
+"""One run of a grid, in a process of its own: train, evaluate, and return the result or why it failed."""
 
+import atexit
+import os
+import signal
+import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from diloco.errors import DilocoError, UserError, exit_code_of
+from diloco.files import make_directory
 from diloco.schema import read_json
 from diloco.training.config.config import TrainConfig, fields_with
-from diloco.training.processes import launch, prepared
+from diloco.training.processes import SIGNALS, Ancestor, Call, launch, prepared, slow_imports
 from diloco.training.records.runs import running
 
 
@@ -36,6 +42,71 @@ class Job:
         return name if self.at_step is None else f"{name} at step {self.at_step}"
 
 
+def run_job(job: Job) -> dict[str, Any]:
+    """Run a job, `result_of`, in a new process, and return its result; each process of the run has one thread.
+
+    What it prints goes into `log.txt` in the run's directory.
+    """
+    imports: tuple[str, ...] = ()
+    with suppress(DilocoError, ImportError):  # the job itself says so
+        imports = slow_imports(job.config)
+    call = Call(_be_job, job, imports=imports)
+    _RUNNING[call] = job.directory
+    try:
+        make_directory(job.directory)
+        return _ancestor().run(call)
+    except EOFError:
+        reason = f"the run's process was killed, or met a bug: see {job.directory.name}/log.txt"
+        return {"failed": reason if call.pid else "the run's process could not be started", "is_final": False}
+    finally:
+        del _RUNNING[call]
+
+
+_RUNNING: dict[Call, Path] = {}
+
+
+def running_jobs() -> tuple[Path, ...]:
+    """The directories of the runs that this process has started and that are not over."""
+    return tuple(_RUNNING.values())
+
+
+def end_running_jobs() -> None:
+    """End the jobs that this process has started, those that have not begun yet, too; they can be resumed."""
+    for call in tuple(_RUNNING):
+        call.end()
+
+
+def _ancestor() -> Ancestor:
+    """The ancestor of all jobs of this process, which ends with it."""
+    with _LOCK:
+        while _ANCESTORS and not _ANCESTORS[0].is_alive:
+            _ANCESTORS.pop().close()
+        if not _ANCESTORS:
+            _ANCESTORS.append(Ancestor("spawn"))
+            atexit.register(_ANCESTORS[0].close)
+        return _ANCESTORS[0]
+
+
+_ANCESTORS: list[Ancestor] = []
+"""The one that there is, if any."""
+_LOCK = threading.Lock()
+
+
+def _be_job(job: Job) -> dict[str, Any]:
+    """Be the process of a job: no launcher's, with one thread, and with a file for what it prints."""
+    import torch
+
+    log = os.open(job.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(file, number)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for its replicas, too
+    torch.set_num_threads(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return result_of(job)
+
+
 def result_of(job: Job) -> dict[str, Any]:
     """Train what is left to train, evaluate, and return the result.
 
@@ -53,7 +124,6 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     from diloco.data.prepare import resolve
     from diloco.training.prepare import prepare_run
     from diloco.training.records.runs import CONFIG_FILE, read_asked
-    from diloco.training.state import slow_imports
 
     if (config.directory / "summary.json").exists():
         return None

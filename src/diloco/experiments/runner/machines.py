@@ -6,8 +6,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from diloco.errors import UserError
-from diloco.experiments.runner.job import Job
-from diloco.experiments.runner.job_server import end_running_jobs, run_job
+from diloco.experiments.runner.job import Job, end_running_jobs, run_job
 from diloco.files import require
 from diloco.training.processes import num_cores as available_cores
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.wire.kernels import triton_blocks, triton_rows
-
 MOST_BLOCK = 8192
 """Elements of the longest block that a program can hold."""
 
@@ -43,6 +41,7 @@ class GpuBlocks:
     """
 
     def __init__(self, constants: Mapping[str, int | float]) -> None:
+        from diloco.wire.kernels import triton_blocks  # where Triton is installed
 
         self._code, self._constants = triton_blocks, constants
 
@@ -56,7 +55,7 @@ class GpuBlocks:
             delta_N: the elements.
             scales: bytes of the scales.
             codes: bytes of the codes.
-            words: `diloco.wire.random.words`, by which elements are rounded at random; None rounds to nearest.
+            words: `diloco.wire.payload.words`, by which elements are rounded at random; None rounds to nearest.
 
         Returns:
             A bool on the device: False if an element is not finite.
@@ -108,6 +107,7 @@ class GpuRows:
     """
 
     def __init__(self) -> None:
+        from diloco.wire.kernels import triton_rows  # where Triton is installed
 
         self._code = triton_rows
 

@@ -232,7 +232,7 @@ def _floor(steps):
 
 @triton.jit
 def _fraction(element, word1, word2, word3, key0, key1):
-    """A number in [0, 1) for each element, of the upper 24 bits of diloco.wire.random."""
+    """A number in [0, 1) for each element, of the upper 24 bits of diloco.wire.payload.random_bits."""
     zero = (element * 0).to(tl.uint32)
     key0, key1 = (zero + key0.to(tl.uint32)), (zero + key1.to(tl.uint32))
     word1, word2, word3 = zero + word1.to(tl.uint32), zero + word2.to(tl.uint32), zero + word3.to(tl.uint32)

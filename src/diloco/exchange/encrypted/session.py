@@ -1,16 +1,19 @@
-"""The encrypted exchange, and the board on which its processes read and write short values.
+"""The session of a process: its encrypted connections, and the board on which all processes read and write.
 
 Replica 0 holds the board, which has the methods of torch's stores that an exchange uses. A request and its
 answer are MessagePack behind four bytes of length. Everything is bounded: requests, keys, the number of keys,
 and what all values hold.
 """
 
+import os
 import socket
 import ssl
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Annotated, Literal, TypeVar
@@ -18,9 +21,10 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from torch import Tensor
 
-from diloco.errors import ExchangeError
-from diloco.exchange.encrypted.link import Door, Link, Operation, shut
-from diloco.exchange.encrypted.tls import Security, dial
+from diloco.errors import ExchangeError, UserError
+from diloco.exchange.encrypted.link import Link, Operation
+from diloco.exchange.encrypted.tls import Door, Security, dial, receive_exactly, security_of, shut
+from diloco.exchange.meeting import Meeting, listen
 
 T = TypeVar("T")
 
@@ -37,15 +41,58 @@ class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 Answer = bytes | int | bool | None
 
 
-class Board:
-    """The values, where they lie."""
+class Board(ABC):
+    """Short values by their keys, in this process or in another; a `Store`."""
+
+    @abstractmethod
+    def ask(self, request: Request) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            ValueError: if the board can't do what the request asks.
+            ExchangeError: if the process that holds the board is gone.
+        """
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        self._answer(Request("set", key, value.encode()), type(None))
+
+    def get(self, key: str, /) -> bytes:
+        """A value that is there."""
+        return self._answer(Request("get", key), bytes)
+
+    def add(self, key: str, number: int, /) -> int:
+        """Add to a number, which begins at 0; the sum."""
+        return self._answer(Request("add", key, number=number), int)
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        """Whether all keys are there."""
+        return all(self._answer(Request("check", key), bool) for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if there is none yet; the value that then is there."""
+        assert not expected, "only the first value is ever compared"
+        return self._answer(Request("compare_set", key, value.encode()), bytes)
+
+    def _answer(self, request: Request, kind: type[T]) -> T:
+        try:
+            answer = self.ask(request)
+        except ValueError as error:
+            raise ExchangeError(f"the board of the exchange: {error}") from None
+        if not isinstance(answer, kind):
+            raise ExchangeError(f"replica 0 answers {request.operation} with {type(answer).__name__}")
+        return answer
+
+
+class OwnBoard(Board):
+    """The board where its values lie: in the first process of replica 0."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._num_bytes = 0
         self._lock = Lock()
 
-    def apply(self, request: Request) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Do what a request asks.
 
         Raises:
@@ -84,60 +131,13 @@ class Board:
         try:
             while True:
                 request = _REQUESTS.decode(_receive(connection, _MOST_REQUEST_BYTES))
-                _send(connection, self.apply(request))
+                _send(connection, self.ask(request))
         except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
             return
 
 
-class BoardView:
-    """A board, here or in another process, below a prefix; a `Store`.
-
-    Args:
-        ask: answers a request.
-        prefix: of all keys.
-        held: kept alive as long as this view.
-    """
-
-    def __init__(self, ask: Callable[[Request], Answer], prefix: str = "", held: object = None) -> None:
-        self._ask, self._prefix, self._held = ask, prefix, held
-
-    def below(self, prefix: str) -> "BoardView":
-        """The part of the board whose keys begin with a word."""
-        return BoardView(self._ask, f"{self._prefix}{prefix}/", self._held)
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-        self._answer(Request("set", self._prefix + key, value.encode()), type(None))
-
-    def get(self, key: str, /) -> bytes:
-        """A value that is there."""
-        return self._answer(Request("get", self._prefix + key), bytes)
-
-    def add(self, key: str, number: int, /) -> int:
-        """Add to a number, which begins at 0; the sum."""
-        return self._answer(Request("add", self._prefix + key, number=number), int)
-
-    def check(self, keys: Sequence[str], /) -> bool:
-        """Whether all keys are there."""
-        return all(self._answer(Request("check", self._prefix + key), bool) for key in keys)
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if there is none yet; the value that then is there."""
-        assert not expected, "only the first value is ever compared"
-        return self._answer(Request("compare_set", self._prefix + key, value.encode()), bytes)
-
-    def _answer(self, request: Request, kind: type[T]) -> T:
-        try:
-            answer = self._ask(request)
-        except ValueError as error:
-            raise ExchangeError(f"the board of the exchange: {error}") from None
-        if not isinstance(answer, kind):
-            raise ExchangeError(f"replica 0 answers {request.operation} with {type(answer).__name__}")
-        return answer
-
-
-class RemoteBoard:
-    """The connection to the process that holds the board.
+class RemoteBoard(Board):
+    """The board of replica 0, in another process.
 
     Args:
         connection: used for nothing else.
@@ -199,23 +199,41 @@ def _send(connection: ssl.SSLSocket, value: Request | Answer) -> None:
 
 
 def _receive(connection: ssl.SSLSocket, most_bytes: int) -> bytes:
-    length = int.from_bytes(_receive_exactly(connection, 4), "little")
+    length = int.from_bytes(receive_exactly(connection, 4), "little")
     if length > most_bytes:
         raise ValueError(f"a message of {length} bytes is longer than {most_bytes}")
-    return _receive_exactly(connection, length)
+    return receive_exactly(connection, length)
 
 
-def _receive_exactly(connection: ssl.SSLSocket, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = connection.recv(min(num_bytes - len(parts), 1 << 16))
-        if not part:
-            raise ConnectionError("it was closed")
-        parts += part
-    return bytes(parts)
+def encrypted(
+    meeting: Meeting, secret: str | None, certificates: str | os.PathLike[str] | None, timeout_seconds: float
+) -> "Session":
+    """The session of this process, whose board is replica 0's.
+
+    The first process of replica 0 listens at the address alone; process i of a replica at port + i of the
+    interface that leads there, or at a free port where that one is taken.
+
+    Raises:
+        UserError: if the secret or the certificates can't be used.
+        ExchangeError: if replica 0 has another proof, or none.
+    """
+    security = security_of(secret, certificates)
+    host, port = meeting.host_and_port
+    if meeting.is_host:
+        board, listener, address = OwnBoard(), listen(host, port)[0], meeting.address
+    else:
+        connection = meeting.reach(partial(dial, meeting.address, _BOARD, security))
+        board, own_address = RemoteBoard(connection, timeout_seconds), connection.getsockname()[0]
+        try:
+            listener, _ = listen(own_address, port + meeting.site.rank)
+        except UserError:
+            listener, _ = listen(own_address, 0)
+        bracketed = f"[{own_address}]" if ":" in own_address else own_address
+        address = f"{bracketed}:{listener.getsockname()[1]}"
+    return Session(security, listener, address, board, meeting.deadline)
 
 
-BOARD = "board"
+_BOARD = "board"
 """The purpose of a connection to replica 0's board."""
 
 # The two connections of a link, by how the process that dialled uses them.
@@ -229,8 +247,8 @@ class Session:
         security: the proof.
         listener: where other processes connect.
         address: host:port at which they reach it.
-        board: the connection to replica 0's board; None in the process that holds it.
-        timeout_seconds: how long replica 0 may take to answer.
+        board: replica 0's.
+        deadline: by `time.monotonic`, for all to connect.
     """
 
     def __init__(
@@ -238,67 +256,71 @@ class Session:
         security: Security,
         listener: socket.socket,
         address: str,
-        board: ssl.SSLSocket | None,
-        *,
-        timeout_seconds: float,
+        board: OwnBoard | RemoteBoard,
+        deadline: float,
     ) -> None:
-        self.security, self.address = security, address
+        self.security, self.address, self.deadline = security, address, deadline
+        self.store: Board = board
+        """The board at which all processes meet."""
         self.door = Door(listener, security)
         """The listener through which other processes come in."""
         self.resources = ExitStack()
         """The connections, which end with the session."""
         self.resources.callback(self.door.close)
-        if board is None:
-            held = Board()
-            self.door.expect(BOARD, held.serve, once=False)
-            self.store = BoardView(held.apply)
+        if isinstance(board, RemoteBoard):
+            self.resources.callback(board.close)
         else:
-            remote = RemoteBoard(board, timeout_seconds)
-            self.resources.callback(remote.close)
-            self.store = BoardView(remote.ask)
-        """The board at which all processes meet."""
+            self.door.expect(_BOARD, board.serve, once=False)
         self._end = weakref.finalize(self, self.resources.close)
+
+    @property
+    def refused(self) -> str | None:
+        """The sentence for the last process with another proof."""
+        return self.door.refused
+
+    def backend(self, name: str, rank: int, size: int, *, member: str = "replica") -> "EncryptedBackend":
+        """A backend of the processes that give the same name.
+
+        Raises:
+            ExchangeError: if a process does not connect in time, or can't be reached.
+        """
+        return EncryptedBackend(self, name, rank, size, member)
 
     def close(self) -> None:
         """End all connections, and stop to listen."""
         self._end()
 
 
-class EncryptedGroup:
-    """A group of processes with an encrypted link between any two; the higher rank of the two has dialled.
+class EncryptedBackend:
+    """An encrypted link between any two processes; the higher rank of the two has dialled.
 
     Args:
-        session: of this process.
-        name: of the group, which no other one has.
+        session: of this process; the backend keeps it alive.
+        name: of the backend, which no other one has.
         rank: this process, from 0.
         size: the number of processes.
-        deadline: by `time.monotonic`, for all to connect.
         member: the word for a process in messages.
-
-    Raises:
-        ExchangeError: if a process does not connect in time, or can't be reached.
     """
 
-    def __init__(
-        self, session: Session, name: str, rank: int, size: int, deadline: float, *, member: str = "replica"
-    ) -> None:
+    def __init__(self, session: Session, name: str, rank: int, size: int, member: str) -> None:
         self._session, self._rank, self._size = session, rank, size
+        deadline = session.deadline
         coming = {higher: _expect(session.door, f"{name}/{higher}") for higher in range(rank + 1, size)}
-        addresses = session.store.below("addresses")
         if coming:
-            addresses.set(f"{name}/{rank}", session.address)
+            session.store.set(f"addresses/{name}/{rank}", session.address)
         self._links: dict[int, Link] = {}
         for other in range(size):
             if other == rank:
                 continue
             try:
                 if other < rank:
-                    address = _address(addresses, f"{name}/{other}", deadline)
+                    address = _address(session.store, f"addresses/{name}/{other}", deadline)
                     link = _dial(address, f"{name}/{rank}", session.security)
                 else:
                     link = _come(coming[other], deadline)
             except (OSError, ValueError, TimeoutError) as error:
-                raise ExchangeError(f"{member} {other} could not be connected: {error}", (other,)) from None
+                missing = (other,) if member == "replica" else ()
+                raise ExchangeError(f"{member} {other} could not be connected: {error}", missing) from None
             self._links[other] = link
             session.resources.callback(link.fail, "this process closed the connection")
 
@@ -342,12 +364,12 @@ def _come(arrivals: _Arrivals, deadline: float) -> Link:
     return Link(outgoing=back, incoming=there)
 
 
-def _address(addresses: BoardView, name: str, deadline: float) -> str:
-    while not addresses.check([name]):
+def _address(board: Board, key: str, deadline: float) -> str:
+    while not board.check([key]):
         if time.monotonic() > deadline:
             raise TimeoutError("it did not come in time")
         time.sleep(0.02)
-    address = addresses.get(name).decode()
+    address = board.get(key).decode()
     if not address.rpartition(":")[2].isdecimal() or len(address) > _LONGEST_ADDRESS:
         raise ValueError(f"{address[:_LONGEST_ADDRESS]} is no address")
     return address

@@ -10,6 +10,11 @@ from diloco.wire.kernels import native as compiling
 from diloco.wire.kernels.native import compiled_library
 
 
+@pytest.fixture(autouse=True)
+def _compiled_in_less_time(monkeypatch):
+    monkeypatch.setattr(compiling, "_FLAGS", ("-O0", *compiling._FLAGS[1:]))
+
+
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)

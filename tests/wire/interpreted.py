@@ -1,6 +1,6 @@
 """Triton's kernels, interpreted on the CPU, against the codecs there: the same bits of payloads and vectors.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted
+TRITON_INTERPRET=1 python -m tests.wire.interpreted
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from diloco.wire import CODECS, Key, codec
 from diloco.wire.blocks import BlockCodec
 from diloco.wire.kernels.gpu import GpuBlocks
-from diloco.wire.random import words
+from diloco.wire.payload import words
 
 KEY = Key(seed=(0x9ABCDEF0 << 32) + 0xF0000003, fragment=2, round=3, replica=4, part=1, shard=2)
 SPECS = [
@@ -58,11 +58,10 @@ def compare(spec: str, num: int) -> None:
         assert wire.unpack(expected, expected_N, KEY, add=add)
         assert kernels.unpack(wire.block, body[:end], body[end:], decoded_N, add=add)
         assert same(decoded_N, expected_N), spec
-    for place in {0, num // 2, num - 1}:
-        for value in (torch.nan, torch.inf):
-            broken_N = delta_N.clone()
-            broken_N[place] = value
-            assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
+    for place, value in ((0, torch.nan), (num // 2, torch.inf), (num - 1, -torch.inf)):
+        broken_N = delta_N.clone()
+        broken_N[place] = value
+        assert not kernels.pack(wire.block, broken_N, body[:end], body[end:], words=random_words), spec
 
 
 def compare_damage(spec: str) -> None:
@@ -86,7 +85,7 @@ def compare_damage(spec: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for spec in SPECS:
-        for num in (1, 7, 700, 1024, 5003):
+        for num in (1, 7, 700, 1024, 2309):
             compare(spec, num)
         if "stochastic=false" in spec:
             compare_damage(spec)

@@ -1,6 +1,6 @@
 """Triton's kernels for rows of logits, interpreted on the CPU, against torch's autograd in FP64.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted_rows
+TRITON_INTERPRET=1 python -m tests.wire.interpreted_rows
 """
 
 from itertools import product

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.sockets import family_of, listening
 
-from diloco.training import processes as ancestor
+from diloco.training import processes
 from diloco.training.config.recipes import recipe
 from diloco.training.prepare import refuse_what_means_nothing
-from diloco.training.processes import SIGNALS, STORE, _explain, import_modules, on_signal
+from diloco.training.processes import SIGNALS, STORE, _explain, import_modules, num_cores, on_signal
 from diloco.training.world import join
 
 
@@ -29,11 +30,11 @@ from diloco.training.world import join
     ],
 )
 def test_a_replica_that_ends_without_a_word_is_named(exit_code, sentence, tmp_path):
-    assert str(_explain(1, exit_code, tmp_path / "none", num_ranks=1)) == sentence
+    assert str(_explain(1, exit_code, tmp_path / "none", processes_per_replica=1)) == sentence
 
 
 def test_a_process_that_ends_without_a_word_is_named(tmp_path):
-    error = _explain(5, 1, tmp_path / "none", num_ranks=2)
+    error = _explain(5, 1, tmp_path / "none", processes_per_replica=2)
     assert str(error) == "replica 2, process 1, ended with exit code 1"
 
 
@@ -54,10 +55,10 @@ import os
 import sys
 from diloco.errors import ReplicaFailedError
 from diloco.training.processes import launch
-from tests.training import test_launcher
+from tests.training import test_processes
 
 if __name__ == "__main__":
-    entrypoint = getattr(test_launcher, sys.argv[1])
+    entrypoint = getattr(test_processes, sys.argv[1])
     for folder in sys.argv[2:]:
         try:
             launch(entrypoint, 2, 1, os.getpid(), folder)
@@ -77,19 +78,21 @@ def join_and_fail(launcher: int, folder: str) -> None:
         store = Path(os.environ[STORE])
         is_private = stat.S_IMODE(store.parent.stat().st_mode) == 0o700
         facts = {"listening": where, "store": str(store), "is_private": is_private and store.exists()}
+        facts["threads"] = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
         Path(folder, os.environ["RANK"]).write_text(json.dumps(facts))
         dist.barrier()  # the first to fail ends the other
     refuse_what_means_nothing(replace(config, num_replicas=1, num_connections=2))
 
 
 def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arrives_whole(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.run(
         [sys.executable, "-c", _LAUNCH, "join_and_fail", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "no-such-interface", "MASTER_ADDR": "192.0.2.1"},
+        env=environment | {"GLOO_SOCKET_IFNAME": "no-such-interface", "MASTER_ADDR": "192.0.2.1"},
     )
     assert process.stdout == (
         "num_connections=2 means nothing to one replica: leave it out 2 ('num_connections',)\n"
@@ -98,11 +101,21 @@ def test_a_run_of_one_machine_listens_on_loopback_and_an_error_of_a_replica_arri
     facts = json.loads((tmp_path / "0").read_text())
     assert {address for address, _ in facts["listening"]} == {"127.0.0.1"}
     assert facts["is_private"] and not Path(facts["store"]).parent.exists()
+    share = max(1, num_cores() // 2)
+    assert facts["threads"] == [share, str(share)], "each replica has its share of the cores"
+
+
+def test_a_users_number_of_threads_is_kept(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in processes._environment(0, 2, "folder")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert processes._environment(0, num_cores(), "folder")["OMP_NUM_THREADS"] == "1"
 
 
 def touch_and_sleep(launcher: int, folder: str) -> None:
     """The entrypoint of a replica that waits to be ended."""
-    Path(folder, str(os.getpid())).touch()
+    (Path(folder) / f".{os.getpid()}").write_text(os.environ[STORE])
+    (Path(folder) / f".{os.getpid()}").rename(Path(folder, str(os.getpid())))
     time.sleep(100)
 
 
@@ -112,19 +125,46 @@ def test_replicas_end_with_their_launcher(tmp_path):
     for folder in folders:
         folder.mkdir()
     command = [sys.executable, "-c", _LAUNCH, "touch_and_sleep", *map(str, folders)]
-    deadline = time.monotonic() + 90
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         for folder, number in zip(folders, (signal.SIGTERM, signal.SIGINT, signal.SIGKILL), strict=True):
-            while len(abandoned := [int(path.name) for path in folder.iterdir()]) < 2:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.02)
+            abandoned, store = replicas_in(folder, process)
             process.send_signal(number)
             if number != signal.SIGKILL:
                 assert process.stdout.readline() == f"stopped by {number.name} {128 + number} ()\n"
-                assert not any(map(is_alive, abandoned))
-    while any(map(is_alive, abandoned)):
+                assert not any(map(is_alive, abandoned)) and not store.parent.exists()
+    wait_for_the_end(abandoned, store)
+
+
+@pytest.mark.slow
+def test_replicas_end_with_their_ancestor(tmp_path):
+    command = [sys.executable, "-c", _LAUNCH, "touch_and_sleep", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        abandoned, store = replicas_in(tmp_path, process)
+        os.kill(parent(parent(abandoned[0])), signal.SIGKILL)
+        sentence = "the process that starts the replicas was killed (out of memory?) 1 ()\n"
+        assert process.stdout.readline() == sentence
+    wait_for_the_end(abandoned, store)
+
+
+def replicas_in(folder: Path, process: subprocess.Popen[str]) -> tuple[list[int], Path]:
+    """The replicas of `touch_and_sleep`, once both have begun, and the file at which they meet."""
+    deadline = time.monotonic() + 60
+    while len(paths := [path for path in folder.iterdir() if path.name.isdigit()]) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return [int(path.name) for path in paths], Path(paths[0].read_text())
+
+
+def wait_for_the_end(abandoned: list[int], store: Path) -> None:
+    """Wait until replicas have ended and the directory at which they met is gone."""
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, abandoned)) or store.parent.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_alive(pid: int) -> bool:
@@ -138,7 +178,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_imports_leave_the_collector_as_it_was(is_enabled, monkeypatch):
     states = []
-    monkeypatch.setattr(ancestor, "import_module", lambda name: states.append(gc.isenabled()) or 1 / len(name))
+    monkeypatch.setattr(processes, "import_module", lambda name: states.append(gc.isenabled()) or 1 / len(name))
     if not is_enabled:
         gc.disable()
     try:

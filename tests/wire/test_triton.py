@@ -17,15 +17,15 @@ pytestmark = pytest.mark.slow
 BLOCKS = [name for name in CODECS if getattr(codec(name), "constants", None)]
 
 
-def test_interpreted_they_give_the_bits_of_the_cpu():
+@pytest.mark.parametrize("program", ["interpreted", "interpreted_rows"])
+def test_interpreted_they_give_the_bits_of_the_cpu_and_the_loss_and_gradient_of_autograd(program):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.interpreted"]
-    subprocess.run(command, check=True, timeout=220, env=environment)
+    subprocess.run([sys.executable, "-m", f"tests.wire.{program}"], check=True, timeout=220, env=environment)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_path, monkeypatch):
+def test_blocks_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_path, monkeypatch):
     """No product and sum in one rounding, no subnormal number taken for 0, no approximate division."""
     from diloco.wire.kernels import gpu, triton_blocks
 
@@ -41,3 +41,16 @@ def test_they_compile_for_gpus_and_round_as_torch_does(name, capability, tmp_pat
         code = ptx_of(function, types, fixed, capability=capability, options=gpu._OPTIONS)
         assert not re.search(r"\bfma\.|\.ftz|div\.(full|approx)", code)
         assert ("div.rn" in code) == (function is pack and not constants["FLOAT"])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_rows_compile_for_gpus(dtype, capability, tmp_path, monkeypatch):
+    from diloco.wire.kernels import gpu, triton_rows
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"logits_ptr": f"*{dtype}", "gradient_ptr": f"*{dtype}", "target_ptr": "*i64"}
+    types = defaultdict(lambda: "*fp32", types, stride="i64", num_logits="i32")
+    options = {"capability": capability, "options": gpu._ROW_OPTIONS}
+    for function in (triton_rows.log_sums, triton_rows.gradients):
+        assert "ex2.approx" in ptx_of(function, types, {"CHUNK": gpu._CHUNK}, **options)

@@ -1,0 +1,27 @@
+"""Calls of torch by names that are not public, where torch has no public ones.
+
+Tests say which versions of torch have them: tests/exchange/test_private_torch.py.
+"""
+
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+
+from diloco.exchange.process_group import Backend
+
+
+def gloo_backend(store: dist.Store, rank: int, size: int, address: str, timeout_seconds: float) -> Backend:
+    """A backend of gloo of which torch.distributed knows nothing, on the network interface of an address.
+
+    A public constructor of `ProcessGroupGloo` chooses the interface by the host's name.
+    """
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return cast(Backend, dist.ProcessGroupGloo(store, rank, size, options))  # whose stub has neither send nor recv
+
+
+def timeout_seconds_of(group: dist.ProcessGroup) -> float:
+    """The timeout with which a group was made."""
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
