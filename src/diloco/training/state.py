@@ -279,7 +279,7 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         return TrainState(
             model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
         )
-    settings = engine_settings(config, model)
+    settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
         model,

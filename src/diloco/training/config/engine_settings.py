@@ -12,23 +12,27 @@ from diloco.outer.averages import reduction_of
 from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
-from diloco.training.config.config import TrainConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.wire import codec
 
 
-def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
+def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Settings:
     """The settings of the engine around a run's model.
+
+    Args:
+        diloco: with the method's own values.
+        model: of the run.
+        seed: of the codec.
 
     Raises:
         UserError: if the schedule, the codec or the model refuses them.
     """
-    diloco = config.diloco
     assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
     with setting("diloco.wire", diloco.wire):
         wire = codec(diloco.wire)
     with setting("diloco.combine", diloco.combine):
         reduction_of(diloco.combine, wire)
-    fragments = _fragments(config, model)
+    fragments = _fragments(diloco, model)
     return Settings(
         fragments=fragments,
         schedule=diloco.schedule(len(fragments)),
@@ -37,21 +41,21 @@ def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
         wire=wire,
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,
-        seed=config.seed,
+        seed=seed,
     )
 
 
-def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
-    if config.diloco.fragments == "whole":
+def _fragments(diloco: DilocoConfig, model: nn.Module) -> Fragments:
+    if diloco.fragments == "whole":
         return whole(model)
-    cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
+    cut: Callable[..., Fragments] = strided if diloco.fragments == "strided" else sequential
     try:
-        return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+        return cut(model, layers_per_fragment=diloco.layers_per_fragment)
     except UserError as error:
         if error.fields:
             raise
         raise UserError(
-            f"diloco.fragments={config.diloco.fragments} can't be made of this model ({error}): set it to whole",
+            f"diloco.fragments={diloco.fragments} can't be made of this model ({error}): set it to whole",
             "diloco.fragments",
         ) from error
 
@@ -102,6 +106,6 @@ def checked_settings(config: TrainConfig) -> Settings:
     """
     with torch.device("meta"):
         model = config.model.build(seed=config.seed)
-    settings = engine_settings(config, model)
+    settings = engine_settings(config.diloco, model, seed=config.seed)
     settings.check(model, config.num_replicas if config.rendezvous is None else None)
     return settings

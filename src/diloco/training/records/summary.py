@@ -1,7 +1,7 @@
 """Evaluate a run, and write its outer parameters and its summary."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,7 +134,8 @@ def evaluate(
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_parameters_applied():
-        batches = held_out_batches(held_out, padded, config)
+        sizes = {"size": config.evaluation.batch, "sequence_length": config.sequence_length}
+        batches = held_out_batches(held_out, padded, **sizes)
         losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
@@ -162,11 +163,12 @@ def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
     return [k * available // count for k in range(count)]
 
 
-def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
-    """Batches of windows, int64 (B, T+1), with B = `evaluation.batch` or fewer in the last."""
-    size = config.evaluation.batch
+def held_out_batches(
+    held_out: TokenShards, windows: Sequence[int], *, size: int, sequence_length: int
+) -> Iterator[np.ndarray]:
+    """Batches of windows, int64 (B, T+1), with B = `size` or fewer in the last."""
     for start in range(0, len(windows), size):
-        yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
+        yield np.stack([held_out.window(w, sequence_length) for w in windows[start : start + size]])
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
