@@ -1,6 +1,7 @@
 """`diloco train`: a run, from a recipe or from where one ended; torch is loaded once the command is understood."""
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from diloco.cli._command import asks_for_help
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
 from diloco.cli._recipe import changed, named_recipe
-from diloco.cli._resume import resume_command
 from diloco.errors import UserError
 from diloco.training.config.config import TrainConfig, differences, with_value
 from diloco.training.config.hugging_face import at_another_place, with_hugging_face
@@ -174,6 +174,31 @@ def _start(command: Command, budget: Budget | None) -> None:
         lock = running(config.directory) if is_first else nullcontext()
         with hinted(hint, when=lambda: file.exists() and not was_there), lock:
             _train(asked, is_resume=resume is not None)
+
+
+def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
+    """The command line that resumes a run here; under torchrun that of this machine, with its number.
+
+    Args:
+        config: the run's.
+        environment: the variables in which torchrun describes this machine and the others.
+    """
+    resume = ["diloco", "train", *filter(None, [config.recipe]), "--resume", str(config.directory)]
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return shlex.join(resume)
+    flags = {flag: environment.get(variable, "") for flag, variable in _TORCHRUN_FLAGS.items()}
+    words = [word for flag, value in flags.items() for word in (flag, value)]
+    return shlex.join(["torchrun", *words, "-m", *resume])
+
+
+_TORCHRUN_FLAGS = {
+    "--nnodes": "GROUP_WORLD_SIZE",
+    "--nproc-per-node": "LOCAL_WORLD_SIZE",
+    "--node-rank": "GROUP_RANK",
+    "--master-addr": "MASTER_ADDR",
+    "--master-port": "MASTER_PORT",
+}
+"""Flags of torchrun, and the variables that have their values in its processes."""
 
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
