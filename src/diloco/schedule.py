@@ -84,6 +84,8 @@ class Schedule(Timing):
 
     def __post_init__(self) -> None:
         """Refuse fields out of their range, and contradictions."""
+        if self.overlap_steps is None:  # there is no method
+            object.__setattr__(self, "overlap_steps", 0)
         self._check_types()
         for name in ("sync_every", "num_fragments"):
             if getattr(self, name) < 1:
