@@ -60,9 +60,9 @@ def _out_of_range(name: str, bounds: str, value: float) -> UserError:
 class Preset(DilocoSettings):
     """The settings of a method, which has a value for each that may be left out."""
 
-    fragments: Literal["strided", "whole"]
-    mixing: float
-    wire: str
+    fragments: Literal["strided", "whole"] = field()
+    mixing: float = field()
+    wire: str = field()
 
 
 PRESETS: dict[Method, Preset] = {

@@ -24,7 +24,7 @@ class AdamW(torch.optim.AdamW):
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, found_inf: Tensor | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None, *, found_inf: Tensor | None = None) -> None:
         """Take a step.
 
         Args:
