@@ -23,6 +23,7 @@ from diloco.data.shards import open_split
 from diloco.models.decoder_config import DecoderConfig
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.prepare import prepare_run
 
 SETTINGS = (
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=131_072)
     arguments = parser.parse_args()
     set_up_process()
-    base = prepare_run(asked(arguments), resume=None)
+    base = resolved(prepare_run(asked(arguments)))
     assert base.data.prepared is not None, "the config is resolved"
     corpus, held_out = (open_split(base.data.prepared, split) for split in ("train", "held_out"))
     path = arguments.output / "elastic_loss.csv"

@@ -30,6 +30,7 @@ from storm_study.storm import Row, Storm
 
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.prepare import prepare_run
 
 
@@ -89,7 +90,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
             cache=arguments.output / "data",
         ),
     )
-    return prepare_run(config, resume=None)
+    return resolved(prepare_run(config))
 
 
 def _read(path: Path) -> list[Row]:

@@ -30,6 +30,7 @@ from network.laboratory import Laboratory
 
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.prepare import prepare_run
 
 
@@ -131,7 +132,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
             cache=arguments.output / "data",
         ),
     )
-    return prepare_run(config, resume=None)
+    return resolved(prepare_run(config))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from diloco.presets import PRESETS
 from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
 from diloco.training.measure import measure_link
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import gradients, inner_step, learning_rate
+from diloco.training.step import gradients, inner_step
 from diloco.training.world import World, join
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.models.decoder import Decoder
-from diloco.training.world import peak_flops
+from diloco.training.hardware import peak_flops
 from gpu.place import Measurements, Place, Row
 
 SCALES = ("550M", "35M", "180M", "1.3B")

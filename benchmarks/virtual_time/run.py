@@ -14,9 +14,10 @@ from diloco.rendezvous.log.entries import Rules
 from diloco.schedule import Schedule
 from diloco.training.config.config import TrainConfig
 from diloco.training.loop import open_batches
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.summary import evaluate
 from diloco.training.state import TrainState, initial_state
-from diloco.training.step import inner_step, learning_rate
+from diloco.training.step import inner_step
 from diloco.training.world import World, alone
 from virtual_time.rendezvous import Seat, VirtualLog
 

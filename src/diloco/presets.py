@@ -1,7 +1,11 @@
-"""The methods of the papers by name, with one meaning for trainer, simulator, planner and benchmarks; no torch."""
+"""The methods of the papers by name, and their settings, each declared once; no torch."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, get_args
+
+from diloco.errors import UserError
+from diloco.schedule import Timing
 
 Method = Literal["data_parallel", "diloco", "streaming", "streaming_overlapped", "streaming_overlapped_fp4"]
 """data_parallel reduces gradients at every step; the others lead from DiLoCo to Streaming DiLoCo, in order."""
@@ -10,17 +14,55 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
-    """The default settings of a method; each may still be set by itself."""
+class DilocoSettings(Timing):
+    """The settings of DiLoCo and Streaming DiLoCo, which torchtitan's section has, too."""
 
-    fragments: Literal["strided", "whole"]
-    """The pattern by which blocks form fragments: strided, or all parameters in one."""
-    overlap_steps: int
-    """τ: inner steps between sending a fragment and merging it."""
-    mixing: float
-    """α: the weight of a replica's own parameters at a merge."""
-    wire: str
-    """The codec of the outer gradients."""
+    fragments: Literal["strided", "sequential", "whole"] | None = field(default=None, metadata={"planned": True})
+    """Pattern by which blocks form fragments; None is the method's own."""
+    layers_per_fragment: int = field(default=3, metadata={"planned": True})
+    """Blocks in a strided or sequential fragment."""
+    outer_learning_rate: float = field(default=0.4, metadata={"column": True})
+    """η of the outer SGD with Nesterov momentum."""
+    outer_momentum: float = 0.9
+    """μ of the outer SGD with Nesterov momentum."""
+    mixing: float | None = None
+    """α: how much of its own parameters a replica keeps at a merge; None is the method's own."""
+    wire: str | None = field(default=None, metadata={"planned": True})
+    """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is the method's own."""
+    combine: str = field(default="gather", metadata={"planned": True})
+    """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
+    in the same codec or, as in reduce_scatter:bf16, another."""
+    offload: bool = field(default=False, metadata={"may_change_on_resume": True})
+    """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
+    error_feedback: float | None = None
+    """β of error feedback, e ← β e + Δ, which sends later what the codec lost; None is no error feedback."""
+
+    def __post_init__(self) -> None:
+        """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
+        if not 0 < self.outer_learning_rate < math.inf:
+            raise _out_of_range("outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
+        if not 0 <= self.outer_momentum < 1:
+            raise _out_of_range("outer_momentum", "at least 0 and below 1", self.outer_momentum)
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise _out_of_range("mixing", "at least 0 and below 1", self.mixing)
+
+    def of_method(self, method: "Method") -> Self:
+        """The same with the method's own values in the fields that were left out."""
+        own = own_settings(method)
+        return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
+
+
+def _out_of_range(name: str, bounds: str, value: float) -> UserError:
+    return UserError(f"diloco.{name} must be {bounds}, not {value}", f"diloco.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset(DilocoSettings):
+    """The settings of a method, which has a value for each that may be left out."""
+
+    fragments: Literal["strided", "whole"] = field()
+    mixing: float = field()
+    wire: str = field()
 
 
 PRESETS: dict[Method, Preset] = {
@@ -30,3 +72,11 @@ PRESETS: dict[Method, Preset] = {
     "streaming_overlapped_fp4": Preset(fragments="strided", overlap_steps=1, mixing=0.5, wire="e3m0"),
 }
 """Presets by method; data_parallel has no outer step, and so no preset."""
+
+
+def own_settings(method: Method) -> dict[str, Any]:
+    """The values of a method for the fields that may be left out; data_parallel has none."""
+    if method == "data_parallel":
+        return {}
+    values = {f.name: getattr(PRESETS[method], f.name) for f in fields(DilocoSettings) if f.default is None}
+    return {name: value for name, value in values.items() if value is not None}

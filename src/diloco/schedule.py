@@ -1,6 +1,6 @@
 """The fragments that replica m sends and merges at step t: one pure function of (t, m)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -26,7 +26,43 @@ class Due(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Timing:
+    """The settings of a schedule, which a config and a simulation have, too."""
+
+    sync_every: int = field(default=30, metadata={"planned": True, "column": True})
+    """H: inner steps between two syncs of the same fragment."""
+    overlap_steps: int | tuple[int, ...] | None = field(
+        default=None, metadata={"planned": True, "own_with_rendezvous": True}
+    )
+    """τ: inner steps between sending a fragment and merging it, one number or one per replica; None is the
+    method's own, and 0 where there is no method."""
+    offsets: tuple[int, ...] | None = field(default=None, metadata={"planned": True})
+    """t_p, one per fragment; None is floor(p·H/P)."""
+    first_sync: Literal["full_period", "early"] = "full_period"
+    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
+
+    def schedule(self, num_fragments: int) -> "Schedule":
+        """The schedule of so many fragments.
+
+        Raises:
+            UserError: as `Schedule`.
+        """
+        return Schedule(num_fragments=num_fragments, **{f.name: getattr(self, f.name) for f in fields(Timing)})
+
+    @property
+    def overlaps(self) -> tuple[int, ...]:
+        """τ_m of each replica, or the one number of all."""
+        tau = 0 if self.overlap_steps is None else self.overlap_steps
+        return tau if isinstance(tau, tuple) else (tau,)
+
+    @property
+    def max_overlap(self) -> int:
+        """The largest τ of any replica: how long a payload that was sent may still be needed."""
+        return max(self.overlaps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Timing):
     """The steps at which each fragment is sent and merged (Streaming DiLoCo, arXiv 2501.18512, Algorithm 1).
 
     Steps t are counted from 1. Fragment p is sent after step t when t ≥ H and (t − t_p) mod H = 0, and replica
@@ -42,24 +78,19 @@ class Schedule:
     (Sync(fragment=1, round=1, step=150),)
     """
 
-    sync_every: int
-    """H: inner steps between two syncs of the same fragment."""
+    sync_every: int = field()
     num_fragments: int
     """P: all fragments, the one outside the blocks included."""
-    overlap_steps: int | tuple[int, ...] = 0
-    """τ: inner steps between sending a fragment and merging it; one number, or one a replica."""
-    offsets: tuple[int, ...] | None = None
-    """t_p, one a fragment; None is floor(p·H/P)."""
-    first_sync: Literal["full_period", "early"] = "full_period"
-    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
 
     def __post_init__(self) -> None:
         """Refuse fields out of their range, and contradictions."""
+        if self.overlap_steps is None:  # there is no method
+            object.__setattr__(self, "overlap_steps", 0)
         self._check_types()
         for name in ("sync_every", "num_fragments"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1", name)
-        overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
+        overlaps = self.overlaps
         if not overlaps or not all(0 <= overlap < self.sync_every for overlap in overlaps):
             raise UserError(
                 f"overlap_steps={self.overlap_steps} must be at least 0 and below sync_every={self.sync_every}: "
@@ -84,11 +115,10 @@ class Schedule:
             raise UserError(f"first_sync={self.first_sync} must be full_period or early", "first_sync")
 
     def _check_types(self) -> None:
-        overlaps = self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
         numbers = {
             "sync_every": (self.sync_every,),
             "num_fragments": (self.num_fragments,),
-            "overlap_steps": overlaps,
+            "overlap_steps": self.overlaps,
             "offsets": () if self.offsets is None else self.offsets,
         }
         for name, value in numbers.items():
@@ -114,12 +144,7 @@ class Schedule:
 
     def overlap(self, replica: int) -> int:
         """τ_m of a replica."""
-        return self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps
-
-    @property
-    def max_overlap(self) -> int:
-        """The largest τ of any replica: how long a payload that was sent may still be needed."""
-        return max(self.overlap_steps) if isinstance(self.overlap_steps, tuple) else self.overlap_steps
+        return self.overlaps[replica] if isinstance(self.overlap_steps, tuple) else self.overlaps[0]
 
     def sent(self, step: int) -> tuple[Sync, ...]:
         """The fragments that are sent after a step, in the order of their indices."""

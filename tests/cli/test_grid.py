@@ -19,7 +19,8 @@ def test_runs_are_shown_while_they_train(small_corpus, finished_run, tmp_path, m
     def run(job: Job) -> dict[str, Any]:
         """Leave behind what a run has after 30 steps, for a moment."""
         job.directory.mkdir(parents=True)
-        shutil.copy(finished_run / "config.json", job.directory)
+        for file in ("data.json", "config.json"):
+            shutil.copy(finished_run / file, job.directory)
         lines = (finished_run / "metrics-0.jsonl").read_text().splitlines(keepends=True)
         (job.directory / "metrics-0.jsonl").write_text("".join(lines[:30]))
         start, deadline = f"mine: {len(begun)} of 2 runs done", time.monotonic() + 20

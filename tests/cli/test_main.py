@@ -96,7 +96,7 @@ def test_a_mistake_is_one_sentence_that_names_flags(command, sentence, capsys):
             "--num-replicas takes a whole number, not 'two' (diloco train tiny --help)",
         ),
         ("train tiny --optimizer.beta1 x", "--optimizer.beta1 takes a number, not 'x'"),
-        ("train tiny --diloco.overlap-steps x", "--diloco.overlap-steps takes INT|{[INT [INT ...]]}, not 'x'"),
+        ("train tiny --diloco.overlap-steps x", "--diloco.overlap-steps takes a whole number, not 'x'"),
         ("train tiny --device gpu", "--device takes one of 'auto', 'cpu', 'cuda', not 'gpu'"),
         ("train tiny --seed", "--seed needs a value"),
         ("train tiny --max-steps 9", "unknown flag --max-steps: did you mean --num-tokens?"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import refusal
 
-from diloco.cli._resume import resume_command
+from diloco.cli.train import resume_command
 from diloco.training.config.recipes import recipe
 from diloco.training.records.runs import running
 

@@ -6,9 +6,9 @@ from tests.cli.commands import loaded, refusal
 
 from diloco.cli import train
 from diloco.cli.main import main
-from diloco.training.config.config import to_json
+from diloco.training.config.config import with_value
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import resolve
+from diloco.training.records.runs import claim
 
 
 @pytest.mark.parametrize("command", [["train"], ["sweep"], ["plan", "--measure"]])
@@ -26,10 +26,14 @@ def test_a_refusal_of_a_config_names_flags(command, flags, sentence, capsys):
 
 
 def test_a_resume_needs_no_recipe(tmp_path, capsys):
-    started = replace(recipe("tiny"), seed=3, micro_batch=4)
-    resolved = resolve(started, vocab_size=257, prepared=tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(to_json(resolved)))
-    assert "was started with --seed=3" in refusal(capsys, "train", "--resume", str(tmp_path), "--seed", "9")
+    shard = {"num_tokens": 9, "num_documents": 1, "num_bytes": 9, "tokens_digest": "ab"}
+    (tmp_path / "index.json").write_text(
+        json.dumps({"digest": "ab", "vocab_size": 9, "splits": {"train": [shard]}})
+    )
+    started = replace(recipe("tiny"), seed=3, micro_batch=4, runs=tmp_path, name="run")
+    claim(with_value(started, "data.prepared", tmp_path))
+    asked = ["train", "--resume", str(tmp_path / "run"), "--seed", "9"]
+    assert "was started with --seed=3" in refusal(capsys, *asked)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_train_alone_lists_the_recipes_in_a_few_lines(capsys):
         (["--num-tokens", "1MB"], "--num-tokens=1MB is no number of tokens"),
         (["--num-tokens", "1M", "--epochs", "2"], "--num-tokens=1M and --epochs=2 are two budgets"),
         (["--num-tokens"], "--num-tokens needs a value"),
-        (["--epochs", "two"], "--epochs takes FLOAT, not 'two'"),
+        (["--epochs", "two"], "--epochs takes a number, not 'two'"),
         (["--resume", "a", "--config", "b.toml"], "--resume goes on with the run's own settings: leave"),
         (["--config", "b.toml"], "b.toml can't be read"),
     ],

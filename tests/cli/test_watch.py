@@ -90,7 +90,8 @@ def test_of_many_runs_those_that_began_last_are_shown(finished_run, tmp_path, mo
     monkeypatch.setattr(sources, "MOST_RUNS", 2)
     for name in "cba":
         (tmp_path / name).mkdir()
-        shutil.copyfile(finished_run / "config.json", tmp_path / name / "config.json")
+        for file in ("data.json", "config.json"):
+            shutil.copy(finished_run / file, tmp_path / name)
     shown = Sources([str(tmp_path)])
     shown.again()
     assert [run.directory.name for run in shown.runs] == ["a", "b"] and shown.note == "1 older runs are left out"

@@ -17,6 +17,7 @@ from diloco.models.families import load_family
 from diloco.models.language_model import LanguageModel
 from diloco.models.spec import ModelConfig
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.records.export import export_run
@@ -72,7 +73,7 @@ def test_a_family_of_ones_own_is_trained_stored_and_evaluated(tmp_path, small_co
         name="run",
         runs=tmp_path,
     )
-    config = prepare_run(unresolved, resume=None)
+    config = resolved(prepare_run(unresolved))
     with torch.device("meta"):
         model = config.model.build(seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.model.num_matrix_params

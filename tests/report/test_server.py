@@ -34,6 +34,7 @@ def runs(finished_run, tmp_path, monkeypatch) -> Path:
     half = tmp_path / "runs" / EVIL
     half.mkdir()
     (half / "config.json").write_text(json.dumps(config))
+    shutil.copy(finished_run / "data.json", half)
     grow(half, finished_run, 60)
     return tmp_path / "runs"
 

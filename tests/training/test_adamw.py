@@ -5,11 +5,11 @@ import sys
 
 import torch
 
-from diloco.training.state import AdamW
+from diloco.training.optimizer import AdamW
 
 STEPS = """
 import sys, torch
-from diloco.training.state import AdamW
+from diloco.training.optimizer import AdamW
 parameter = torch.nn.Parameter(torch.ones(3))
 optimizer = AdamW([parameter], fused=True)
 parameter.grad = torch.ones(3)

@@ -9,7 +9,7 @@ import pytest
 from diloco.errors import UserError
 from diloco.training.config.config import to_json, with_value
 from diloco.training.config.recipes import laptop, recipe
-from diloco.training.config.resolve import Budget, read_config_file, resolve
+from diloco.training.config.resolve import Budget, read_config_file
 
 
 def write(path, text):
@@ -48,25 +48,24 @@ def test_the_file_of_the_docs_can_be_read():
     assert budget == Budget(20.0, "tokens a parameter")
 
 
-@pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "diloco", "data_parallel"])
-def test_a_run_is_repeated_from_its_config_and_what_followed_follows_again(tmp_path, method):
-    """A longer run has a longer warm-up, and another method its own wire; what was asked for stays."""
-    prepared = tmp_path / "data" / "text"
-    asked = replace(recipe("tiny"), method=method, name="first", seed=5)
-    asked = with_value(with_value(asked, "data.cache", tmp_path / "data"), "optimizer.beta1", 0.8)
-    resolved = resolve(asked, vocab_size=257, prepared=prepared)
-    path = write(tmp_path / "config.json", json.dumps(to_json(resolved)))
-    config, budget = read_config_file(path, None)
-    assert resolve(replace(config, name="first"), vocab_size=257, prepared=prepared) == resolved
-    assert config == replace(asked, name="")
-    assert budget == Budget(resolved.num_tokens, "tokens")
+def test_a_run_is_repeated_from_its_config(tmp_path):
+    """Without its name, the place of a text that is prepared on demand, and the phases that its schedule had."""
+    asked = with_value(replace(recipe("tiny"), seed=5), "data.cache", tmp_path / "data")
+    started = with_value(replace(asked, name="first"), "data.prepared", tmp_path / "data" / "text")
+    path = write(tmp_path / "config.json", json.dumps(to_json(started)))
+    assert read_config_file(path, None) == (asked, Budget(asked.num_tokens, "tokens"))
+    extended = with_value(with_value(started, "optimizer.start_step", 20), "optimizer.warmup_steps", 3)
+    write(path, json.dumps(to_json(extended)))
+    assert read_config_file(path, None)[0] == asked
 
 
-def test_a_warm_up_that_was_asked_for_stays(tmp_path):
-    asked = with_value(recipe("tiny"), "optimizer.warmup_steps", 7)
-    resolved = resolve(asked, vocab_size=257, prepared=tmp_path / "elsewhere")
-    path = write(tmp_path / "config.json", json.dumps(to_json(resolved)))
-    assert read_config_file(path, None)[0].optimizer == asked.optimizer
+def test_a_text_elsewhere_is_named_again_while_it_is_there(tmp_path):
+    asked = with_value(recipe("tiny"), "data.prepared", tmp_path / "text")
+    path = write(tmp_path / "config.json", json.dumps(to_json(asked)))
+    assert read_config_file(path, None)[0].data.prepared is None
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "index.json").touch()
+    assert read_config_file(path, None)[0].data.prepared == tmp_path / "text"
 
 
 @pytest.mark.parametrize(

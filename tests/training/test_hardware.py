@@ -13,7 +13,7 @@ from diloco.models.decoder_config import DecoderConfig
 from diloco.report.terminal.training import TrainingProgress
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
-from diloco.training.world import model_flops_utilization, peak_memory_bytes
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 
 
 def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_forward_pass():
@@ -26,15 +26,15 @@ def test_the_operations_of_a_token_are_three_times_those_that_torch_counts_in_a_
 
 def test_utilization_is_what_is_done_over_what_can_be_done(monkeypatch):
     config = resolve(tiny(), vocab_size=257, prepared=Path())
-    assert model_flops_utilization(config, torch.device("cpu"), 0.1) is None
+    assert model_flops_utilization(config.step_flops, torch.device("cpu"), 0.1) is None
     assert peak_memory_bytes(torch.device("cpu")) is None
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     tokens = config.process_batch * config.sequence_length
     flops = config.model.flops_per_token(config.sequence_length) * tokens
-    utilization = model_flops_utilization(config, torch.device("cuda"), 0.1)
+    utilization = model_flops_utilization(config.step_flops, torch.device("cuda"), 0.1)
     assert utilization == pytest.approx(flops / 0.1 / 312e12)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "something new")
-    assert model_flops_utilization(config, torch.device("cuda"), 0.1) is None
+    assert model_flops_utilization(config.step_flops, torch.device("cuda"), 0.1) is None
 
 
 def test_progress_shows_what_is_known_of_the_gpu():

@@ -30,6 +30,7 @@ from tests.training.runs import (
 )
 
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
 from diloco.training.prepare import prepare_run
 from diloco.training.records.metrics import StepMetrics
@@ -225,7 +226,7 @@ def test_a_replica_alone_has_nobody_to_wait_for(folder, monkeypatch, steps_ahead
     data = replace(
         unresolved.data, train=(str(folder / "text.jsonl"),), held_out_fraction=0.1, cache=folder / "data"
     )
-    config = prepare_run(replace(unresolved, data=data), resume=None)
+    config = resolved(prepare_run(replace(unresolved, data=data)))
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -13,8 +13,8 @@ from diloco.errors import UserError
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.runs import schedule_changes, with_phase
-from diloco.training.step import learning_rate
 
 
 def resolved(**optimizer):
@@ -27,9 +27,14 @@ def asked(saved, **changes):
     return replace(with_value(saved, "optimizer.warmup_steps", None), **changes)
 
 
+def continued(saved, asked, step):
+    """The resolved config of a new phase."""
+    return resolve(with_phase(saved, asked, step), vocab_size=257, prepared=Path())
+
+
 def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
     saved = resolved()
-    config = with_phase(saved, asked(saved, num_tokens=3 * saved.num_tokens), 60)
+    config = continued(saved, asked(saved, num_tokens=3 * saved.num_tokens), 60)
     peak = config.optimizer.learning_rate
     rates = [learning_rate(config, step) for step in range(60, 181)]
     assert rates[0] == learning_rate(saved, 60) == pytest.approx(0.05 * peak)
@@ -40,7 +45,7 @@ def test_an_extended_run_warms_up_from_where_it_was_and_ends_at_five_percent():
 
 def test_wsd_before_its_decay_stays_at_the_peak_until_the_new_one():
     saved = resolved(schedule="wsd", decay_fraction=0.25)
-    config = with_phase(saved, asked(saved, num_tokens=2 * saved.num_tokens), 40)
+    config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 40)
     rates = [learning_rate(config, step) for step in range(40, 121)]
     assert set(rates[:61]) == {config.optimizer.learning_rate}, "the last quarter of 80 steps decays"
     assert all(a > b for a, b in pairwise(rates[60:]))
@@ -48,8 +53,8 @@ def test_wsd_before_its_decay_stays_at_the_peak_until_the_new_one():
 
 def test_a_second_phase_begins_where_the_first_is():
     saved = resolved()
-    first = with_phase(saved, asked(saved, num_tokens=2 * saved.num_tokens), 60)
-    second = with_phase(first, with_value(asked(first), "optimizer.learning_rate", 1e-3), 80)
+    first = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 60)
+    second = continued(first, with_value(asked(first), "optimizer.learning_rate", 1e-3), 80)
     assert learning_rate(second, 80) == learning_rate(first, 80)
     assert max(learning_rate(second, step) for step in range(84, 121)) == 1e-3
     assert schedule_changes(first, second)["optimizer.learning_rate"] == (4e-3, 1e-3)
@@ -59,13 +64,13 @@ def test_a_second_phase_begins_where_the_first_is():
 def test_a_warm_up_of_as_many_steps_as_the_saved_one_is_kept_where_it_is_asked_for():
     saved = resolved(warmup_steps=3)
     longer = asked(saved, num_tokens=2 * saved.num_tokens)
-    assert with_phase(saved, longer, 60).optimizer.warmup_steps == 6
-    assert with_phase(saved, with_value(longer, "optimizer.warmup_steps", 3), 60).optimizer.warmup_steps == 3
+    assert continued(saved, longer, 60).optimizer.warmup_steps == 6
+    assert continued(saved, with_value(longer, "optimizer.warmup_steps", 3), 60).optimizer.warmup_steps == 3
 
 
 def test_a_run_from_its_first_step_has_the_schedule_of_its_new_length():
     saved = resolved()
-    config = with_phase(saved, asked(saved, num_tokens=2 * saved.num_tokens), 0)
+    config = continued(saved, asked(saved, num_tokens=2 * saved.num_tokens), 0)
     expected = resolve(replace(tiny(), num_tokens=2 * saved.num_tokens), vocab_size=257, prepared=Path())
     assert [learning_rate(config, t) for t in range(121)] == [learning_rate(expected, t) for t in range(121)]
 
@@ -74,7 +79,7 @@ def test_a_run_from_its_first_step_has_the_schedule_of_its_new_length():
 def test_a_run_cannot_end_before_the_step_it_has_reached(num_steps, step):
     saved = resolved()
     with pytest.raises(UserError, match=rf"are {num_steps} steps, and the run has taken 60: take more than 30720"):
-        with_phase(saved, asked(saved, num_tokens=num_steps * 512), step)
+        continued(saved, asked(saved, num_tokens=num_steps * 512), step)
 
 
 @pytest.mark.slow

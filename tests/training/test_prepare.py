@@ -7,7 +7,7 @@ from diloco.data.config import DataConfig
 from diloco.errors import UserError
 from diloco.training.config.config import CheckpointConfig, DilocoConfig, ElasticConfig, TrainConfig
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import Budget
+from diloco.training.config.resolve import Budget, resolved
 from diloco.training.prepare import prepare_run
 from diloco.training.records.runs import claim, own_run, read_config, resumable
 
@@ -62,7 +62,7 @@ MISTAKES = {
 def test_a_mistake_is_refused_before_anything_is_started(tiny, folder, streaming, changes, sentence):
     before = sorted(folder.glob("runs/*"))
     with pytest.raises(UserError, match=sentence):
-        prepare_run(replace(tiny, **changes), resume=None)
+        prepare_run(replace(tiny, **changes))
     assert sorted(folder.glob("runs/*")) == before
 
 
@@ -90,7 +90,7 @@ def test_what_needs_a_gpu_is_refused_without_one(tiny, streaming, monkeypatch, i
 def test_what_needs_no_text_is_refused_before_it_is_read(changes, budget, sentence):
     asked = replace(recipe("tiny"), data=DataConfig(train=("nowhere.txt",)), **changes)
     with pytest.raises(UserError, match=sentence):
-        prepare_run(asked, resume=None, budget=budget)
+        prepare_run(asked, budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,16 @@ def test_text_that_cannot_be_read_is_refused(tiny, folder, streaming, changes, s
     if "prepared" in changes:
         changes = changes | {"prepared": read_config(streaming).data.prepared}
     with pytest.raises(UserError, match=sentence):
-        prepare_run(replace(tiny, data=replace(recipe("tiny").data, **changes)), resume=None)
+        prepare_run(replace(tiny, data=replace(recipe("tiny").data, **changes)))
 
 
 def test_a_run_without_a_name_is_named_by_its_recipe_and_the_time_but_not_under_torchrun(tiny, monkeypatch):
-    config = prepare_run(replace(tiny, checkpoint=CheckpointConfig(every_steps=5)), resume=None)
-    assert config.name.startswith("tiny-") and config.checkpoint.keep == 5 and config.model.vocab_size == 257
+    config = prepare_run(replace(tiny, checkpoint=CheckpointConfig(every_steps=5)))
+    assert config.name.startswith("tiny-") and config.checkpoint.keep is None and config.data.prepared is not None
+    assert resolved(config).checkpoint.keep == 5 and resolved(config).model.vocab_size == 257
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="under torchrun set name") as error:
-        prepare_run(tiny, resume=None)
+        prepare_run(tiny)
     assert error.value.fields == ("name",)
 
 
@@ -123,15 +124,16 @@ def test_the_command_of_a_stores_replica_continues_it(tiny, folder, tmp_path):
     for name in ("store", "other"):
         (tmp_path / name).mkdir()
     asked = replace(tiny, name="again", runs=tmp_path, num_replicas=1, rendezvous=str(tmp_path / "store"))
-    config = prepare_run(asked, resume=None)
+    config = prepare_run(asked)
     assert own_run(asked) is None
     claim(config)
-    assert own_run(asked) == config.directory and prepare_run(asked, resume=None) == config
-    slower = prepare_run(replace(asked, replica_batch=2), resume=None)
+    own = own_run(asked)
+    assert own == config.directory and prepare_run(asked, own=own) == config
+    slower = resolved(prepare_run(replace(asked, replica_batch=2), own=own))
     assert (slower.replica_batch, slower.micro_batch) == (2, 2), "its own batch may change"
     with pytest.raises(UserError, match=r"num_tokens=20480 with .*: the run's log says 30720 to all replicas"):
-        prepare_run(replace(asked, num_tokens=20_480), resume=None)
+        prepare_run(replace(asked, num_tokens=20_480), own=own)
     with pytest.raises(
         UserError, match=r"already holds a replica of the run in .*/store, and not .*/other: choose"
     ):
-        prepare_run(replace(asked, rendezvous=str(tmp_path / "other")), resume=None)
+        prepare_run(replace(asked, rendezvous=str(tmp_path / "other")))

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from tests.training.test_step import batch_of, config_of
 
 from diloco.schedule import Schedule
+from diloco.training.optimizer import learning_rate
 from diloco.training.state import ElasticProgress, FixedProgress, Standing, initial_state
-from diloco.training.step import begin_step, learning_rate
+from diloco.training.step import begin_step
 from diloco.training.world import alone
 
 

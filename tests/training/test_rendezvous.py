@@ -29,13 +29,14 @@ from diloco.training.config.config import (
     TrainConfig,
 )
 from diloco.training.config.recipes import recipe
+from diloco.training.config.resolve import resolved
 from diloco.training.loop import train
+from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.processes import STORE
 from diloco.training.records.finished import run_parameters
 from diloco.training.records.store_runs import initial_parameters
-from diloco.training.step import learning_rate
-from diloco.training.world import contributors
+from diloco.training.records.summary import contributors
 
 STEPS = 48
 
@@ -60,7 +61,7 @@ def config(small_corpus, tmp_path_factory) -> TrainConfig:
         timeout_seconds=30.0,
     )
     data = replace(asked.data, train=(str(small_corpus),), held_out_fraction=0.1, cache=folder / "data")
-    return prepare_run(replace(asked, data=data), resume=None)
+    return resolved(prepare_run(replace(asked, data=data)))
 
 
 def state_of(store: str) -> RunState:
@@ -207,7 +208,7 @@ def test_a_joiner_with_other_settings_is_refused_with_the_field_and_both_values(
 
 def test_a_joiner_with_other_text_is_refused(eventful, tmp_path, small_corpus):
     data = replace(eventful.data, prepared=None, held_out_fraction=0.2, cache=tmp_path)
-    other = prepare_run(of(eventful, "other", data=data), resume=None)
+    other = resolved(prepare_run(of(eventful, "other", data=data)))
     with pytest.raises(DisagreementError, match="differs from the run in digest of the data: the run has"):
         train(other)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.processes import run_replicas
 
-from diloco.errors import ExchangeError, UserError
+from diloco.errors import ExchangeError, FileError, UserError
 from diloco.training.config.config import TrainConfig, with_value
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
@@ -20,26 +20,39 @@ from diloco.training.records.runs import (
     claim,
     claim_together,
     newest_common_step,
+    read_asked,
     read_config,
     resumable,
     resume_config,
 )
 from diloco.training.world import alone, world_of
 
-INDEX = {"digest": "abc", "splits": {"train": [{"num_tokens": 40}, {"num_tokens": 2}]}}
+
+def index(digest="abc", num_tokens=42):
+    """The facts of a text of two shards."""
+    shard = {"num_documents": 1, "num_bytes": 9, "tokens_digest": "ab"}
+    shards = [shard | {"num_tokens": number} for number in (num_tokens - 2, 2)]
+    return json.dumps({"digest": digest, "vocab_size": 257, "splits": {"train": shards}})
 
 
 @pytest.fixture
 def run(tmp_path):
     prepared = tmp_path / "prepared"
     prepared.mkdir()
-    (prepared / "index.json").write_text(json.dumps(INDEX))
-    config = resolve(replace(tiny(), name="r", runs=tmp_path), vocab_size=257, prepared=prepared)
-    claim(config)
-    return config
+    (prepared / "index.json").write_text(index())
+    asked = with_value(replace(tiny(), name="r", runs=tmp_path), "data.prepared", prepared)
+    claim(asked)
+    return asked
 
 
-def test_a_resume_takes_the_runs_own_config(run):
+def full(asked):
+    """The resolved config of a run on this text."""
+    return resolve(asked, vocab_size=257, prepared=asked.data.prepared)
+
+
+def test_a_run_is_saved_as_asked_and_what_follows_is_computed_on_load(run):
+    assert read_asked(run.directory) == run and run.checkpoint.keep is None and run.diloco.wire is None
+    assert read_config(run.directory) == full(run)
     assert resume_config(run.directory, resumable(run.directory)) == run
 
 
@@ -47,22 +60,21 @@ def test_a_resume_may_change_what_does_not_change_the_run(run):
     saved = resumable(run.directory)
     changed = replace(saved, timeout_seconds=5.0, checkpoint=replace(saved.checkpoint, keep=9), micro_batch=2)
     changed = replace(changed, evaluation=replace(saved.evaluation, batch=1))
-    resumed = resume_config(run.directory, changed)
-    assert (resumed.timeout_seconds, resumed.checkpoint.keep) == (5.0, 9)
-    assert (resumed.micro_batch, resumed.evaluation.batch) == (2, 1)
-    left_out = replace(saved, model=replace(saved.model, vocab_size=0))
-    assert resume_config(run.directory, left_out) == run
+    assert resume_config(run.directory, changed) == changed
     often = replace(saved, checkpoint=replace(saved.checkpoint, every_steps=1))
-    assert resume_config(run.directory, often).checkpoint.keep == 13
+    assert full(resume_config(run.directory, often)).checkpoint.keep == 13
 
 
 def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
+    """A new phase has a warm-up of its own length, and the weight decay of the first."""
     saved, warmup = resumable(run.directory), "optimizer.warmup_steps"
     longer = replace(saved, num_tokens=2 * saved.num_tokens)
-    assert resume_config(run.directory, longer).optimizer.warmup_steps is None
-    as_before = run.optimizer.warmup_steps
+    inner = resume_config(run.directory, longer).optimizer
+    assert (inner.warmup_steps, inner.weight_decay) == (None, 1 / run.num_steps)
+    as_before = read_config(run.directory).optimizer.warmup_steps
     assert resume_config(run.directory, with_value(longer, warmup, as_before)).optimizer.warmup_steps == as_before
-    assert resume_config(run.directory, with_value(saved, warmup, as_before)) == run, "no phase begins"
+    no_phase = resume_config(run.directory, with_value(saved, warmup, as_before))
+    assert full(no_phase) == read_config(run.directory)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +83,7 @@ def test_a_resume_knows_whether_a_warm_up_was_asked_for(run):
         ({"seed": 3}, "was started with seed=0, and now 3 is asked for", "seed"),
         ({"sequence_length": 128}, "sequence_length=64, and now 128", "sequence_length"),
         (
-            {"data": replace(tiny().data, tokenizer="bpe:500")},
+            {"data": replace(tiny().data, tokenizer="bpe:500", prepared=Path())},
             "data.tokenizer=bytes, and now bpe:500",
             "data.tokenizer",
         ),
@@ -92,28 +104,13 @@ def test_a_resume_neither_brings_replicas_to_a_store_nor_takes_one_from_it(run, 
 
 
 @pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, 2), (4, 1), (1, 2)])
-def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(tmp_path, num_shards, micro_batch):
+def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(run, num_shards, micro_batch):
     """A replica's 12 sequences, in passes of 4 at the most, over two shards before."""
-    (tmp_path / "index.json").write_text("{}")
-    config = replace(
-        tiny(), name="r", runs=tmp_path, global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2
-    )
-    claim(resolve(config, vocab_size=257, prepared=tmp_path))
-    resumed = resume_config(config.directory, replace(resumable(config.directory), shards_per_replica=num_shards))
+    started = replace(run, name="s", global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=2)
+    claim(started)
+    asked = replace(resumable(started.directory), shards_per_replica=num_shards)
+    resumed = resume_config(started.directory, asked)
     assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
-
-
-def test_a_run_of_the_method_that_was_called_streaming_goes_on_unchanged(run):
-    """The stored config has the values that the method stood for then, and none of the fields that came later."""
-    path = run.directory / "config.json"
-    stored = json.loads(path.read_text())
-    stored["method"] = "streaming"
-    del stored["log_layer_cosine"]
-    path.write_text(json.dumps(stored))
-    resumed = resume_config(run.directory, resumable(run.directory))
-    assert resumed == replace(run, method="streaming")
-    diloco = resumed.diloco
-    assert (diloco.overlap_steps, diloco.fragments, diloco.mixing, diloco.wire) == (1, "strided", 0.5, "e3m0")
 
 
 def test_a_resume_without_its_data_names_the_setting(run):
@@ -126,8 +123,7 @@ def test_a_resume_without_its_data_names_the_setting(run):
 def test_a_resume_on_other_text_is_refused(run):
     check_same_text(run, field="data.prepared")
     for digest, num_tokens in (("abc", 41), ("abd", 42)):
-        index = {"digest": digest, "splits": {"train": [{"num_tokens": num_tokens}]}}
-        (run.data.prepared / "index.json").write_text(json.dumps(index))
+        (run.data.prepared / "index.json").write_text(index(digest, num_tokens))
         with pytest.raises(UserError, match=rf"abc and 42 tokens .*prepared has {digest} and {num_tokens}:"):
             check_same_text(run, field="data.prepared")
     (run.directory / "data.json").write_text("{")
@@ -137,7 +133,7 @@ def test_a_resume_on_other_text_is_refused(run):
 
 @pytest.mark.parametrize("name", ["r", "seeds/r"])
 def test_a_claimed_directory_is_the_runs_own_whatever_its_name(tmp_path, name):
-    (tmp_path / "index.json").write_text("{}")
+    (tmp_path / "index.json").write_text(index())
     config = resolve(replace(tiny(), num_replicas=1, name=name, runs=tmp_path), vocab_size=257, prepared=tmp_path)
     claim_together(config, alone(config))
     with pytest.raises(UserError, match="already holds a run"):
@@ -216,12 +212,15 @@ def test_a_directory_without_a_run_and_a_config_that_is_none_are_refused(run, tm
             read_config(run.directory)
 
 
-def test_a_config_that_was_never_resolved_is_refused(run):
+def test_a_config_without_its_text_or_of_another_vocabulary_is_refused(run):
     file = run.directory / "config.json"
     values = json.loads(file.read_text())
-    for section, name in (("data", "prepared"), ("checkpoint", "keep")):
-        file.write_text(json.dumps(values | {section: values[section] | {name: None}}))
-        with pytest.raises(UserError, match=rf"config.json can't be read: it has no value for {section}.{name}"):
+    for section, name, value, sentence in (
+        ("data", "prepared", None, "it lacks data.prepared"),
+        ("model", "vocab_size", 7, "model.vocab_size=7"),
+    ):
+        file.write_text(json.dumps(values | {section: values[section] | {name: value}}))
+        with pytest.raises(FileError, match=rf"config.json can't be read: {sentence}"):
             read_config(run.directory)
 
 

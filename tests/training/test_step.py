@@ -13,8 +13,9 @@ from diloco.errors import TrainingError
 from diloco.training.config.config import AdamWConfig
 from diloco.training.config.recipes import tiny
 from diloco.training.config.resolve import resolve
+from diloco.training.optimizer import learning_rate
 from diloco.training.state import initial_state
-from diloco.training.step import inner_step, learning_rate
+from diloco.training.step import inner_step
 from diloco.training.world import alone
 
 # Far from the usual, so that each of them is seen in the parameters.

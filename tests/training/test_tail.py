@@ -20,9 +20,9 @@ def growing(finished_run, tmp_path):
 
     def grow(num_steps: int, half_a_line: int = 0) -> None:
         run.mkdir(exist_ok=True)
-        shutil.copy(finished_run / "config.json", run / "config.json") if not (
-            run / "config.json"
-        ).exists() else None
+        for file in ("data.json", "config.json"):
+            if not (run / file).exists():
+                shutil.copy(finished_run / file, run)
         for replica in (0, 1):
             lines = (finished_run / f"metrics-{replica}.jsonl").read_text().splitlines(keepends=True)
             path = run / f"metrics-{replica}.jsonl"

@@ -1,17 +1,15 @@
 """Command lines: parsed by tyro into a call of a function, or an object, whose refusals are one sentence each."""
 
 import io
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
 from functools import partial, wraps
-from itertools import dropwhile, takewhile
 from typing import Any
 
 import tyro
 
-from diloco.cli._flags import fields_of, flag, our_name, spelled
+from diloco.cli._flags import arguments_of, fields_of, flag, our_name, spelled
 from diloco.errors import UserError, nearest
 
 
@@ -65,18 +63,50 @@ def parsed(kind: Callable[..., Any], arguments: Sequence[str], *, prog: str, **o
         UserError: for what can't be parsed, and for values that one of our configs refuses.
         SystemExit: after help.
     """
-    explanation = io.StringIO()
     try:
-        with redirect_stderr(explanation), _wide(arguments):
+        with redirect_stderr(io.StringIO()):
             value, unknown = tyro.cli(kind, prog=prog, args=arguments, return_unknown_args=True, **options)
     except SystemExit as end:
         if not end.code:
             raise
-        reason = _refusal(end) or UserError(f"{_sentence(explanation.getvalue())} ({prog} --help)")
-        raise reason from None
+        sentence = _mistake(kind, arguments, prog, has_default="default" in options)
+        raise _refusal(end) or UserError(f"{sentence} ({prog} --help)") from None
     if unknown:
         raise _unknown_word(unknown[0], kind, prog)
     return value
+
+
+def _mistake(kind: Callable[..., Any], arguments: Sequence[str], prog: str, *, has_default: bool) -> str:
+    """The reason why a command line can't be parsed: the first flag whose values do not fit, or what it lacks."""
+    own = {argument.name: argument for argument in arguments_of(kind)}
+    before, given = _by_flag(arguments)
+    for word, values in given:
+        argument = own.get(word.lstrip("-").replace("-", "_"))
+        if argument is None or argument.kind is bool:
+            continue
+        if not values:
+            return f"{word} needs a value"
+        for value in values if argument.takes_many else values[:1]:
+            if not argument.fits(value):
+                return f"{word} takes {argument.expected}, not {value!r}"
+    words = {word for word, _ in given}
+    for argument in () if has_default else own.values():
+        if argument.is_required and not (argument.label in words if argument.is_flag else before):
+            return f"{prog} needs {argument.label}"
+    return f"{prog} can't take {shlex.join(arguments)!r:.200}"
+
+
+def _by_flag(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The words before the first flag, and each flag with the words that follow it."""
+    before: list[str] = []
+    given: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            given.append((name.replace("_", "-"), [value] if equals else []))
+        else:
+            (given[-1][1] if given else before).append(word)
+    return before, given
 
 
 def _unknown_word(word: str, kind: Callable[..., Any], prog: str) -> UserError:
@@ -91,56 +121,6 @@ def _unknown_word(word: str, kind: Callable[..., Any], prog: str) -> UserError:
         whole = flag(ours, fields)
     near = nearest(name, (flag(one, fields) for one in fields)) if whole == field else f": did you mean {whole}?"
     return UserError(f"unknown flag {name}{near} ({prog} --help lists all)")
-
-
-@contextmanager
-def _wide(arguments: Sequence[str]) -> Iterator[None]:
-    """Have tyro write what it explains without line breaks; help keeps the terminal's width."""
-    before = os.environ.get("COLUMNS")
-    if not asks_for_help(arguments):
-        os.environ["COLUMNS"] = "100000"
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["COLUMNS"] = before
-        elif not asks_for_help(arguments):
-            del os.environ["COLUMNS"]
-
-
-def _sentence(explanation: str) -> str:
-    """The first sentence in the frame, below its title, that tyro draws around several; in our words if known."""
-    lines = [line.strip("│ ") for line in explanation.splitlines()[1:]]
-    text = " ".join(takewhile(lambda line: line and not _is_rule(line), dropwhile(_is_rule, lines)))
-    for pattern, replacement in _REWORDED:
-        text = re.sub(pattern, replacement, text)
-    return (text or explanation.strip()).rstrip(".")
-
-
-def _is_rule(line: str) -> bool:
-    return set(line) <= set("─-╭╮╰╯")
-
-
-_REWORDED = (
-    (
-        r"^Error parsing (\S+): invalid literal for int\(\) with base 10: '(.*)'",
-        r"\1 takes a whole number, not '\2'",
-    ),
-    (r"^Error parsing (\S+): could not convert string to float: '(.*)'", r"\1 takes a number, not '\2'"),
-    (
-        r"^Error parsing (\S+): no type matching (.+) could be instantiated from \['(.*)'\].*",
-        r"\1 takes \2, not '\3'",
-    ),
-    (r"^Error parsing (\S+): ", r"\1: "),
-    (
-        r"^invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*?),?\)\.",
-        r"\2 takes one of \3, not \1",
-    ),
-    (r"^Missing value for argument '(\S+)'.*", r"\1 needs a value"),
-    (r"^Missing from (.*): (\S+).*", r"\1 needs \2"),
-    (r"\{None\}\|", ""),
-)
-"""Parts of tyro's explanations, and how we say them."""
 
 
 def _refusal(error: BaseException) -> UserError | None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, is_dataclass, replace
+from inspect import Parameter, signature
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -25,19 +27,100 @@ def spelled(command: Callable[..., Any]) -> Iterator[None]:
         raise
 
 
-def fields_of(command: Callable[..., Any]) -> Iterator[str]:
-    """The dotted names of what a command takes as flags, such as `diloco.sync_every`."""
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """One argument of a command."""
+
+    name: str
+    """The dotted name of its field, such as `diloco.sync_every`."""
+    kind: Any
+    """Its type."""
+    is_flag: bool
+    """False for a word that stands without a flag."""
+    is_required: bool
+    """True if it has no default."""
+    metavar: str | None = None
+    """What help calls its value, if that is not its name."""
+
+    @property
+    def label(self) -> str:
+        """The argument as help calls it."""
+        return "--" + self.name.replace("_", "-") if self.is_flag else self.metavar or self.name.upper()
+
+    @property
+    def takes_many(self) -> bool:
+        """True if several values may follow the flag."""
+        return any(get_origin(kind) is tuple for kind in _alternatives(self.kind))
+
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words."""
+        scalars = _scalars(self.kind)
+        choices = [repr(value) for value in scalars if isinstance(value, str)]
+        words = [f"one of {', '.join(choices)}"] if choices else []
+        return " or ".join([*words, *dict.fromkeys(_IN_WORDS[kind] for kind in scalars if kind in _IN_WORDS)])
+
+    def fits(self, word: str) -> bool:
+        """True if a word is one of its values, or can be one of them."""
+        return any(_fits(word, kind) for kind in _scalars(self.kind))
+
+
+_IN_WORDS = {int: "a whole number", float: "a number"}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _scalars(kind: Any) -> list[Any]:
+    """The types, and the choices of a Literal, that one word may be."""
+    scalars = []
+    for one in _alternatives(kind):
+        if get_origin(one) is tuple:
+            scalars += _scalars(get_args(one)[0])
+        else:
+            scalars += get_args(one) if get_origin(one) is Literal else [one]
+    return scalars
+
+
+def _fits(word: str, kind: Any) -> bool:
+    if isinstance(kind, str) or kind is NoneType:
+        return word == str(kind if isinstance(kind, str) else None)
+    try:
+        return kind not in _IN_WORDS or kind(word) is not None
+    except ValueError:
+        return False
+
+
+def arguments_of(command: Callable[..., Any]) -> Iterator[Argument]:
+    """The arguments of a command, in order; those of a config within it by their dotted names."""
+    parameters = signature(command).parameters
     for name, hint in get_type_hints(command, include_extras=True).items():
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if name not in parameters or _SUPPRESSED in extras:  # a function's `return`, or a class's own value
+            continue
+        is_required = parameters[name].default is Parameter.empty
+        named = next((extra.name for extra in extras if getattr(extra, "name", None) is not None), name)
         if isinstance(kind, type) and is_dataclass(kind):
-            prefix = "" if any(getattr(extra, "name", None) == "" for extra in extras) else f"{name}."
-            families = (kind, *kind.__subclasses__())  # a model's own fields stand in the class of its family
-            yield from dict.fromkeys(prefix + field for family in families for field in fields_of(family))
-        elif name != "return" and not _NO_FLAG & set(extras):
-            yield next((extra.name for extra in extras if getattr(extra, "name", None)), name)
+            prefix = f"{named}." if named else ""
+            inner = {}
+            for family in (kind, *kind.__subclasses__()):  # a model's own fields stand in the class of its family
+                inner |= {argument.name: argument for argument in arguments_of(family)}
+            for argument in inner.values():
+                required = is_required and argument.is_required
+                yield replace(argument, name=prefix + argument.name, is_required=required)
+        else:
+            metavar = next((extra.metavar for extra in extras if getattr(extra, "metavar", None)), None)
+            is_flag = _POSITIONAL not in extras
+            yield Argument(name=named, kind=kind, is_flag=is_flag, is_required=is_required, metavar=metavar)
 
 
-_NO_FLAG = {get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress)}
+def fields_of(command: Callable[..., Any]) -> Iterator[str]:
+    """The dotted names of what a command takes as flags, such as `diloco.sync_every`."""
+    return (argument.name for argument in arguments_of(command) if argument.is_flag)
+
+
+_POSITIONAL, _SUPPRESSED = (get_args(marker[str])[1] for marker in (tyro.conf.Positional, tyro.conf.Suppress))
 
 
 def flag(field: str, fields: Collection[str]) -> str:

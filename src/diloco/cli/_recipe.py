@@ -1,7 +1,7 @@
 """A recipe and changes to it, on a command line."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tyro
 
@@ -16,42 +16,41 @@ from diloco.training.config.recipes import PAPER_RECIPES, RECIPES, recipe
 _Command = TypeVar("_Command")
 
 
-def parsed_recipe(
-    command: Callable[[TrainConfig], _Command],
-    arguments: Sequence[str],
-    *,
-    prog: str,
-    configs: Mapping[str, TrainConfig] | None = None,
-) -> _Command:
+def parsed_recipe(command: Callable[[TrainConfig], _Command], arguments: Sequence[str], *, prog: str) -> _Command:
     """The command that a command line asks for: its first argument names a recipe, the others change its fields.
 
     Args:
         command: makes the command, a dataclass, of a recipe's config.
         arguments: the command line.
         prog: the words before them.
-        configs: configs in the place of the recipes' own.
 
     Raises:
         UserError: for what can't be parsed, and for values that a config refuses.
         SystemExit: after help, and after the list of recipes where the command line is empty.
     """
+    name, flags = named_recipe(arguments, prog=prog)
+    config = recipe(name)
+    return changed(command(config), config, flags, prog=prog)
+
+
+def named_recipe(arguments: Sequence[str], *, prog: str) -> tuple[str, list[str]]:
+    """The recipe that the first argument names, and the other arguments; errors as those of `parsed_recipe`."""
     if not arguments or (arguments[0] not in RECIPES and asks_for_help(arguments)):
         print(_recipes(prog))
         raise SystemExit(0 if arguments else 2)
-    name, *flags = arguments
-    if name not in RECIPES:
+    if arguments[0] not in RECIPES:
         raise unknown_choice(arguments, RECIPES, prog=prog)
-    config = (configs or {}).get(name) or recipe(name)
+    return arguments[0], [*arguments[1:]]
+
+
+def changed(default: _Command, config: TrainConfig, flags: Sequence[str], *, prog: str) -> _Command:
+    """A command around a config, with the changes of its flags."""
     _check_model_flags(config, flags)
-    default = command(config)
-    return parsed(
-        type(default),
-        flags,
-        prog=f"{prog} {name}",
-        default=default,
-        description=RECIPES[name].__doc__ or "",
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    name = config.recipe
+    description = RECIPES[name].__doc__ if name in RECIPES else None
+    options: dict[str, Any] = {"default": default, "description": description or ""}
+    prog = f"{prog} {name}".strip()
+    return parsed(type(default), flags, prog=prog, config=(tyro.conf.AvoidSubcommands,), **options)
 
 
 def _check_model_flags(config: TrainConfig, flags: Sequence[str]) -> None:

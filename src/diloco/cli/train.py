@@ -1,26 +1,25 @@
 """`diloco train`: a run, from a recipe or from where one ended; torch is loaded once the command is understood."""
 
-import argparse
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from diloco.cli._command import asks_for_help, unknown_choice
+from diloco.cli._command import asks_for_help
 from diloco.cli._explain import hinted
 from diloco.cli._flags import spelled
-from diloco.cli._recipe import parsed_recipe
-from diloco.cli._resume import resume_command
+from diloco.cli._recipe import changed, named_recipe
 from diloco.errors import UserError
-from diloco.training.config.config import TrainConfig
+from diloco.training.config.config import TrainConfig, differences, with_value
 from diloco.training.config.hugging_face import at_another_place, with_hugging_face
 from diloco.training.config.recipes import RECIPES, recipe
-from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file
+from diloco.training.config.resolve import Budget, epochs, parse_tokens, read_config_file, resolved
 
 HELP = "train a language model: diloco train RECIPE [--field value …] [--config FILE] [--resume RUN] [--dry-run]"
 ORDER = 1
@@ -58,66 +57,82 @@ def run(arguments: list[str]) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Command, Budget | None]:
-    """The command and its budget; a resume begins with the run's own config, and needs no recipe."""
-    words, others = _words(arguments)
-    if words.resume is not None and words.config is not None:
-        raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
-    configs: dict[str, TrainConfig] = {}
+    """The command and its budget; the words that choose a config are read first, and the others change it."""
+    words, flags = _words(arguments)
     budget = _budget(words)
-    if words.rendezvous is not None:  # each command starts one replica
-        configs = {name: replace(recipe(name), num_replicas=1) for name in RECIPES}
-    if arguments and not others and words.config is None and words.resume is None:
-        raise unknown_choice(arguments, RECIPES, prog="diloco train")
-    if words.config is not None and not asks_for_help(others):
-        named = others[0] if others and others[0] in RECIPES else None
-        base, budget_of_file = read_config_file(words.config, named, rendezvous=words.rendezvous)
-        configs, budget = {base.recipe: base}, budget or budget_of_file
-        others = others if named else [base.recipe, *others]
-    changes_model = words.hf is not None or words.lora is not None
-    if changes_model and words.resume is None and others and (name := others[0]) in RECIPES:
-        configs[name] = with_hugging_face(configs.get(name) or recipe(name), words.hf, lora=words.lora)
-    if words.resume is not None:
-        from diloco.training.records.runs import resumable
-
-        saved = resumable(words.resume)
-        saved = at_another_place(saved, words.hf, lora=words.lora) if changes_model else saved
-        configs = {name: saved for name in RECIPES if saved.recipe in ("", name)}
-        if saved.recipe in RECIPES and (not others or others[0] not in RECIPES):
-            others = [saved.recipe, *others]
-    command = parsed_recipe(lambda config: Command(config=config), others, prog="diloco train", configs=configs)
-    if budget is None and command.resume is None:
+    resume, file = (Path(words[name]) if name in words else None for name in ("resume", "config"))
+    if resume is not None and file is not None:
+        raise UserError("resume goes on with the run's own settings: leave config out", "resume", "config")
+    named = flags.pop(0) if flags and flags[0] in RECIPES else None
+    hf, lora = words.get("model.hf"), words.get("model.lora")
+    if resume is not None:
+        config = _of_run(resume, named)
+        config = at_another_place(config, hf, lora=lora) if hf or lora else config
+    elif file is not None and not asks_for_help(flags):
+        config, of_file = read_config_file(file, named, rendezvous=words.get("rendezvous"))
+        budget = budget or of_file
+    else:
+        if named is None:
+            named, flags = named_recipe(flags or arguments, prog="diloco train")
+        config = recipe(named)
+        if "rendezvous" in words:  # each command starts one replica
+            config = replace(config, num_replicas=1)
+    if (hf or lora) and resume is None:
+        config = with_hugging_face(config, hf, lora=lora)
+    if "rendezvous" in words:
+        config = replace(config, rendezvous=words["rendezvous"])
+    command = Command(config=config, resume=resume)
+    command = changed(command, config, flags, prog="diloco train")
+    if budget is None and resume is None:
         budget = Budget(command.config.num_tokens, "tokens")
     return command, budget
 
 
-def _words(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The words of a command line on which the defaults of the others depend, and all but those of the budget."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--num-tokens", "--num_tokens")
-    parser.add_argument("--epochs", type=float)
-    parser.add_argument("--model.hf", dest="hf")
-    parser.add_argument("--model.lora", dest="lora")
-    defaults = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, kind in (("--resume", Path), ("--config", Path), ("--rendezvous", str)):
-        defaults.add_argument(name, type=kind)
-    try:
-        words, others = parser.parse_known_args(arguments)
-        defaults.parse_known_args(others, words)
-    except argparse.ArgumentError:  # tyro explains what is wrong with it
-        names = ("num_tokens", "epochs", "hf", "lora", "resume", "config", "rendezvous")
-        return argparse.Namespace(**dict.fromkeys(names)), [*arguments]
+def _of_run(directory: Path, named: str | None) -> TrainConfig:
+    from diloco.training.records.runs import resumable
+
+    saved = resumable(directory)
+    return replace(saved, recipe=named) if named and saved.recipe else saved
+
+
+_FIRST_WORDS = ("resume", "config", "rendezvous", "model.hf", "model.lora", "num_tokens", "epochs")
+"""The flags that choose the config which the others change, and its budget."""
+
+
+def _words(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of the first words, and the other arguments."""
+    words: dict[str, str] = {}
+    others: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        field = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or field not in _FIRST_WORDS:
+            others.append(word)
+            continue
+        if not equals and (value := next(rest, "--")).startswith("--"):
+            raise UserError(f"{name} needs a value (diloco train --help)")
+        words[field] = value
     return words, others
 
 
-def _budget(words: argparse.Namespace) -> Budget | None:
-    if words.num_tokens is not None and words.epochs is not None:
+def _budget(words: Mapping[str, str]) -> Budget | None:
+    num_tokens, num_epochs = words.get("num_tokens"), words.get("epochs")
+    if num_tokens is not None and num_epochs is not None:
         raise UserError(
-            f"num_tokens={words.num_tokens} and epochs={words.epochs:g} are two budgets: leave one of them out",
+            f"num_tokens={num_tokens} and epochs={num_epochs} are two budgets: leave one of them out",
             *("num_tokens", "epochs"),
         )
-    if words.epochs is not None:
-        return epochs(words.epochs)
-    return None if words.num_tokens is None else parse_tokens(words.num_tokens)
+    if num_epochs is None:
+        return None if num_tokens is None else parse_tokens(num_tokens)
+    try:
+        return epochs(float(num_epochs))
+    except ValueError as error:
+        raise (
+            error
+            if isinstance(error, UserError)
+            else UserError(f"epochs takes a number, not {num_epochs!r:.80}", "epochs")
+        ) from None
 
 
 def _start(command: Command, budget: Budget | None) -> None:
@@ -127,25 +142,63 @@ def _start(command: Command, budget: Budget | None) -> None:
     from diloco.report.terminal.training import preparation_progress
     from diloco.training.prepare import prepare_run
     from diloco.training.processes import prepared, under_a_launcher
-    from diloco.training.records.runs import CONFIG_FILE, check_not_running, own_run, running
+    from diloco.training.records.runs import (
+        CONFIG_FILE,
+        check_not_running,
+        own_run,
+        read_config,
+        running,
+        schedule_changes,
+    )
 
     if command.resume is None and command.config.name and not under_a_launcher():
         check_not_running(command.config.directory)  # now, since preparing a text may take hours
-    resume = command.resume or own_run(command.config)
+    own = None if command.resume is not None else own_run(command.config)
+    resume = command.resume or own
     with nullcontext() if command.dry_run else prepared():
         with preparation_progress(Console(stderr=True)) as progress:
-            config = prepare_run(command.config, resume=command.resume, budget=budget, progress=progress)
+            asked = prepare_run(command.config, resume=command.resume, own=own, budget=budget, progress=progress)
+        config = resolved(asked)
+        saved = config if resume is None else read_config(resume)
+        if schedule_changes(saved, config):
+            # A warm-up that is left out follows from the step that the run goes on from.
+            config = with_value(config, "optimizer.warmup_steps", asked.optimizer.warmup_steps)
         if command.dry_run:
             _print_forecast(config, budget)
             return
         file = config.directory / CONFIG_FILE
         was_there = file.exists() and resume is None  # then the run in the directory is another one
-        _print_start(config, budget, resume=resume)
+        _print_start(config, budget, changes=differences(saved, config))
         is_first = os.environ.get("RANK", "0") == "0"
         hint = f"go on with: {resume_command(config)}"
         lock = running(config.directory) if is_first else nullcontext()
         with hinted(hint, when=lambda: file.exists() and not was_there), lock:
-            _train(config, is_resume=resume is not None)
+            _train(asked, is_resume=resume is not None)
+
+
+def resume_command(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
+    """The command line that resumes a run here; under torchrun that of this machine, with its number.
+
+    Args:
+        config: the run's.
+        environment: the variables in which torchrun describes this machine and the others.
+    """
+    resume = ["diloco", "train", *filter(None, [config.recipe]), "--resume", str(config.directory)]
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return shlex.join(resume)
+    flags = {flag: environment.get(variable, "") for flag, variable in _TORCHRUN_FLAGS.items()}
+    words = [word for flag, value in flags.items() for word in (flag, value)]
+    return shlex.join(["torchrun", *words, "-m", *resume])
+
+
+_TORCHRUN_FLAGS = {
+    "--nnodes": "GROUP_WORLD_SIZE",
+    "--nproc-per-node": "LOCAL_WORLD_SIZE",
+    "--node-rank": "GROUP_RANK",
+    "--master-addr": "MASTER_ADDR",
+    "--master-port": "MASTER_PORT",
+}
+"""Flags of torchrun, and the variables that have their values in its processes."""
 
 
 def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
@@ -155,46 +208,41 @@ def _print_forecast(config: TrainConfig, budget: Budget | None) -> None:
     print("\n".join([*start_lines(config, budget), *forecast_lines(config, forecast(config))]))
 
 
-def _print_start(config: TrainConfig, budget: Budget | None, *, resume: Path | None) -> None:
+def _print_start(config: TrainConfig, budget: Budget | None, *, changes: Mapping[str, tuple[Any, Any]]) -> None:
     """Print what the first process of a run knows before it starts."""
     from diloco.report.terminal.training import change_lines, start_lines
-    from diloco.training.config.config import differences
-    from diloco.training.records.runs import read_config
 
     if os.environ.get("RANK", "0") != "0":
         return
-    lines = [*start_lines(config, budget)]
-    if resume is not None:
-        lines += change_lines(differences(read_config(resume), config))
-    print("\n".join(lines), flush=True)
+    print("\n".join([*start_lines(config, budget), *change_lines(changes)]), flush=True)
     if config.prometheus_port is not None:
         ports = range(config.prometheus_port, config.prometheus_port + config.num_local_replicas)
         print(f"metrics at http://127.0.0.1:{ports[0]}/metrics, and so on to port {ports[-1]}", flush=True)
 
 
-def _train(config: TrainConfig, *, is_resume: bool) -> None:
+def _train(asked: TrainConfig, *, is_resume: bool) -> None:
     """Train in this process, if a launcher started it, or else in one for each shard of each replica."""
     from diloco.training.processes import launch, slow_imports, under_a_launcher
 
     if under_a_launcher():
-        _replica(config, is_resume)
+        _replica(asked, is_resume)
     else:
-        sizes = config.num_local_replicas, config.processes_per_replica
-        launch(_replica, *sizes, config, is_resume, imports=slow_imports(config))
+        sizes = asked.num_local_replicas, asked.processes_per_replica
+        launch(_replica, *sizes, asked, is_resume, imports=slow_imports(asked))
 
 
-def _replica(config: TrainConfig, is_resume: bool) -> None:
+def _replica(asked: TrainConfig, is_resume: bool) -> None:
     """Train one replica, or one of its shards, in this process; the first shows progress and outcome."""
     from rich.console import Console
 
     from diloco.report.terminal.training import TrainingProgress, print_outcome
     from diloco.training.loop import train
 
-    console = Console()
+    config, console = resolved(asked), Console()
     progress = TrainingProgress(config, console) if int(os.environ["RANK"]) == 0 else None
     on_start = None if progress is None else partial(progress.started, is_resume=is_resume)
     try:
-        outcome = train(config, resume=is_resume, on_start=on_start, on_step=progress)
+        outcome = train(asked, resume=is_resume, on_start=on_start, on_step=progress)
     finally:
         if progress is not None:
             progress.close()

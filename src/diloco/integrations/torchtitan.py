@@ -7,7 +7,7 @@ torchrun starts this module as it starts `torchtitan.train`. The config file has
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from diloco.exchange.transport import agree
 from diloco.files import requiring
 from diloco.fragments import Fragments, sequential, strided, whole
 from diloco.outer.nesterov import Nesterov
+from diloco.presets import PRESETS, DilocoSettings
 
 with requiring("torchtitan", extra="torchtitan"):
     from torchtitan import config
@@ -25,9 +26,12 @@ with requiring("torchtitan", extra="torchtitan"):
     from torchtitan.train import Trainer, main
 
 
-@dataclass
-class DiLoCo:
-    """The section `[diloco]`: the arguments of `diloco.connect`, `Nesterov` and `StreamingDiLoCo`."""
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(DilocoSettings):
+    """The section `[diloco]`: the arguments of `diloco.connect`, and settings.
+
+    What is left out is that of the method streaming_overlapped_fp4, but for overlap_steps, which is 0.
+    """
 
     address: str | None = None
     """host:port of replica 0; None is DILOCO_ADDRESS in the environment."""
@@ -41,26 +45,6 @@ class DiLoCo:
     """Longest wait for the other replicas, in seconds."""
     sync_every: int = 100
     """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int = 0
-    """τ: inner steps between sending a fragment and merging it."""
-    fragments: Literal["strided", "sequential", "whole"] = "strided"
-    """The pattern by which the model's layers form fragments."""
-    layers_per_fragment: int = 3
-    """Layers in a strided or sequential fragment."""
-    outer_learning_rate: float = 0.4
-    """η of the outer SGD with Nesterov momentum."""
-    outer_momentum: float = 0.9
-    """μ of the outer SGD with Nesterov momentum."""
-    mixing: float = 0.5
-    """α: how much of its own parameters a replica keeps at a merge."""
-    wire: str = "e3m0"
-    """Codec of the outer gradients."""
-    combine: str = "gather"
-    """gather or reduce_scatter."""
-    error_feedback: float | None = None
-    """β of error feedback; None is no error feedback."""
-    offload: bool = False
-    """Keep Θ and the outer momentum in pinned host memory."""
 
 
 @dataclass
@@ -106,15 +90,15 @@ class DiLoCoTrainer(Trainer):
     def build_engine(self, model: nn.Module) -> StreamingDiLoCo:
         """The engine of the section [diloco]; override it for what a config can't say."""
         settings = self._settings
+        fragments = _fragments(model, settings)
         return StreamingDiLoCo(
             model,
-            fragments=_fragments(model, settings),
-            sync_every=settings.sync_every,
-            overlap_steps=settings.overlap_steps,
+            fragments=fragments,
+            schedule=settings.schedule(len(fragments)),
             exchange=self._exchange,
             outer=Nesterov(lr=settings.outer_learning_rate, momentum=settings.outer_momentum),
-            mixing=settings.mixing,
-            wire=settings.wire,
+            mixing=_METHOD.mixing if settings.mixing is None else settings.mixing,
+            wire=settings.wire or _METHOD.wire,
             combine=settings.combine,
             error_feedback=settings.error_feedback,
             offload=settings.offload,
@@ -163,10 +147,13 @@ class DiLoCoTrainer(Trainer):
         )
 
 
+_METHOD = PRESETS["streaming_overlapped_fp4"]
+
+
 def _fragments(model: nn.Module, settings: DiLoCo) -> Fragments:
     if settings.fragments == "whole":
         return whole(model)
-    cut = {"strided": strided, "sequential": sequential}[settings.fragments]
+    cut = sequential if settings.fragments == "sequential" else strided
     return cut(model, layers_per_fragment=settings.layers_per_fragment, blocks="layers")
 
 

@@ -67,7 +67,11 @@ def _settings(run: RunTail, config: TrainConfig) -> dict[str, str]:
     }
     if config.method != "data_parallel":
         diloco = config.diloco
-        facts |= {"H": str(diloco.sync_every), "τ": str(diloco.overlap_steps), "α": f"{diloco.mixing:g}"}
+        facts |= {
+            "H": str(diloco.sync_every),
+            "τ": ", ".join(map(str, diloco.overlaps)),
+            "α": f"{diloco.mixing:g}",
+        }
         facts |= {"wire": str(diloco.wire), "η": f"{diloco.outer_learning_rate:g}"}
     return facts
 

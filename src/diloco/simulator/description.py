@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from diloco.errors import UserError
 from diloco.presets import METHODS, PRESETS, Method
-from diloco.schedule import Schedule
+from diloco.schedule import Schedule, Timing
 
 Pattern = Literal["strided", "sequential"]
 """The pattern by which layers form fragments: strided, every P-th layer; sequential, neighbouring layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodSettings:
+class MethodSettings(Timing):
     """A method and its numbers.
 
     Raises:
@@ -33,13 +33,6 @@ class MethodSettings:
     fragments: Pattern = "strided"
     """Pattern by which blocks form fragments of the streaming methods; it matters to the preset paper, in which
     each layer waits for itself."""
-    overlap_steps: int | tuple[int, ...] | None = None
-    """τ, inner steps between sending a fragment and merging it; one number, or one per replica; left out, the
-    method's own."""
-    first_sync: Literal["full_period", "early"] = "full_period"
-    """First sync of a fragment, at the first due step t ≥ H, or t ≥ 1; it changes short runs only."""
-    offsets: tuple[int, ...] | None = None
-    """t_p, one per fragment; left out, floor(p·H/P)."""
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -103,16 +96,9 @@ class MethodSettings:
     def schedule(self, num_fragments: int) -> Schedule:
         """The steps at which each fragment is sent and merged; data_parallel syncs at every step."""
         if self.method == "data_parallel":
-            period, overlap = 1, 0
-        else:
-            period, overlap = self.sync_every, PRESETS[self.method].overlap_steps
-        return Schedule(
-            sync_every=period,
-            num_fragments=num_fragments,
-            overlap_steps=overlap if self.overlap_steps is None else self.overlap_steps,
-            first_sync=self.first_sync,
-            offsets=self.offsets,
-        )
+            return replace(super().schedule(num_fragments), sync_every=1)
+        overlap = PRESETS[self.method].overlap_steps if self.overlap_steps is None else self.overlap_steps
+        return replace(super().schedule(num_fragments), overlap_steps=overlap)
 
 
 @dataclass(frozen=True, kw_only=True)

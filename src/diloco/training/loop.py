@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,8 @@ from diloco.data.shards import TokenShards, open_split
 from diloco.errors import ExchangeError, TrainingError
 from diloco.exchange.transport import agree, fail_together
 from diloco.integrations.trackers import tracker
-from diloco.rendezvous.store_rendezvous import StoreRendezvous
 from diloco.training.config.config import TrainConfig, flat_json
-from diloco.training.config.resolve import shared_facts
+from diloco.training.config.resolve import resolved, shared_facts
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MetricsLog, StepMetrics
 from diloco.training.records.runs import check_same_text, claim_together, continued, newest_common_step
@@ -25,6 +25,9 @@ from diloco.training.records.summary import Outcome, conclude, evaluate, held_ou
 from diloco.training.state import TrainState, initial_state
 from diloco.training.step import BegunStep, begin_step, end_step
 from diloco.training.world import World, join
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 
 @contextmanager
@@ -61,16 +64,16 @@ def lost_processes_named(state: TrainState) -> Iterator[None]:
 
 
 def train(
-    config: TrainConfig,
+    asked: TrainConfig,
     *,
     resume: bool = False,
-    on_start: Callable[[int, StoreRendezvous | None], None] | None = None,
+    on_start: Callable[[int, "StoreRendezvous | None"], None] | None = None,
     on_step: Callable[[StepMetrics], None] | None = None,
 ) -> Outcome | None:
     """Train as one process of the world that the environment describes (RANK, WORLD_SIZE, …).
 
     Args:
-        config: resolved, and the same on all replicas.
+        asked: of a run whose text is prepared, and the same on all replicas.
         resume: go on from the newest step that every replica holds.
         on_start: called with the step that this replica goes on from, 0 for a new run, and the rendezvous that it
             has joined.
@@ -84,7 +87,7 @@ def train(
         UserError: for settings that contradict each other, the data, or the other replicas' settings.
         ExchangeError: if other replicas are gone.
     """
-    with _set_up(config, resume=resume) as run:
+    with _set_up(asked, resume=resume) as run:
         config = run.config
         if on_start is not None:
             on_start(run.state.step, run.world.rendezvous)
@@ -160,8 +163,9 @@ class _Run:
 
 
 @contextmanager
-def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
+def _set_up(asked: TrainConfig, *, resume: bool) -> Iterator[_Run]:
     """Join the other processes, open the text, and make the state or take it up again."""
+    config = resolved(asked)
     with ExitStack() as stack:
         world = stack.enter_context(join(config))
         stack.enter_context(fail_together(world.exchange))
@@ -169,7 +173,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
         corpus, held_out = _open_corpus(config, world)
         state = initial_state(config, world)
         if not resume:
-            claim_together(config, world)
+            claim_together(asked, world)
         assert config.checkpoint.keep is not None, "the config is resolved"
         checkpoints = stack.enter_context(
             Checkpoints(config.checkpoints, world.replica, world.host_group, keep=config.checkpoint.keep)
@@ -180,7 +184,7 @@ def _set_up(config: TrainConfig, *, resume: bool) -> Iterator[_Run]:
             if step := newest_common_step(config, world, checkpoints):
                 state.load(checkpoints, step)
             checkpoints.drop_after(step)
-            config = continued(config, world, step)
+            config = continued(asked, world, step)
         log = None
         if world.rank == 0:
             log = _open_log(config, world, state)

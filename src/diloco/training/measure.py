@@ -24,12 +24,14 @@ from diloco.exchange.transport import Channel, Tag, Transport, share
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import check
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import resolve
+from diloco.training.config.resolve import resolve, resolved
+from diloco.training.hardware import use_autocast
 from diloco.training.loop import open_batches, open_split
+from diloco.training.optimizer import learning_rate
 from diloco.training.prepare import prepare_run
 from diloco.training.state import initial_state
-from diloco.training.step import inner_step, learning_rate
-from diloco.training.world import World, alone, join, use_autocast
+from diloco.training.step import inner_step
+from diloco.training.world import World, alone, join
 from diloco.wire import CODECS, Codec, codec
 from diloco.wire.kernels.memory import empty
 
@@ -104,7 +106,7 @@ def flops_per_second(config: TrainConfig, *, num_cores: int) -> float:
         model = replace(config.model, vocab_size=config.model.vocab_size or 257).build(seed=0)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens_BxT1 = torch.zeros(config.process_batch, config.sequence_length + 1, dtype=torch.int64)
-        autocast = use_autocast(config, torch.device("cpu"))
+        autocast = use_autocast(config.precision, torch.device("cpu"))
 
         def step() -> None:
             for window_BxT1 in tokens_BxT1.split(config.micro_batch or config.process_batch):
@@ -262,7 +264,7 @@ def demo_gradient(recipe_name: str = "laptop") -> Tensor:
         default = recipe(recipe_name)
         data = replace(default.data, cache=Path(directory) / "data")
         settings = replace(default, runs=Path(directory), num_replicas=1, data=data)
-        config = prepare_run(settings, resume=None)
+        config = resolved(prepare_run(settings))
         world = alone(config)
         assert config.data.prepared is not None, "the config is resolved"
         batches = open_batches(config, world, open_split(config.data.prepared, "train"))

@@ -9,33 +9,35 @@ import torch
 
 from diloco.data.prepare import ProgressCallback
 from diloco.data.prepare import resolve as resolve_data
-from diloco.data.shards import open_split
-from diloco.data.tokenizers import ByteTokenizer, load_tokenizer
+from diloco.data.shards import open_split, read_index
+from diloco.data.tokenizers import ByteTokenizer
 from diloco.errors import UserError, setting
 from diloco.files import require
 from diloco.integrations.trackers import check_installed
-from diloco.rendezvous.store import Store
+from diloco.schedule import Schedule
 from diloco.training.config.config import TrainConfig, differences
-from diloco.training.config.engine_settings import check, checked_settings
+from diloco.training.config.engine_settings import check_sends, checked_settings
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import Budget, resolve, with_budget, with_method_values
+from diloco.training.config.resolve import Budget, resolved, with_budget, with_method_values
 from diloco.training.processes import under_a_launcher
-from diloco.training.records.runs import check_data, check_unclaimed, own_run, resume_config
+from diloco.training.records.runs import check_data, check_unclaimed, resume_config
 from diloco.training.records.summary import held_out_windows
 
 
 def prepare_run(
     asked: TrainConfig,
     *,
-    resume: Path | None,
+    resume: Path | None = None,
+    own: Path | None = None,
     budget: Budget | None = None,
     progress: ProgressCallback | None = None,
 ) -> TrainConfig:
-    """The resolved config of a run whose data is prepared and whose settings were checked.
+    """The config of a run, as asked, whose data is prepared and whose settings were checked.
 
     Args:
         asked: a recipe's config with the user's changes; to resume, the config of `resumable` with them.
         resume: directory of the run to resume.
+        own: directory of the store's replica that `asked` continues, as `own_run` gives it.
         budget: the amount of training in the place of `asked.num_tokens`, rounded to whole steps.
         progress: called with the state of the data's preparation.
 
@@ -47,32 +49,33 @@ def prepare_run(
         _check_device(asked)
         if budget is not None:
             check_data(asked, field="data.prepared")
-            assert asked.data.prepared is not None, "a run's config is resolved"
-            asked = _with_budget(asked, budget, asked.data.prepared)
+            asked = _with_budget(asked, budget)
         return resume_config(resume, asked)
     refuse_what_means_nothing(asked)
     _check_device(asked)
     if not asked.name and under_a_launcher():
         raise UserError("under torchrun set name: all replicas must know their run by it", "name")
     if asked.rendezvous is not None:
+        from diloco.rendezvous.store import Store  # with its library, which no fixed group needs
+
         with setting("rendezvous", asked.rendezvous):
             Store.open(asked.rendezvous)
     asked = replace(asked, name=asked.name or _name(asked))
-    own = own_run(asked)
     if own is None and not under_a_launcher():
         check_unclaimed(asked)
-    _check_before_the_text(asked, budget)
+    schedule = _checked_before_the_text(asked, budget)
     directory = resolve_data(asked.data, progress=progress)
-    asked = _with_budget(asked, budget, directory)
-    config = resolve(asked, vocab_size=load_tokenizer(directory).vocab_size, prepared=directory)
-    check(config)
+    asked = _with_budget(replace(asked, data=replace(asked.data, prepared=directory)), budget)
+    config = resolved(asked)
+    if schedule is not None:
+        check_sends(schedule, config.num_steps)
     epoch_tokens(config, directory)
     held_out_windows(open_split(directory, "held_out"), config)
-    return config if own is None else resume_config(own, config)
+    return asked if own is None else resume_config(own, asked)
 
 
-def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:
-    """Refuse what can be refused before a text is tokenized, which may take hours."""
+def _checked_before_the_text(asked: TrainConfig, budget: Budget | None) -> Schedule | None:
+    """Refuse what can be refused before a text is tokenized, which may take hours; returns the schedule."""
     if budget is not None and budget.unit == "tokens":
         with_budget(asked, budget, epoch_tokens=1)
     if asked.data.prepared is None and asked.data.tokenizer == "bytes":
@@ -80,17 +83,19 @@ def _check_before_the_text(asked: TrainConfig, budget: Budget | None) -> None:
         model = asked.model.fitted(vocab_size=ByteTokenizer.vocab_size, sequence_length=length)
     else:  # the fragments are the same, whatever the vocabulary
         model = replace(asked.model, vocab_size=asked.model.vocab_size or ByteTokenizer.vocab_size)
-    if asked.method != "data_parallel":
-        checked_settings(with_method_values(replace(asked, model=model)))
+    if asked.method == "data_parallel":
+        return None
+    return checked_settings(with_method_values(replace(asked, model=model))).schedule
 
 
-def _with_budget(asked: TrainConfig, budget: Budget | None, prepared: Path) -> TrainConfig:
-    """The config with a budget, of which the text and the tokenizer decide how many tokens it is."""
+def _with_budget(asked: TrainConfig, budget: Budget | None) -> TrainConfig:
+    """The config with a budget, of which its text and the tokenizer decide how many tokens it is."""
     if budget is None:
         return asked
-    vocab_size = asked.model.vocab_size or load_tokenizer(prepared).vocab_size
+    assert asked.data.prepared is not None, "the text is prepared"
+    vocab_size = asked.model.vocab_size or read_index(asked.data.prepared).vocab_size
     sized = replace(asked, model=replace(asked.model, vocab_size=vocab_size))
-    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked, prepared))
+    budgeted = with_budget(sized, budget, epoch_tokens=epoch_tokens(asked, asked.data.prepared))
     return replace(asked, num_tokens=budgeted.num_tokens)
 
 

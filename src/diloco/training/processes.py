@@ -43,6 +43,8 @@ _IMPORTS = ("torch.utils.tensorboard", "diloco.training.loop")
 def slow_imports(config: "TrainConfig") -> tuple[str, ...]:
     """Modules that every process of a run needs beside these, and that take a second to import."""
     modules = config.model.slow_imports
+    if config.rendezvous is not None:
+        modules = (*modules, "diloco.rendezvous.store_rendezvous")
     if config.num_shards > 1:
         return (*modules, "torch._dynamo", "torch.distributed.fsdp")
     needs_dynamo = config.method == "data_parallel" or config.num_ddp > 1 or config.compile

@@ -1,6 +1,5 @@
 """The one state object: everything of a replica that resumes, exchanges in flight included."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ from diloco.exchange.group import TorchGroup
 from diloco.models.language_model import LanguageModel
 from diloco.outer.step import OuterStep
 from diloco.schema import Count, Seconds
-from diloco.training.config.config import AdamWConfig, TrainConfig
+from diloco.training.config.config import TrainConfig
 from diloco.training.config.engine_settings import engine_settings, frozen_parameters
 from diloco.training.config.resolve import check_sizes
 from diloco.training.data_parallel import (
@@ -24,20 +23,10 @@ from diloco.training.data_parallel import (
     data_parallel,
     settle_buckets,
 )
+from diloco.training.optimizer import AdamW, adamw, no_moments
 from diloco.training.records.checkpoints import Checkpoints
 from diloco.training.records.metrics import MeanLoss, MeanLossState
 from diloco.training.world import World
-
-for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-    _method = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
-    # torch._compile._disable_dynamo keeps here what it calls; a version that does not is only slower to start.
-    setattr(_method, "__dynamo_disable", _method)
-
-
-class AdamW(torch.optim.AdamW):
-    """The same steps, bit for bit, as long as none of its methods is called in code that torch compiles."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 @dataclass(frozen=True)
@@ -185,8 +174,8 @@ class TrainState:
     """θ_m, or this process's shards of it."""
     forward: nn.Module
     """The model as training calls it: itself, compiled, or wrapped in DistributedDataParallel."""
-    optimizer: torch.optim.Optimizer
-    """AdamW."""
+    optimizer: AdamW
+    """The inner optimizer."""
     sync: Synchronizer
     """Θ, the outer momentum and what is in flight; or the baseline."""
     progress: Progress
@@ -243,7 +232,7 @@ class TrainState:
     def _tensors(self, sync: dict[str, Any]) -> dict[str, Any]:
         """All tensors by name: the model's, the optimizer's, and the synchronizer's."""
         optimizer = {
-            name: self.optimizer.state[parameter] or _no_moments(parameter)
+            name: self.optimizer.state[parameter] or no_moments(parameter)
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
@@ -254,12 +243,6 @@ def _parted(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plain values of a synchronizer's state, and its tensors."""
     tensors = {name: value for name, value in state.items() if isinstance(value, dict)}
     return {name: value for name, value in state.items() if name not in tensors}, tensors
-
-
-def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state before its first step."""
-    zeros = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros(()), **zeros}
 
 
 @dataclass(frozen=True)
@@ -289,14 +272,14 @@ def initial_state(config: TrainConfig, world: World) -> TrainState:
         model.to(world.device)
     else:
         _shard(model, world)
-    optimizer = _adamw(model, config.optimizer)
+    optimizer = adamw(model, config.optimizer)
     forward: nn.Module = torch.compile(model) if config.compile else model  # pyright: ignore[reportAssignmentType]
     if config.method == "data_parallel":
         baseline = _data_parallel(config, world, model, forward)
         return TrainState(
             model, baseline.forward, optimizer, baseline, FixedProgress(config), passes=baseline.passes
         )
-    settings = engine_settings(config, model)
+    settings = engine_settings(config.diloco, model, seed=config.seed)
     exchange = world.exchange if world.rendezvous is None else None
     engine = StreamingDiLoCo(
         model,
@@ -341,15 +324,3 @@ def _shard(model: LanguageModel, world: World) -> None:
         # What is gathered for a pass is given up after it, so that the engine and the optimizer, which change
         # the shards, never leave it stale.
         fully_shard(module, mesh=world.mesh["shard"], reshard_after_forward=True)
-
-
-def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
-    assert config.weight_decay is not None, "the config is resolved"
-    return AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )

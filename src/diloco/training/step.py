@@ -20,9 +20,11 @@ from diloco.engine.streaming import StreamingDiLoCo, begin_logs
 from diloco.errors import TrainingError
 from diloco.outer.step import OuterStep
 from diloco.training.config.config import TrainConfig
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
+from diloco.training.optimizer import learning_rate
 from diloco.training.records.metrics import StepMetrics, describe
 from diloco.training.state import Synchronizer, TrainState
-from diloco.training.world import World, model_flops_utilization, peak_memory_bytes
+from diloco.training.world import World
 from diloco.wire.kernels.memory import begin_to_host, to_device
 
 
@@ -139,7 +141,7 @@ def end_step(
         outer_steps=described,
         mean_loss=mean_loss,
         engine=begun.read_logs(),
-        model_flops_utilization=model_flops_utilization(config, world.device, seconds),
+        model_flops_utilization=model_flops_utilization(config.step_flops, world.device, seconds),
         peak_memory_bytes=peak_memory_bytes(world.device),
     )
 
@@ -171,9 +173,7 @@ def begin_inner_step(
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     loss_and_norm = gradients(state, batch, config, world)
-    # The optimizer looks at it on the device, and leaves all as it was.
-    state.optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # pyright: ignore[reportAttributeAccessIssue]
-    state.optimizer.step()
+    state.optimizer.step(found_inf=(~loss_and_norm.isfinite().all()).float())
     state.optimizer.zero_grad()
     return loss_and_norm
 
@@ -205,26 +205,3 @@ def gradients(state: TrainState, batch: np.ndarray, config: TrainConfig, world: 
     grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.optimizer.clip_norm)
     loss = world.group.reduce(torch.stack(losses).mean().double()) / world.num_ranks
     return torch.stack([loss, gathered(grad_norm).double()])
-
-
-def learning_rate(config: TrainConfig, step: float) -> float:
-    """Linear warm-up to the peak, then the schedule down to `final_fraction` of it, where it stays.
-
-    With x from 0 to 1 on the way down, the height above that end is (1 + cos π x) / 2 for the cosine, and 1 − √x
-    for wsd (arXiv 2405.18392), which begins at the last `decay_fraction` of the steps after `start_step`.
-    Between two steps it is defined, too: where replicas come and go, the run need not stand at a whole step.
-    """
-    inner, first, last = config.optimizer, config.optimizer.start_step, config.num_steps
-    assert inner.warmup_steps is not None, "the config is resolved"
-    warm = first + inner.warmup_steps
-    if step <= warm:
-        if step <= first:
-            return inner.start_rate
-        return inner.start_rate + (inner.learning_rate - inner.start_rate) * (step - first) / inner.warmup_steps
-    if inner.schedule == "cosine":
-        progress = (min(step, last) - warm) / (last - warm)
-        height = (1 + math.cos(math.pi * progress)) / 2
-    else:
-        begin = first + (1 - inner.decay_fraction) * (last - first)
-        height = 1 - math.sqrt(max(0.0, min(step, last) - begin) / (last - begin))
-    return inner.learning_rate * (inner.final_fraction + (1 - inner.final_fraction) * height)

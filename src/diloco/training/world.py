@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,20 @@ from diloco.exchange.loopback import LoopbackExchange
 from diloco.exchange.notices import Notices
 from diloco.exchange.process_group import GroupExchange, ProcessGroupExchange, group_like
 from diloco.exchange.transport import SECONDS_OF_SILENCE, Group, Transport, wait_for_all
-from diloco.rendezvous.log.run import RunState
-from diloco.rendezvous.store_rendezvous import StoreRendezvous
-from diloco.schema import Count
 from diloco.training.config.config import TrainConfig
 from diloco.training.config.resolve import facts_with_rendezvous
+from diloco.training.hardware import chosen_device, use_autocast
 from diloco.training.processes import SIGNALS, STORE, on_signal
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.store_rendezvous import StoreRendezvous
 
 _SECONDS_TO_LEAVE = 25.0
 """Time to leave a run: less than the launcher, torchrun, and providers of spot instances wait before they kill."""
 
 
 @contextmanager
-def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
+def meeting(config: TrainConfig) -> Iterator["StoreRendezvous"]:
     """The rendezvous of a run; the engine joins it, and at the end of the context this replica leaves.
 
     After an error and on a signal, too: payloads on their way are uploaded before, and still counted.
@@ -44,6 +46,10 @@ def meeting(config: TrainConfig) -> Iterator[StoreRendezvous]:
     Raises:
         UserError: for a URL or a name that can't be right.
     """
+    from diloco.rendezvous.store_rendezvous import (
+        StoreRendezvous,  # with its libraries, which no fixed group needs
+    )
+
     assert config.rendezvous is not None and config.data.prepared is not None, "the config is resolved"
     index, elastic = read_index(config.data.prepared), config.elastic
     text = {
@@ -80,30 +86,6 @@ def _stop(number: int, _: object) -> None:
     for each in SIGNALS:  # one is enough: the launcher passes on what the terminal has sent already
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contributor:
-    """The part of one name's replicas in a run, whole rounds of all fragments."""
-
-    tokens: Count
-    """Tokens whose work the outer steps have counted."""
-    steps: Count
-    """Inner steps that they took."""
-
-
-def contributors(state: RunState) -> dict[str, Contributor]:
-    """The replicas whose work was counted, by name."""
-    num_fragments = state.rules.num_fragments
-    sums: dict[str, tuple[int, int]] = {}
-    for member in state.members:
-        if member.tokens:
-            tokens, steps = sums.get(member.name, (0, 0))
-            sums[member.name] = tokens + member.tokens, steps + member.steps
-    return {
-        name: Contributor(tokens=tokens // num_fragments, steps=steps // num_fragments)
-        for name, (tokens, steps) in sums.items()
-    }
 
 
 _LOG = logging.getLogger("diloco")
@@ -241,92 +223,6 @@ def _said_after_a_moment(sentence: str) -> Iterator[None]:
         timer.cancel()
 
 
-def chosen_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """The device of a process, by its number on this machine; a GPU becomes the current one.
-
-    Raises:
-        UserError: if there is no GPU, or too few.
-    """
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
-    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
-        raise UserError(
-            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
-            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
-            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
-        )
-    device = torch.device("cuda", local_rank % num_gpus)
-    torch.cuda.set_device(device)
-    return device
-
-
-def use_autocast(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the forward pass runs in bfloat16 autocast on a device."""
-    if config.precision != "auto":
-        return config.precision == "bf16"
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-
-
-DENSE_BF16_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-"""Floating-point operations a second in bfloat16, sums in FP32, without sparsity, by NVIDIA's data sheets; by the
-first part of a GPU's name that is found in this order."""
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Floating-point operations a second that a device can do in bfloat16; None if that is not known."""
-    if device.type != "cuda":
-        return None
-    return flops_of(torch.cuda.get_device_name(device))
-
-
-def flops_of(name: str) -> float | None:
-    """The entry of a GPU's name.
-
-    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("Tesla T4")
-    (989000000000000.0, 756000000000000.0, None)
-    """
-    return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory of a GPU that this process's tensors have taken so far; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def model_flops_utilization(config: TrainConfig, device: torch.device, step_seconds: float) -> float | None:
-    """The model's operations in a step over those that the device can do in that time; None if it is unknown."""
-    peak = peak_flops(device)
-    if peak is None:
-        return None
-    tokens = config.process_batch * config.sequence_length
-    return config.model.flops_per_token(config.sequence_length) * tokens / step_seconds / peak
-
-
 @dataclass(frozen=True)
 class World:
     """The place of this process among the others: its number is replica · num_ranks + rank."""
@@ -347,7 +243,7 @@ class World:
     """Whether this process writes the files that the processes of one machine share."""
     autocast: bool
     """Whether the forward pass runs in bfloat16 autocast."""
-    rendezvous: StoreRendezvous | None = None
+    rendezvous: "StoreRendezvous | None" = None
     """The run of replicas that come and go, in the place of the exchange, which has nobody to reach then; of a
     replica's processes only the first has joined it."""
 
@@ -405,7 +301,7 @@ def join(config: TrainConfig) -> Iterator[World]:
         return
     _check_shards(config)
     device = chosen_device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    one = nullcontext(replace(alone(config), device=device, autocast=use_autocast(config, device)))
+    one = nullcontext(replace(alone(config), device=device, autocast=use_autocast(config.precision, device)))
     with _joined(config) if config.num_processes > 1 else one as world, meeting(config) as rendezvous:
         yield replace(world, rendezvous=rendezvous)
 
@@ -548,7 +444,7 @@ def world_of(config: TrainConfig, device: torch.device, timeout: timedelta, *, i
         host_group=TorchGroup(own_group, torch.device("cpu")),
         device=device,
         is_first_on_machine=is_first_on_machine,
-        autocast=use_autocast(config, device),
+        autocast=use_autocast(config.precision, device),
     )
 
 
@@ -577,5 +473,5 @@ def alone(config: TrainConfig) -> World:
         host_group=OneProcess(),
         device=cpu,
         is_first_on_machine=True,
-        autocast=use_autocast(config, cpu),
+        autocast=use_autocast(config.precision, cpu),
     )

@@ -12,7 +12,7 @@ from diloco.data.config import DataConfig
 from diloco.report.terminal.training import TrainingProgress, change_lines, forecast_lines, start_lines
 from diloco.training.config.forecast import forecast
 from diloco.training.config.recipes import recipe
-from diloco.training.config.resolve import Budget
+from diloco.training.config.resolve import Budget, resolved
 from diloco.training.prepare import prepare_run
 
 
@@ -34,7 +34,7 @@ def asked(tmp_path_factory):
     ],
 )
 def test_epochs_and_rounding_are_said_before_they_happen(asked, budget, expected):
-    text = "\n".join(start_lines(prepare_run(asked, resume=None, budget=budget), budget))
+    text = "\n".join(start_lines(resolved(prepare_run(asked, budget=budget)), budget))
     assert expected in text
     assert "the last 2.00% of each document is held out" in text
     assert text.endswith(str(asked.runs / "run"))
@@ -50,7 +50,7 @@ def test_changes_name_both_values():
 
 @pytest.mark.parametrize("method", ["streaming_overlapped_fp4", "data_parallel"])
 def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
-    config = prepare_run(replace(asked, method=method), resume=None)
+    config = resolved(prepare_run(replace(asked, method=method)))
     text = "\n".join(forecast_lines(config, forecast(config)))
     assert "57,792 parameters, 2 replicas" in text and "steps  60 of 512 tokens" in text
     assert ("first sent after step 10, 13, 16" in text) == (method != "data_parallel")
@@ -60,7 +60,7 @@ def test_a_forecast_names_steps_syncs_and_bytes(asked, method):
 def test_a_forecast_of_replicas_that_come_and_go_counts_no_bytes(asked, tmp_path):
     (tmp_path / "store").mkdir()
     one = replace(asked, num_replicas=1, replica_batch=2, rendezvous=str(tmp_path / "store"))
-    config = prepare_run(one, resume=None)
+    config = resolved(prepare_run(one))
     *_, steps, own, _, syncs, last = forecast_lines(config, forecast(config))
     alone = -(-config.num_tokens // (2 * config.sequence_length))
     assert steps == "steps  60 of 512 tokens: 30,720 tokens"

@@ -123,7 +123,7 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     """Train what is left to train; return the failure, or None."""
     from diloco.data.prepare import resolve
     from diloco.training.prepare import prepare_run
-    from diloco.training.records.runs import CONFIG_FILE, read_config
+    from diloco.training.records.runs import CONFIG_FILE, read_asked
 
     if (config.directory / "summary.json").exists():
         return None
@@ -134,12 +134,12 @@ def _train_or_resume(config: TrainConfig) -> dict[str, Any] | None:
     try:
         is_resumed = (config.directory / CONFIG_FILE).exists()
         if is_resumed:  # the same text may have another name by now
-            resolved = read_config(config.directory)
-            resolved = replace(resolved, data=replace(resolved.data, prepared=text))
+            asked = read_asked(config.directory)
+            asked = replace(asked, data=replace(asked.data, prepared=text))
         else:
-            resolved = prepare_run(config, resume=None)
-        sizes = resolved.num_replicas, resolved.processes_per_replica
-        launch(_train, *sizes, resolved, is_resumed, imports=slow_imports(resolved))
+            asked = prepare_run(config)
+        sizes = asked.num_replicas, asked.processes_per_replica
+        launch(_train, *sizes, asked, is_resumed, imports=slow_imports(asked))
     except Exception as error:
         if exit_code_of(error) is None:
             raise

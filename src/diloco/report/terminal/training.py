@@ -275,7 +275,8 @@ def _syncs_line(config: TrainConfig, forecast: Forecast) -> str:
     if schedule is None:
         return "syncs  gradients are reduced at every step"
     steps = ", ".join(str(schedule.send_step(p)) for p in range(schedule.num_fragments))
+    tau = ", ".join(map(str, schedule.overlaps))
     return (
         f"syncs  H = {schedule.sync_every} steps apart, in {config.diloco.wire}; {schedule.num_fragments} "
-        f"fragments, first sent after step {steps}, and merged τ = {schedule.overlap_steps} steps later"
+        f"fragments, first sent after step {steps}, and merged τ = {tau} steps later"
     )

@@ -14,7 +14,7 @@ from diloco.errors import FileError, UserError
 from diloco.integrations.trackers import TrackerName
 from diloco.models.families import DEFAULT_FAMILY, load_family
 from diloco.models.spec import ModelConfig
-from diloco.presets import Method
+from diloco.presets import DilocoSettings, Method
 from diloco.rendezvous.log.entries import MOST_SHARES
 from diloco.schema import converted
 
@@ -29,7 +29,6 @@ def trait(
     may_change_on_resume: bool = False,
     begins_a_phase: bool = False,
     planned: bool = False,
-    filled_in: bool = False,
     column: bool = False,
 ) -> dict[str, Any]:
     """The `metadata` of a config's field; a config of a room above writes the same dict itself.
@@ -41,7 +40,6 @@ def trait(
         may_change_on_resume: a resumed run is the same run with another value.
         begins_a_phase: a resumed run may have another value, and begins a new phase of its learning-rate schedule.
         planned: `diloco plan` chooses it.
-        filled_in: `resolve` sets it where it is left out, as None.
         column: it follows from a column of a sweep's table.
     """
     return {name: value for name, value in locals().items() if value}
@@ -180,9 +178,9 @@ class AdamWConfig:
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Number that is added to the root of the second moment."""
-    weight_decay: float | None = field(default=None, metadata=trait(filled_in=True))
+    weight_decay: float | None = None
     """Decoupled weight decay; None is 1/T for a run of T steps."""
-    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True, filled_in=True))
+    warmup_steps: int | None = field(default=None, metadata=trait(begins_a_phase=True))
     """Steps of linear warm-up from 0; None is min(1000, T/10)."""
     schedule: Literal["cosine", "wsd"] = field(default="cosine", metadata=trait(begins_a_phase=True))
     """After the warm-up: a cosine, or wsd (warm-up, stable, decay), which stays at the peak until the decay."""
@@ -222,50 +220,11 @@ def out_of_range(name: str, bounds: str, value: Any) -> UserError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
+class DilocoConfig(DilocoSettings):
     """Outer step and exchange; data_parallel uses none of it."""
 
-    sync_every: int = field(default=30, metadata=trait(planned=True, column=True))
-    """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int | tuple[int, ...] | None = field(
-        default=None, metadata=trait(planned=True, own_with_rendezvous=True)
-    )
-    """τ: inner steps between sending a fragment and merging it, one number or one a replica; None is the method's
-    own."""
-    offsets: tuple[int, ...] | None = field(default=None, metadata=trait(planned=True))
-    """t_p, one a fragment; None is floor(p·H/P)."""
-    first_sync: Literal["full_period", "early"] = "full_period"
-    """First sync of a fragment: full_period is the first due step t ≥ H; early, the first due step t ≥ 1."""
-    fragments: Literal["strided", "sequential", "whole"] | None = field(default=None, metadata=trait(planned=True))
-    """Pattern by which blocks form fragments; None is the method's own."""
-    layers_per_fragment: int = field(default=3, metadata=trait(planned=True))
-    """Blocks in a strided or sequential fragment."""
-    outer_learning_rate: float = field(default=0.4, metadata=trait(column=True))
-    """η of the outer SGD with Nesterov momentum."""
-    outer_momentum: float = 0.9
-    """μ of the outer SGD with Nesterov momentum."""
-    mixing: float | None = None
-    """α: how much of its own parameters a replica keeps at a merge; None is the method's own."""
-    wire: str | None = field(default=None, metadata=trait(planned=True))
-    """Codec of the outer gradients, such as e3m0, int8 or topk:density=0.05; None is the method's own."""
-    combine: str = field(default="gather", metadata=trait(planned=True))
-    """gather: each replica receives every other's payload. reduce_scatter: each averages a share and sends that,
-    in the same codec or, as in reduce_scatter:bf16, another."""
-    offload: bool = field(default=False, metadata=trait(may_change_on_resume=True))
-    """Keep the outer parameters and momentum in pinned host memory, and fetch one fragment ahead."""
-    error_feedback: float | None = None
-    """β of error feedback, e ← β e + Δ, which sends later what the codec lost; None is no error feedback."""
     freeze: bool = False
     """Train no parameters but those of the fragment that is sent next (FedPart, arXiv 2410.21374)."""
-
-    def __post_init__(self) -> None:
-        """Refuse outer and merge rules with which nothing is trained together; the engine checks the rest."""
-        if not 0 < self.outer_learning_rate < math.inf:
-            raise out_of_range("diloco.outer_learning_rate", "above 0 and finite", self.outer_learning_rate)
-        if not 0 <= self.outer_momentum < 1:
-            raise out_of_range("diloco.outer_momentum", "at least 0 and below 1", self.outer_momentum)
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise out_of_range("diloco.mixing", "at least 0 and below 1", self.mixing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +266,7 @@ class CheckpointConfig:
 
     every_steps: int = field(default=200, metadata=trait(may_change_on_resume=True))
     """Steps between two checkpoints; 0 saves none."""
-    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    keep: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Number of the newest checkpoints to keep; None is as many as replicas that are apart need, at least 3."""
 
 
@@ -357,7 +316,7 @@ class TrainConfig:
     )
     """Sequences a step of this replica, all shards together, with a rendezvous; None is global_batch /
     num_replicas."""
-    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    shards_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """S, processes over which each replica is sharded (FSDP2), of M·S those in a row, with a rendezvous all that a
     command starts; None is 1, on a resume the run's own."""
     ddp_per_replica: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
@@ -370,7 +329,7 @@ class TrainConfig:
     `train` takes 1e6, 1M or 20x (times the parameters), too, and rounds to whole steps."""
     global_batch: int = field(metadata=trait(column=True))
     """Sequences a step over all replicas; a multiple of the number of processes."""
-    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True, filled_in=True))
+    micro_batch: int | None = field(default=None, metadata=trait(may_change_on_resume=True))
     """Sequences a forward pass of one process, gradients accumulated; None is its whole share of the batch."""
     sequence_length: int
     """Tokens a sequence."""
@@ -476,6 +435,12 @@ class TrainConfig:
         return (self.replica_batch or self.global_batch // self.num_replicas) // self.processes_per_replica
 
     @property
+    def step_flops(self) -> float:
+        """The model's operations in a step of one process."""
+        tokens = self.process_batch * self.sequence_length
+        return self.model.flops_per_token(self.sequence_length) * tokens
+
+    @property
     def num_steps(self) -> int:
         """T.
 
@@ -517,11 +482,11 @@ class TrainConfig:
     @property
     def steps_apart(self) -> int:
         """Largest number of steps by which a replica may be ahead of another."""
-        diloco, overlap = self.diloco, self.diloco.overlap_steps
+        diloco = self.diloco
         if self.method == "data_parallel":
             return 1
         first_offset = min(diloco.offsets) if diloco.offsets and diloco.first_sync == "full_period" else 0
-        return diloco.sync_every + first_offset + max(overlap if isinstance(overlap, tuple) else (overlap or 1,))
+        return diloco.sync_every + first_offset + max(1, diloco.max_overlap)
 
 
 def _check_data_parallel(config: TrainConfig) -> None:

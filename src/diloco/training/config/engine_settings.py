@@ -12,54 +12,50 @@ from diloco.outer.averages import reduction_of
 from diloco.outer.merge import Mixing
 from diloco.outer.nesterov import Nesterov
 from diloco.schedule import Schedule
-from diloco.training.config.config import TrainConfig
+from diloco.training.config.config import DilocoConfig, TrainConfig
 from diloco.wire import codec
 
 
-def engine_settings(config: TrainConfig, model: nn.Module) -> Settings:
+def engine_settings(diloco: DilocoConfig, model: nn.Module, *, seed: int) -> Settings:
     """The settings of the engine around a run's model.
+
+    Args:
+        diloco: with the method's own values.
+        model: of the run.
+        seed: of the codec.
 
     Raises:
         UserError: if the schedule, the codec or the model refuses them.
     """
-    diloco = config.diloco
-    assert diloco.overlap_steps is not None, "the config is resolved"
     assert diloco.mixing is not None and diloco.wire is not None, "the config is resolved"
     with setting("diloco.wire", diloco.wire):
         wire = codec(diloco.wire)
     with setting("diloco.combine", diloco.combine):
         reduction_of(diloco.combine, wire)
-    fragments = _fragments(config, model)
-    schedule = Schedule(
-        sync_every=diloco.sync_every,
-        num_fragments=len(fragments),
-        overlap_steps=diloco.overlap_steps,
-        offsets=diloco.offsets,
-        first_sync=diloco.first_sync,
-    )
+    fragments = _fragments(diloco, model)
     return Settings(
         fragments=fragments,
-        schedule=schedule,
+        schedule=diloco.schedule(len(fragments)),
         outer=Nesterov(lr=diloco.outer_learning_rate, momentum=diloco.outer_momentum),
         mixing=Mixing(diloco.mixing),
         wire=wire,
         combine=diloco.combine,
         error_feedback=diloco.error_feedback,
-        seed=config.seed,
+        seed=seed,
     )
 
 
-def _fragments(config: TrainConfig, model: nn.Module) -> Fragments:
-    if config.diloco.fragments == "whole":
+def _fragments(diloco: DilocoConfig, model: nn.Module) -> Fragments:
+    if diloco.fragments == "whole":
         return whole(model)
-    cut: Callable[..., Fragments] = strided if config.diloco.fragments == "strided" else sequential
+    cut: Callable[..., Fragments] = strided if diloco.fragments == "strided" else sequential
     try:
-        return cut(model, layers_per_fragment=config.diloco.layers_per_fragment)
+        return cut(model, layers_per_fragment=diloco.layers_per_fragment)
     except UserError as error:
         if error.fields:
             raise
         raise UserError(
-            f"diloco.fragments={config.diloco.fragments} can't be made of this model ({error}): set it to whole",
+            f"diloco.fragments={diloco.fragments} can't be made of this model ({error}): set it to whole",
             "diloco.fragments",
         ) from error
 
@@ -84,11 +80,19 @@ def check(config: TrainConfig) -> None:
     """
     if config.method == "data_parallel":
         return
-    schedule = checked_settings(config).schedule
+    check_sends(checked_settings(config).schedule, config.num_steps)
+
+
+def check_sends(schedule: Schedule, num_steps: int) -> None:
+    """Refuse a run in which a fragment is never sent.
+
+    Raises:
+        UserError: naming the fragment.
+    """
     last = max(range(schedule.num_fragments), key=schedule.send_step)
-    if (step := schedule.send_step(last)) > config.num_steps:
+    if (step := schedule.send_step(last)) > num_steps:
         raise UserError(
-            f"fragment {last} is first sent at step {step}, and the run has {config.num_steps}: its outer "
+            f"fragment {last} is first sent at step {step}, and the run has {num_steps}: its outer "
             "parameters would stay the initial ones; lower diloco.sync_every, or raise num_tokens",
             *("diloco.sync_every", "num_tokens"),
         )
@@ -102,6 +106,6 @@ def checked_settings(config: TrainConfig) -> Settings:
     """
     with torch.device("meta"):
         model = config.model.build(seed=config.seed)
-    settings = engine_settings(config, model)
+    settings = engine_settings(config.diloco, model, seed=config.seed)
     settings.check(model, config.num_replicas if config.rendezvous is None else None)
     return settings

@@ -32,7 +32,7 @@ def device_bytes(config: TrainConfig) -> int:
     if config.method != "data_parallel":
         state += 8 * (_largest_fragment(config) if config.diloco.offload else num_params) / num_shards
     pass_bytes, sync_bytes = _pass_bytes(config), _sync_bytes(config)
-    together = max(pass_bytes, sync_bytes) if config.diloco.overlap_steps == 0 else pass_bytes + sync_bytes
+    together = max(pass_bytes, sync_bytes) if config.diloco.max_overlap == 0 else pass_bytes + sync_bytes
     return round(state + max(together, _evaluation_bytes(config)))
 
 
@@ -167,7 +167,7 @@ def forecast(config: TrainConfig) -> Forecast:
     a_step = ring_all_reduce_bytes(num_trained, num_replicas)
     schedule, sync_bytes, num_syncs = None, (a_step,), (num_steps,)
     if config.method != "data_parallel":
-        settings = engine_settings(config, model)
+        settings = engine_settings(config.diloco, model, seed=config.seed)
         schedule, reduction = settings.schedule, reduction_of(config.diloco.combine, settings.wire)
         fragments = [sum(sizes[name] for name in fragment.parameters) for fragment in settings.fragments]
         sync_bytes = tuple(reduction.bytes_sent(size, num_replicas) for size in fragments)

@@ -5,7 +5,7 @@ import math
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from diloco.data.shards import INDEX_FILE, read_index
 from diloco.errors import FileError, UserError, nearest
 from diloco.files import expanded, memory_bytes
 from diloco.models.spec import ModelConfig
-from diloco.presets import PRESETS, Preset
+from diloco.presets import own_settings
 from diloco.schema import read_bytes
 from diloco.training.config.config import (
     AdamWConfig,
@@ -22,7 +22,6 @@ from diloco.training.config.config import (
     fields_with,
     from_json,
     to_json,
-    with_value,
 )
 from diloco.training.config.hugging_face import with_hugging_face
 from diloco.training.config.recipes import RECIPES, recipe
@@ -186,15 +185,13 @@ _MOST_TOKENS = 2.0**60
 
 def with_method_values(config: TrainConfig) -> TrainConfig:
     """The same config with the values of its method's preset in the fields that were left out."""
-    if config.method == "data_parallel":
-        return config
-    preset = vars(PRESETS[config.method])
-    left_out = {name: value for name, value in preset.items() if getattr(config.diloco, name) is None}
-    return replace(config, diloco=replace(config.diloco, **left_out))
+    return replace(config, diloco=config.diloco.of_method(config.method))
 
 
 def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainConfig:
     """The config with every value filled in that follows from the method, the tokenizer or the length of the run.
+
+    A config that is resolved already stays as it is.
 
     Args:
         config: as asked for.
@@ -208,7 +205,8 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     """
     model = config.model.fitted(vocab_size=vocab_size, sequence_length=config.sequence_length)
     config = with_method_values(config)
-    optimizer, num_steps = with_warmup(config.optimizer, config.num_steps), config.num_steps
+    num_steps = config.num_steps
+    optimizer = _with_warmup(config.optimizer, _steps_left(config))
     if config.diloco.freeze and config.diloco.fragments == "whole":
         raise UserError(
             "diloco.freeze with diloco.fragments=whole freezes nothing: take strided or sequential",
@@ -233,12 +231,32 @@ def resolve(config: TrainConfig, *, vocab_size: int, prepared: Path) -> TrainCon
     return resolved
 
 
-def with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
-    """The optimizer's settings with the warm-up that a schedule of so many steps has where none is given.
+def resolved(asked: TrainConfig) -> TrainConfig:
+    """The resolved config of a run whose text lies in `asked.data.prepared`.
 
     Raises:
-        UserError: if the warm-up does not end before the schedule or the decay.
+        UserError: as `resolve`.
+        FileError: if the text's index can't be read.
     """
+    prepared = asked.data.prepared
+    assert prepared is not None, "the text is prepared"
+    return resolve(asked, vocab_size=read_index(prepared).vocab_size, prepared=prepared)
+
+
+def _steps_left(config: TrainConfig) -> int:
+    """The steps of the schedule's last phase."""
+    start_step = config.optimizer.start_step
+    if config.num_steps <= start_step:
+        raise UserError(
+            f"num_tokens={config.num_tokens} are {config.num_steps} steps, and the run has taken {start_step}: "
+            f"take more than {start_step * config.tokens_per_step}",
+            "num_tokens",
+        )
+    return config.num_steps - start_step
+
+
+def _with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
+    """The optimizer's settings with the warm-up that a phase of so many steps has where none is given."""
     if optimizer.warmup_steps is None:
         optimizer = replace(optimizer, warmup_steps=min(1000, num_steps // 10))
     warmup_steps = optimizer.warmup_steps
@@ -258,35 +276,6 @@ def with_warmup(optimizer: AdamWConfig, num_steps: int) -> AdamWConfig:
     return optimizer
 
 
-def asked_again(config: TrainConfig, *, vocab_size: int) -> TrainConfig:
-    """A resolved config without the values that `resolve` would fill in, so that they follow from a change again.
-
-    Args:
-        config: as `resolve` gives it.
-        vocab_size: of its tokenizer.
-    """
-    resolved, prepared = config, config.data.prepared
-    assert prepared is not None, "the config is resolved"
-    for name, left_out in _FILLED_IN.items():
-        without = with_value(config, name, left_out)
-        try:
-            is_the_same = resolve(without, vocab_size=vocab_size, prepared=prepared) == resolved
-        except UserError:
-            continue
-        config = without if is_the_same else config
-    if prepared.parent == expanded(config.data.cache).absolute():
-        return with_value(config, "data.prepared", None)
-    return config
-
-
-_FILLED_IN = {
-    "model.vocab_size": 0,
-    **dict.fromkeys(f"diloco.{field.name}" for field in fields(Preset)),
-    **dict.fromkeys(fields_with(TrainConfig, "filled_in")),
-}
-"""The fields that `resolve` fills in, and their values where they are left out."""
-
-
 def identity(config: TrainConfig) -> dict[str, Any]:
     """The fields that identify a run: those that differ from their defaults, by dotted name, as JSON values.
 
@@ -294,8 +283,8 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     out, and so are those of `data`: text is known by its content, not by the place where it lies.
     """
     incidental = fields_with(TrainConfig, "incidental")
-    preset = {} if config.method == "data_parallel" else vars(PRESETS[config.method])
-    left_out = {name: None for name, value in preset.items() if getattr(config.diloco, name) == value}
+    own = own_settings(config.method).items()
+    left_out = {name: None for name, value in own if getattr(config.diloco, name) == value}
     config = replace(config, diloco=replace(config.diloco, **left_out))
     return {
         name: value
@@ -341,8 +330,8 @@ def read_config_file(
     """A recipe's config with the fields that a file changes, and the budget where the file has one.
 
     Sections are those of the config, and `recipe` names the recipe. `num_tokens` may be a text such as "20x", and
-    `epochs` may stand in its place. The values that a run's `config.json` has because they follow from others are
-    left out, and so is the run's name.
+    `epochs` may stand in its place. Of a run's `config.json` the name is left out, and the place of a text that is
+    prepared on demand.
 
     Args:
         path: of the file, `.toml` or `.json`.
@@ -436,14 +425,11 @@ def _dotted(values: Mapping[str, Any], where: str = "") -> Iterator[str]:
 
 
 def _anew(config: TrainConfig) -> TrainConfig:
-    """The config of a run as another run begins with it."""
-    optimizer = config.optimizer
+    """The config of a run as another run begins with it: without its name, its phases, and a text in the cache."""
+    optimizer, prepared = config.optimizer, config.data.prepared
     if optimizer.start_step:
         optimizer = replace(optimizer, start_step=0, start_rate=0.0, warmup_steps=None)
-    config, prepared = replace(config, name="", optimizer=optimizer), config.data.prepared
-    if prepared is None:
-        return config
-    is_there = (prepared / INDEX_FILE).is_file()
-    vocab_size = read_index(prepared).vocab_size if is_there else config.model.vocab_size
-    config = asked_again(config, vocab_size=vocab_size)
-    return config if is_there else replace(config, data=replace(config.data, prepared=None))
+    if prepared is not None:
+        is_cached = prepared.parent == expanded(config.data.cache).absolute()
+        prepared = prepared if not is_cached and (prepared / INDEX_FILE).is_file() else None
+    return replace(config, name="", optimizer=optimizer, data=replace(config.data, prepared=prepared))

@@ -240,7 +240,8 @@ def evaluate_run(
 def _held_out(model: LanguageModel, config: TrainConfig, device: torch.device) -> dict[str, Any]:
     assert config.data.prepared is not None, "a run's config is resolved"
     split = open_split(config.data.prepared, "held_out")
-    losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), config), device)
+    sizes = {"size": config.evaluation.batch, "sequence_length": config.sequence_length}
+    losses = sequence_losses(model, held_out_batches(split, held_out_windows(split, config), **sizes), device)
     measured = held_out_loss(
         losses, sequence_length=config.sequence_length, bytes_per_token=split.num_bytes / split.num_tokens
     )

@@ -12,21 +12,21 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from diloco.data.shards import INDEX_FILE, Split
+import msgspec
+
+from diloco.data.shards import INDEX_FILE, MOST_TOKENS, Shard, Split
 from diloco.errors import FileError, UserError
 from diloco.exchange.transport import barrier, fail_together, share
 from diloco.files import make_directory, write_atomically, write_json, writing
-from diloco.rendezvous.log.log import is_store
-from diloco.rendezvous.store import CREDENTIALS
-from diloco.schema import Count, converted, read_json
-from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, get, to_json
-from diloco.training.config.resolve import with_warmup
+from diloco.schema import converted, read_json
+from diloco.training.config.config import TrainConfig, differences, fields_with, from_json, to_json, with_value
+from diloco.training.config.resolve import resolve, resolved
+from diloco.training.optimizer import learning_rate
 from diloco.training.processes import under_a_launcher
 from diloco.training.records.checkpoints import Checkpoints, finished_steps
 from diloco.training.records.summary import OUTER_FILE, SUMMARY_FILE
-from diloco.training.step import learning_rate
 from diloco.training.world import World
 
 CONFIG_FILE = "config.json"
@@ -44,12 +44,12 @@ def check_unclaimed(asked: TrainConfig) -> None:
 
     Raises:
         UserError: if it does; it names the store that a replica in the directory belongs to.
-        FileError: as `read_config`.
+        FileError: as `read_asked`.
     """
     directory = asked.directory
     if not (directory / CONFIG_FILE).exists():
         return
-    other = None if asked.rendezvous is None else read_config(directory).rendezvous
+    other = None if asked.rendezvous is None else read_asked(directory).rendezvous
     if other is not None and other != asked.rendezvous:
         raise UserError(
             f"{directory} already holds a replica of the run in {other}, and not of that in "
@@ -66,29 +66,29 @@ def own_run(asked: TrainConfig) -> Path | None:
     the same time.
 
     Raises:
-        UserError: as `read_config`.
+        UserError: as `read_asked`.
     """
     directory = asked.directory
     if asked.rendezvous is None or not asked.name or under_a_launcher() or not (directory / CONFIG_FILE).exists():
         return None
-    return directory if read_config(directory).rendezvous == asked.rendezvous else None
+    return directory if read_asked(directory).rendezvous == asked.rendezvous else None
 
 
-def claim(config: TrainConfig) -> None:
-    """Make the directory of a new run, with its resolved config and the index of its data.
+def claim(asked: TrainConfig) -> None:
+    """Make the directory of a new run, with its config as asked and the index of its data.
 
     Raises:
         UserError: if it already holds a run.
     """
-    directory = config.directory
-    check_unclaimed(config)
+    directory = asked.directory
+    check_unclaimed(asked)
     make_directory(directory)
-    assert config.data.prepared is not None, "the config is resolved"
-    write_atomically(directory / DATA_FILE, [(config.data.prepared / INDEX_FILE).read_bytes()])
-    write_json(directory / CONFIG_FILE, to_json(config))
+    assert asked.data.prepared is not None, "the text is prepared"
+    write_atomically(directory / DATA_FILE, [(asked.data.prepared / INDEX_FILE).read_bytes()])
+    write_json(directory / CONFIG_FILE, to_json(asked))
 
 
-def claim_together(config: TrainConfig, world: World) -> None:
+def claim_together(asked: TrainConfig, world: World) -> None:
     """Claim the directory of a new run on every machine, whether the machines share a disk or not.
 
     Nothing is claimed before all machines have looked, so that one which shares the disk of replica 0 does not
@@ -100,13 +100,13 @@ def claim_together(config: TrainConfig, world: World) -> None:
     """
     with fail_together(world.everyone):
         if world.is_first_on_machine:
-            check_unclaimed(config)
+            check_unclaimed(asked)
         barrier(world.everyone)
         if world.everyone.replica == 0:
-            claim(config)
+            claim(asked)
         barrier(world.everyone)
-        if world.is_first_on_machine and not (config.directory / CONFIG_FILE).exists():
-            claim(config)
+        if world.is_first_on_machine and not (asked.directory / CONFIG_FILE).exists():
+            claim(asked)
         barrier(world.everyone)
 
 
@@ -115,15 +115,25 @@ def read_config(directory: Path) -> TrainConfig:
 
     Raises:
         UserError: if the directory holds no run.
-        FileError: if its config can't be read, or is of another version.
+        FileError: if its config, or the index of its data, can't be read, or is of another version.
     """
+    asked = read_asked(directory)
+    assert asked.data.prepared is not None, "it was read so"
+    vocab_size = _read_text(directory / DATA_FILE).vocab_size
+    try:
+        return resolve(asked, vocab_size=vocab_size, prepared=asked.data.prepared)
+    except UserError as error:
+        raise FileError(f"{directory / CONFIG_FILE} can't be read: {error}", *error.fields) from None
+
+
+def read_asked(directory: Path) -> TrainConfig:
+    """The config of a run as it was asked for, with the place of its text; else as `read_config`."""
     path = directory / CONFIG_FILE
     if not path.exists():
         raise UserError(f"{directory} holds no run: {path} is missing{_runs_near(directory)}")
     config = from_json(TrainConfig, read_json(path, dict[str, Any], most_bytes=_MOST_BYTES), source=str(path))
-    for name in ("data.prepared", *fields_with(TrainConfig, "filled_in")):
-        if get(config, name) is None:
-            raise FileError(f"{path} can't be read: it has no value for {name}: restore it from another machine")
+    if config.data.prepared is None:
+        raise FileError(f"{path} can't be read: it lacks data.prepared: restore it from another machine")
     return replace(config, name=directory.name, runs=directory.parent)
 
 
@@ -190,21 +200,12 @@ def _read_text(path: Path) -> "_Text":
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """The facts of a shard; an earlier index has no digests."""
-
-    num_tokens: Count
-    num_documents: Count = 0
-    num_bytes: Count = 0
-    tokens_digest: str = ""
-
-
-@dataclass(frozen=True)
 class _Text:
-    """The facts of a prepared directory's index that identify its text."""
+    """The facts of a prepared directory's index that identify its text, and that a config follows from."""
 
     digest: str
-    splits: dict[Split, list[_Shard]]
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    splits: dict[Split, tuple[Shard, ...]]
 
     def __post_init__(self) -> None:
         """Refuse an index without text to train on."""
@@ -223,25 +224,28 @@ def resumable(directory: Path) -> TrainConfig:
     Raises:
         UserError: as `read_config`, and for a store.
     """
+    if not (directory / CONFIG_FILE).exists():
+        _refuse_store(directory)
+    saved = read_asked(directory)
+    # What is left out now follows from the shards, and from the length of the phase that begins, if one does.
+    return replace(saved, micro_batch=None, optimizer=replace(saved.optimizer, warmup_steps=None))
+
+
+def _refuse_store(directory: Path) -> None:
+    from diloco.rendezvous.log.log import is_store
+    from diloco.rendezvous.store import CREDENTIALS
+
     store = re.sub(rf"^({'|'.join(CREDENTIALS)}):/(?!/)", r"\1://", str(directory))  # a path has one slash of it
-    if not (directory / CONFIG_FILE).exists() and is_store(store):
+    if is_store(store):
         raise UserError(
             f"resume={store} is a store, and no run's directory: leave it out, and set rendezvous={store} to join "
             "the run, or to continue a replica by its name",
             *("resume", "rendezvous"),
         )
-    saved = read_config(directory)
-    keep = None if saved.checkpoint.keep == saved.default_keep else saved.checkpoint.keep
-    return replace(
-        saved,
-        micro_batch=None,
-        checkpoint=replace(saved.checkpoint, keep=keep),
-        optimizer=replace(saved.optimizer, warmup_steps=None),  # that of a new phase follows from its length
-    )
 
 
 def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
-    """The config to resume with; where a new phase of its schedule begins, its warm-up may be left out.
+    """The config to resume with, as asked: what is left out is the run's own.
 
     Args:
         directory: of the run.
@@ -250,39 +254,38 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
     Raises:
         UserError: if a change would make it another run, with both values.
     """
-    saved = read_config(directory)
-    if not asked.model.vocab_size:  # left to the tokenizer
-        asked = replace(asked, model=replace(asked.model, vocab_size=saved.model.vocab_size))
-    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
-    may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
-    begins_a_phase = False
-    for name, (_, value) in differences(resumable(directory), asked).items():
-        if value == (old := get(saved, name)):
-            continue
-        if name in of_the_schedule and asked.rendezvous is not None:
-            raise UserError(
-                f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
-                "set it to that, or leave it out",
-                *(name, "rendezvous"),
-            )
-        begins_a_phase |= name in of_the_schedule
-        if name not in may_change or (name == "rendezvous" and None in (old, value)):
-            raise UserError(
-                f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
-                "same run; leave it out, or start a new run",
-                name,
-            )
+    saved, saved_asked = read_config(directory), read_asked(directory)
+    if not _schedule_asked(saved, asked):
+        if asked.optimizer.warmup_steps is None:
+            asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
+    elif asked.optimizer.weight_decay is None:  # a phase of another length has the same
+        asked = with_value(asked, "optimizer.weight_decay", saved.optimizer.weight_decay)
+    if asked.micro_batch is None and saved_asked.micro_batch is not None:
+        asked = replace(asked, micro_batch=math.gcd(saved_asked.micro_batch, asked.process_batch))
+    assert asked.data.prepared is not None, "the text is prepared"
+    now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
+    for name, (old, value) in differences(saved, now).items():
+        _check_change(directory, asked, name, old, value)
     check_data(asked, field="data.prepared")
-    assert saved.micro_batch is not None, "the config is resolved"
-    keep = asked.default_keep if asked.checkpoint.keep is None else asked.checkpoint.keep
-    return replace(
-        asked,
-        optimizer=asked.optimizer
-        if begins_a_phase
-        else replace(asked.optimizer, warmup_steps=saved.optimizer.warmup_steps),
-        micro_batch=asked.micro_batch or math.gcd(saved.micro_batch, asked.process_batch),
-        checkpoint=replace(asked.checkpoint, keep=keep),
-    )
+    return asked
+
+
+def _check_change(directory: Path, asked: TrainConfig, name: str, old: Any, value: Any) -> None:
+    """Refuse a change with which a resume would not continue the same run."""
+    of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
+    if name in of_the_schedule and asked.rendezvous is not None:
+        raise UserError(
+            f"{name}={value} with rendezvous={asked.rendezvous}: the run's log says {old} to all replicas: "
+            "set it to that, or leave it out",
+            *(name, "rendezvous"),
+        )
+    may_change = {*fields_with(TrainConfig, "may_change_on_resume"), *of_the_schedule}
+    if name not in may_change or (name == "rendezvous" and None in (old, value)):
+        raise UserError(
+            f"{directory} was started with {name}={old}, and now {value} is asked for: a resume continues the "
+            "same run; leave it out, or start a new run",
+            name,
+        )
 
 
 def newest_common_step(config: TrainConfig, world: World, checkpoints: Checkpoints) -> int:
@@ -393,50 +396,45 @@ def _lock(directory: Path, file: IO[str], kind: int, setting: str) -> None:
         )
 
 
-def schedule_changes(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def schedule_changes(saved: TrainConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The fields of the schedule in which a resume differs from its run, with both values."""
     of_the_schedule = fields_with(TrainConfig, "begins_a_phase")
-    return {name: values for name, values in differences(saved, asked).items() if name in of_the_schedule}
+    return {name: values for name, values in differences(saved, config).items() if name in of_the_schedule}
+
+
+def _schedule_asked(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The same before the resume is resolved: a warm-up that is left out asks for nothing."""
+    return {name: values for name, values in schedule_changes(saved, asked).items() if values[1] is not None}
 
 
 def with_phase(saved: TrainConfig, asked: TrainConfig, step: int) -> TrainConfig:
-    """The config that a run goes on with from a step, at which a new phase of its schedule begins.
+    """The config, as asked, with which a run goes on from a step, at which a new phase of its schedule begins.
 
     Args:
-        saved: the run's own.
-        asked: the resume's; without a warm-up, it is that of a schedule of the steps that are left.
+        saved: the run's own, resolved.
+        asked: the resume's.
         step: the last that was taken; 0 begins anew.
-
-    Raises:
-        UserError: if the run is to end before, or its warm-up does not end.
     """
-    steps_left = asked.num_steps - step
-    if steps_left < 1:
-        raise UserError(
-            f"num_tokens={asked.num_tokens} are {asked.num_steps} steps, and the run has taken {step}: take more "
-            f"than {step * asked.tokens_per_step}",
-            "num_tokens",
-        )
     rate = learning_rate(saved, step) if step else 0.0
-    optimizer = replace(with_warmup(asked.optimizer, steps_left), start_step=step, start_rate=rate)
-    return replace(asked, optimizer=optimizer)
+    return replace(asked, optimizer=replace(asked.optimizer, start_step=step, start_rate=rate))
 
 
-def continued(config: TrainConfig, world: World, step: int) -> TrainConfig:
-    """The config of a resume from a step, which is also written down where it changes the schedule.
+def continued(asked: TrainConfig, world: World, step: int) -> TrainConfig:
+    """The resolved config of a resume from a step, which is also written down where it changes the schedule.
 
     The results of a run that was finished are removed then: they are those of fewer steps.
 
     Raises:
-        UserError: as `with_phase`.
+        UserError: if the run is to end before that step, or its warm-up does not end.
     """
-    saved = read_config(config.directory)
+    saved, config = read_config(asked.directory), resolved(asked)
     if not schedule_changes(saved, config):
         return config
     barrier(world.everyone)
-    config = with_phase(saved, config, step)
+    asked = with_phase(saved, asked, step)
+    config = resolved(asked)
     if world.is_first_on_machine:
         for name in (OUTER_FILE, SUMMARY_FILE):
             (config.directory / name).unlink(missing_ok=True)
-        write_json(config.directory / CONFIG_FILE, to_json(config))
+        write_json(config.directory / CONFIG_FILE, to_json(asked))
     return config

@@ -1,9 +1,9 @@
 """Evaluate a run, and write its outer parameters and its summary."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,8 +23,12 @@ from diloco.outer.digest import parameters_hash
 from diloco.schema import Count, Seconds
 from diloco.training.config.config import TrainConfig, to_json
 from diloco.training.data_parallel import ring_all_reduce_bytes
+from diloco.training.hardware import model_flops_utilization, peak_memory_bytes
 from diloco.training.state import TrainState
-from diloco.training.world import Contributor, World, contributors, model_flops_utilization, peak_memory_bytes
+from diloco.training.world import World
+
+if TYPE_CHECKING:
+    from diloco.rendezvous.log.run import RunState
 
 OUTER_FILE = "outer.safetensors"
 """The file of the final outer parameters in a run's directory."""
@@ -32,6 +36,30 @@ OUTER_FILE = "outer.safetensors"
 
 SUMMARY_FILE = "summary.json"
 """The file of a finished run's results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """The part of one name's replicas in a run, whole rounds of all fragments."""
+
+    tokens: Count
+    """Tokens whose work the outer steps have counted."""
+    steps: Count
+    """Inner steps that they took."""
+
+
+def contributors(state: "RunState") -> dict[str, Contributor]:
+    """The replicas whose work was counted, by name."""
+    num_fragments = state.rules.num_fragments
+    sums: dict[str, tuple[int, int]] = {}
+    for member in state.members:
+        if member.tokens:
+            tokens, steps = sums.get(member.name, (0, 0))
+            sums[member.name] = tokens + member.tokens, steps + member.steps
+    return {
+        name: Contributor(tokens=tokens // num_fragments, steps=steps // num_fragments)
+        for name, (tokens, steps) in sums.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +85,7 @@ class Summary:
     outer_hash: str
     """Hash of the final outer parameters."""
     num_trained_params: Count | None = None
-    """The parameters that were trained, and so exchanged; None, as in an earlier version's summary, means all."""
+    """The parameters that were trained, and so exchanged; None means all."""
     method: str = ""
     """The run's method."""
     num_replicas: Count = 1
@@ -106,7 +134,8 @@ def evaluate(
     # All processes of a replica must take the same number of passes: a shorter share repeats a window.
     padded = mine + mine[-1:] * (-(-len(windows) // num_ranks) - len(mine))
     with state.sync.outer_parameters_applied():
-        batches = held_out_batches(held_out, padded, config)
+        sizes = {"size": config.evaluation.batch, "sequence_length": config.sequence_length}
+        batches = held_out_batches(held_out, padded, **sizes)
         losses = sequence_losses(state.model, batches, world.device)[: len(mine)]
     if together:
         losses = [loss for share_of_one in share(world.everyone, losses, list[float]) for loss in share_of_one]
@@ -134,11 +163,12 @@ def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
     return [k * available // count for k in range(count)]
 
 
-def held_out_batches(held_out: TokenShards, windows: list[int], config: TrainConfig) -> Iterator[np.ndarray]:
-    """Batches of windows, int64 (B, T+1), with B = `evaluation.batch` or fewer in the last."""
-    size = config.evaluation.batch
+def held_out_batches(
+    held_out: TokenShards, windows: Sequence[int], *, size: int, sequence_length: int
+) -> Iterator[np.ndarray]:
+    """Batches of windows, int64 (B, T+1), with B = `size` or fewer in the last."""
     for start in range(0, len(windows), size):
-        yield np.stack([held_out.window(w, config.sequence_length) for w in windows[start : start + size]])
+        yield np.stack([held_out.window(w, sequence_length) for w in windows[start : start + size]])
 
 
 def conclude(state: TrainState, config: TrainConfig, world: World, loss: HeldOutLoss) -> Outcome | None:
@@ -171,6 +201,7 @@ def _summary(
     num_trained = sum(parameter.numel() for parameter in state.model.parameters() if parameter.requires_grad)
     counted = {} if world.rendezvous is None else contributors(world.rendezvous.state)
     num_replicas = len(counted) or config.num_replicas
+    utilization = model_flops_utilization(config.step_flops, world.device, state.seconds / state.step)
     replica_tokens = config.process_batch * config.processes_per_replica * config.sequence_length
     return {
         "method": config.method,
@@ -187,7 +218,7 @@ def _summary(
         "eval_tokens": loss.num_tokens,
         "wall_seconds": state.seconds,
         "tokens_per_second": num_replicas * replica_tokens * state.step / state.seconds,
-        "model_flops_utilization": model_flops_utilization(config, world.device, state.seconds / state.step),
+        "model_flops_utilization": utilization,
         "peak_memory_bytes": peak_memory_bytes(world.device),
         "compute_utilization": 1 - state.blocked_seconds / state.seconds,
         "bytes_sent_per_replica": state.sync.bytes_sent,

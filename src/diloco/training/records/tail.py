@@ -437,7 +437,7 @@ def _schedule_of(config: TrainConfig) -> Schedule | None:
     check_model(config.model, here=False)
     with torch.device("meta"):
         model = config.model.build(seed=config.seed)
-    return engine_settings(config, model).schedule
+    return engine_settings(config.diloco, model, seed=config.seed).schedule
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -1,0 +1,91 @@
+"""The device on which a process computes, and how fast it is."""
+
+import os
+
+import torch
+
+from diloco.errors import UserError
+from diloco.training.config.config import TrainConfig
+
+
+def chosen_device(config: TrainConfig, local_rank: int) -> torch.device:
+    """The device of a process, by its number on this machine; a GPU becomes the current one.
+
+    Raises:
+        UserError: if there is no GPU, or too few.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch finds no GPU here: set device=cpu", "device")
+    num_gpus, num_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if (config.method == "data_parallel" or config.processes_per_replica > 1) and num_local > num_gpus:
+        raise UserError(
+            f"data_parallel and a replica of several processes need a GPU a process: here are {num_local} "
+            f"processes and {num_gpus} GPUs; lower num_replicas, shards_per_replica or ddp_per_replica",
+            *("num_replicas", "shards_per_replica", "ddp_per_replica"),
+        )
+    device = torch.device("cuda", local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def use_autocast(precision: str, device: torch.device) -> bool:
+    """True if the forward pass runs in bfloat16 autocast on a device, for a config's `precision`."""
+    if precision != "auto":
+        return precision == "bf16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+DENSE_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""Floating-point operations a second in bfloat16, sums in FP32, without sparsity, by NVIDIA's data sheets; by the
+first part of a GPU's name that is found in this order."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Floating-point operations a second that a device can do in bfloat16; None if that is not known."""
+    if device.type != "cuda":
+        return None
+    return flops_of(torch.cuda.get_device_name(device))
+
+
+def flops_of(name: str) -> float | None:
+    """The entry of a GPU's name.
+
+    >>> flops_of("NVIDIA H100 80GB HBM3"), flops_of("NVIDIA H100 PCIe"), flops_of("Tesla T4")
+    (989000000000000.0, 756000000000000.0, None)
+    """
+    return next((flops for part, flops in DENSE_BF16_FLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory of a GPU that this process's tensors have taken so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def model_flops_utilization(step_flops: float, device: torch.device, step_seconds: float) -> float | None:
+    """The model's operations in a step over those that the device can do in that time; None if it is unknown."""
+    peak = peak_flops(device)
+    return None if peak is None else step_flops / step_seconds / peak
