@@ -58,14 +58,7 @@ group = groups[shard]
 assert isinstance(group, dist.ProcessGroup), "this process belongs to the group of its shard"
 exchange = diloco.ProcessGroupExchange(group, timeout_seconds=240)
 
-fragments = diloco.strided(model, layers_per_fragment=1)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments=fragments,
-    sync_every=20,
-    overlap_steps=5,
-    exchange=exchange,
-)
+engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=20, overlap_steps=5, exchange=exchange)
 # --8<-- [end:engine]
 
 # --8<-- [start:checkpoints]

@@ -36,13 +36,8 @@ training_args = TrainingArguments(
 
 # --8<-- [start:engine]
 def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
-    fragments = diloco.strided(model, layers_per_fragment=1)
     return diloco.StreamingDiLoCo(
-        model,
-        fragments=fragments,
-        sync_every=5,
-        overlap_steps=2,
-        exchange=diloco.connect(),
+        model, fragments="strided", sync_every=5, overlap_steps=2, exchange=diloco.connect()
     )
 
 
