@@ -25,7 +25,7 @@ MOST_FILES = {
 }
 """The number of source files that each touches, as the page says."""
 COMMANDS = """\
-diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --optimizer.amsgrad \
+diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --optimizer.clip-value 0.1 \
 --num-tokens 10240 --name one --evaluation.num-tokens 512 --data.train TEXT --data.held-out-fraction 0.1
 diloco hash runs/one
 diloco experiment outer_momentum --commands
@@ -95,6 +95,6 @@ def test_the_diffs_of_the_page_add_what_it_says(tmp_path, small_corpus):
     summary = (tmp_path / "runs" / "one" / "summary.json").read_text()
     (digest,) = (line for line in output.splitlines() if len(line) == 64 and line in summary)
     assert digest
-    assert json.loads((tmp_path / "runs" / "one" / "config.json").read_text())["optimizer"]["amsgrad"]
+    assert json.loads((tmp_path / "runs" / "one" / "config.json").read_text())["optimizer"]["clip_value"] == 0.1
     assert "held-out loss" in diloco(tmp_path, FRESH)
     python(tmp_path, LOOP)
