@@ -40,7 +40,7 @@ model = LlamaForCausalLM(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
@@ -62,7 +62,7 @@ engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=20, overl
 # --8<-- [end:engine]
 
 # --8<-- [start:checkpoints]
-# A checkpoint a replica, read and written by its own processes: replicas differ.
+# One checkpoint per replica, read and written by its own processes: replicas differ.
 of_replica = {
     "checkpoint_id": arguments.checkpoints / f"replica-{replica}",
     "process_group": mesh.get_group("shard"),
