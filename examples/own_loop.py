@@ -24,10 +24,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 # --8<-- [end:model]
 
 # --8<-- [start:engine]
-fragments = diloco.strided(model, layers_per_fragment=2)
 engine = diloco.StreamingDiLoCo(
     model,
-    fragments=fragments,
+    fragments="strided",
     sync_every=20,
     overlap_steps=5,
     exchange=diloco.ProcessGroupExchange(),  # over the default group, in which nothing else travels

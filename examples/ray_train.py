@@ -33,13 +33,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     exchange = diloco.connect(
         config["address"], replica=config["replica"], num_replicas=config["num_replicas"], leader=True
     )
-    engine = diloco.StreamingDiLoCo(
-        model,
-        fragments="whole",
-        sync_every=4,
-        overlap_steps=2,
-        exchange=exchange,
-    )
+    engine = diloco.StreamingDiLoCo(model, fragments="whole", sync_every=4, overlap_steps=2, exchange=exchange)
     engine.attach(optimizer)
     if checkpoint := common_checkpoint(exchange):
         with checkpoint.as_directory() as folder:

@@ -40,7 +40,7 @@ model = LlamaForCausalLM(
         vocab_size=32,
         hidden_size=64,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
@@ -58,18 +58,11 @@ group = groups[shard]
 assert isinstance(group, dist.ProcessGroup), "this process belongs to the group of its shard"
 exchange = diloco.ProcessGroupExchange(group, timeout_seconds=240)
 
-fragments = diloco.strided(model, layers_per_fragment=1)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments=fragments,
-    sync_every=20,
-    overlap_steps=5,
-    exchange=exchange,
-)
+engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=20, overlap_steps=5, exchange=exchange)
 # --8<-- [end:engine]
 
 # --8<-- [start:checkpoints]
-# A checkpoint a replica, read and written by its own processes: replicas differ.
+# One checkpoint per replica, read and written by its own processes: replicas differ.
 of_replica = {
     "checkpoint_id": arguments.checkpoints / f"replica-{replica}",
     "process_group": mesh.get_group("shard"),

@@ -39,14 +39,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 # --8<-- [start:engine]
 exchange = diloco.connect(arguments.address, replica=arguments.replica, num_replicas=2, leader=arguments.leader)
-fragments = diloco.strided(model, layers_per_fragment=2)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments=fragments,
-    sync_every=20,
-    overlap_steps=5,
-    exchange=exchange,
-)
+engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=20, overlap_steps=5, exchange=exchange)
 engine.attach(optimizer)
 # --8<-- [end:engine]
 

@@ -1,5 +1,6 @@
 """The diffs of docs/extending.md: together, on a copy of the source code, they add what the page says."""
 
+import json
 import os
 import re
 import shlex
@@ -12,23 +13,56 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SNIPPETS = ROOT / "docs" / "snippets"
-MOST_FILES = {"new_codec": 2, "new_family": 2, "new_experiment": 1, "new_verb": 1}
+MOST_FILES = {
+    "new_codec": 2,
+    "new_outer_rule": 1,
+    "new_merge_rule": 1,
+    "new_transport": 2,
+    "new_family": 2,
+    "new_experiment": 1,
+    "new_verb": 1,
+    "new_setting": 2,
+}
 """The number of source files that each touches, as the page says."""
 COMMANDS = """\
-diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --num-tokens 10240 \
---name one --evaluation.num-tokens 512 --data.train TEXT --data.held-out-fraction 0.1
+diloco train tiny --config gated.toml --num-replicas 2 --diloco.wire nf4 --optimizer.clip-value 0.1 \
+--num-tokens 10240 --name one --evaluation.num-tokens 512 --data.train TEXT --data.held-out-fraction 0.1
 diloco hash runs/one
 diloco experiment outer_momentum --commands
 diloco bench wire --wires nf4 --values 65536
 """
 FRESH = "diloco eval runs/one"
 """A command that knows the family from the run's config alone."""
+LOOP = """
+import torch, diloco
+from diloco.outer.merge import Bounded
+from diloco.outer.signum import Signum
+
+model = torch.nn.Linear(8, 1, bias=False)
+before = model.weight.detach().clone()
+exchange = diloco.DelayedExchange(diloco.LoopbackExchange(), seconds=0.2)
+rules = {"outer": Signum(lr=0.1), "mixing": Bounded(0.01)}
+engine = diloco.StreamingDiLoCo(
+    model, fragments="whole", sync_every=1, overlap_steps=0, exchange=exchange, **rules
+)
+with torch.no_grad():
+    model.weight.add_(1)
+engine.step()
+torch.testing.assert_close(engine.outer_parameters()["weight"], before + 0.1)
+torch.testing.assert_close(model.weight.detach(), before + 1 - 0.01)
+assert engine.blocked_seconds > 0.1
+"""
+"""One inner step, with the rules and the transport."""
 
 
 def diloco(folder: Path, *commands: str) -> str:
     """The output of commands, one after another in a process that has the changed source code."""
     words = [shlex.split(command)[1:] for command in commands]
-    code = f"from diloco.cli.main import main\nfor words in {words!r}: main(words)"
+    return python(folder, f"from diloco.cli.main import main\nfor words in {words!r}: main(words)")
+
+
+def python(folder: Path, code: str) -> str:
+    """The output of code in a process that has the changed source code."""
     environment = os.environ | {"PYTHONPATH": f"{folder / 'src'}:{os.environ['PYTHONPATH']}"}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
@@ -61,4 +95,6 @@ def test_the_diffs_of_the_page_add_what_it_says(tmp_path, small_corpus):
     summary = (tmp_path / "runs" / "one" / "summary.json").read_text()
     (digest,) = (line for line in output.splitlines() if len(line) == 64 and line in summary)
     assert digest
+    assert json.loads((tmp_path / "runs" / "one" / "config.json").read_text())["optimizer"]["clip_value"] == 0.1
     assert "held-out loss" in diloco(tmp_path, FRESH)
+    python(tmp_path, LOOP)

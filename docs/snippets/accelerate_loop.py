@@ -25,11 +25,7 @@ model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, 
 # --8<-- [start:loop]
 def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
     return diloco.StreamingDiLoCo(
-        model,
-        fragments="whole",
-        sync_every=5,
-        overlap_steps=2,
-        exchange=diloco.connect(),
+        model, fragments="whole", sync_every=5, overlap_steps=2, exchange=diloco.connect()
     )
 
 

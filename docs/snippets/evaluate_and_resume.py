@@ -13,11 +13,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, diloco.StreamingDiL
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = diloco.StreamingDiLoCo(
-        model,
-        fragments="whole",
-        sync_every=4,
-        overlap_steps=2,
-        exchange=diloco.LoopbackExchange(),
+        model, fragments="whole", sync_every=4, overlap_steps=2, exchange=diloco.LoopbackExchange()
     )
     engine.attach(optimizer)
     return model, optimizer, engine

@@ -30,8 +30,8 @@ engine = diloco.StreamingDiLoCo(
     fragments="whole",
     sync_every=10,
     overlap_steps=2,
-    exchange=diloco.LoopbackExchange(),
     masters=masters,
+    exchange=diloco.LoopbackExchange(),
 )
 # --8<-- [end:masters]
 

@@ -10,10 +10,9 @@ model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(6))
 # --8<-- [start:settings]
 exchange = diloco.LoopbackExchange()  # one replica alone; between replicas: ProcessGroupExchange
 
-streaming = diloco.strided(model, layers_per_fragment=3)
 engine = diloco.StreamingDiLoCo(  # Streaming DiLoCo: overlap, mixing, four bits on the wire
     model,
-    fragments=streaming,
+    fragments="strided",
     sync_every=30,
     overlap_steps=1,
     mixing=0.5,

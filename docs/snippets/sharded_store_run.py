@@ -23,8 +23,7 @@ for module in (*model.layers, model):
     fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 rendezvous = diloco.StoreRendezvous(STORE, name="node")  # the first process alone joins with it
-fragments = diloco.strided(model, layers_per_fragment=2)
-engine = diloco.StreamingDiLoCo(model, fragments=fragments, sync_every=10, overlap_steps=2, rendezvous=rendezvous)
+engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
 
@@ -37,7 +36,7 @@ def of_first(read: Callable[[], int]) -> int:
 
 
 def is_over() -> bool:
-    return rendezvous.state.finished or rendezvous.state.tokens >= BUDGET * len(fragments)
+    return rendezvous.state.finished or rendezvous.state.tokens >= BUDGET * len(engine.settings.fragments)
 
 
 BUDGET = 5_000

@@ -15,8 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 # --8<-- [start:engine]
 rendezvous = diloco.StoreRendezvous(STORE)  # such as s3://bucket/run; credentials are in the environment
-fragments = diloco.strided(model, layers_per_fragment=2)
-engine = diloco.StreamingDiLoCo(model, fragments=fragments, sync_every=10, overlap_steps=2, rendezvous=rendezvous)
+engine = diloco.StreamingDiLoCo(model, fragments="strided", sync_every=10, overlap_steps=2, rendezvous=rendezvous)
 # --8<-- [end:engine]
 
 # --8<-- [start:loop]
@@ -24,7 +23,7 @@ BUDGET = 10_000
 text = torch.randn(1_000, 16, 8)  # 1,000 sequences of 16 tokens, the same on all replicas
 sampler = diloco.SlotSampler(num_windows=len(text))
 place = rendezvous.start // 16  # sequences of this slot that its earlier holders have trained on
-while not rendezvous.state.finished and rendezvous.state.tokens < BUDGET * len(fragments):
+while not rendezvous.state.finished and rendezvous.state.tokens < BUDGET * len(engine.settings.fragments):
     batch = text[sampler.windows(rendezvous.slot, place, 4)]
     place += 4
     model(batch).square().mean().backward()

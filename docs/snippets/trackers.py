@@ -13,13 +13,7 @@ directory, port = Path(tempfile.mkdtemp()), 0
 exchange = diloco.LoopbackExchange()
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine = diloco.StreamingDiLoCo(
-    model,
-    fragments="whole",
-    sync_every=4,
-    overlap_steps=0,
-    exchange=exchange,
-)
+engine = diloco.StreamingDiLoCo(model, fragments="whole", sync_every=4, overlap_steps=0, exchange=exchange)
 batches = torch.randn(12, 16, 8)
 
 # --8<-- [start:loop]

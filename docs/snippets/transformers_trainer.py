@@ -15,7 +15,7 @@ config = LlamaConfig(
     vocab_size=64,
     hidden_size=16,
     intermediate_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=4,
     num_attention_heads=2,
     num_key_value_heads=2,
     pad_token_id=0,
@@ -36,13 +36,8 @@ training_args = TrainingArguments(
 
 # --8<-- [start:engine]
 def engine(model: torch.nn.Module) -> diloco.StreamingDiLoCo:
-    fragments = diloco.strided(model, layers_per_fragment=1)
     return diloco.StreamingDiLoCo(
-        model,
-        fragments=fragments,
-        sync_every=5,
-        overlap_steps=2,
-        exchange=diloco.connect(),
+        model, fragments="strided", sync_every=5, overlap_steps=2, exchange=diloco.connect()
     )
 
 
