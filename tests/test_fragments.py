@@ -311,6 +311,11 @@ def test_layers_per_fragment_lies_between_one_and_the_number_of_blocks(size):
 
 
 @pytest.mark.parametrize("cut", [strided, sequential])
+def test_a_model_of_few_blocks_is_one_block_fragment_and_the_rest(cut):
+    assert [fragment.blocks for fragment in cut(Decoder(2))] == [("blocks.0", "blocks.1"), ()]
+
+
+@pytest.mark.parametrize("cut", [strided, sequential])
 @pytest.mark.parametrize("size", [1.5, 2.0, "2"])
 def test_layers_per_fragment_is_a_whole_number(cut, size):
     with pytest.raises(ValueError, match=f"^layers_per_fragment={size!r} must be a whole number$"):

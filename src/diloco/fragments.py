@@ -22,13 +22,13 @@ Fragments = tuple[Fragment, ...]
 
 
 def strided(
-    model: nn.Module, *, layers_per_fragment: int = 3, blocks: str | Sequence[str] | None = None
+    model: nn.Module, *, layers_per_fragment: int | None = None, blocks: str | Sequence[str] | None = None
 ) -> Fragments:
     """Fragment b takes blocks b, b+B, b+2B, …, with B = ceil(L / layers_per_fragment) (arXiv 2501.18512, 3.1).
 
     Args:
         model: any module that holds its blocks in an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`.
-        layers_per_fragment: the most blocks in a fragment.
+        layers_per_fragment: the most blocks in a fragment; None is 3, or all where there are fewer.
         blocks: path of that list, or paths of several, one after another. None takes the model's only ModuleList
             that is in no other, or else the only container that is in no other with two trained children of one
             class.
@@ -48,12 +48,12 @@ def strided(
     [('layers.0', 'layers.3'), ('layers.1', 'layers.4'), ('layers.2',)]
     """
     paths = block_paths(model, blocks)
-    num_fragments = _num_block_fragments(paths, layers_per_fragment)
+    num_fragments = -(-len(paths) // _size(paths, layers_per_fragment))
     return _partition(model, [paths[b::num_fragments] for b in range(num_fragments)])
 
 
 def sequential(
-    model: nn.Module, *, layers_per_fragment: int = 3, blocks: str | Sequence[str] | None = None
+    model: nn.Module, *, layers_per_fragment: int | None = None, blocks: str | Sequence[str] | None = None
 ) -> Fragments:
     """Fragment b takes `layers_per_fragment` consecutive blocks; else as `strided`.
 
@@ -64,8 +64,8 @@ def sequential(
     [('layers.0', 'layers.1'), ('layers.2', 'layers.3'), ('layers.4',)]
     """
     paths = block_paths(model, blocks)
-    num_fragments, size = _num_block_fragments(paths, layers_per_fragment), layers_per_fragment
-    return _partition(model, [paths[b * size : (b + 1) * size] for b in range(num_fragments)])
+    size = _size(paths, layers_per_fragment)
+    return _partition(model, [paths[b : b + size] for b in range(0, len(paths), size)])
 
 
 def whole(model: nn.Module) -> Fragments:
@@ -147,7 +147,10 @@ def _check_module(model: object) -> None:
         raise UserError(f"fragments are cut from a torch.nn.Module, and this is a {kind}: pass the model")
 
 
-def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
+def _size(paths: list[str], layers_per_fragment: int | None) -> int:
+    """The most blocks in a fragment."""
+    if layers_per_fragment is None:
+        return min(_LAYERS_PER_FRAGMENT, len(paths))
     if not isinstance(layers_per_fragment, int):
         raise UserError(
             f"layers_per_fragment={layers_per_fragment!r} must be a whole number", "layers_per_fragment"
@@ -159,7 +162,10 @@ def _num_block_fragments(paths: list[str], layers_per_fragment: int) -> int:
             f"layers_per_fragment={layers_per_fragment} is more than the model's {len(paths)} blocks",
             "layers_per_fragment",
         )
-    return -(-len(paths) // layers_per_fragment)
+    return layers_per_fragment
+
+
+_LAYERS_PER_FRAGMENT = 3
 
 
 def block_paths(model: nn.Module, blocks: str | Sequence[str] | None = None) -> list[str]:

@@ -125,9 +125,7 @@ def lose_one_shard() -> str:
             if step == 2 and tuple(mesh.get_coordinate()) == (1, 0):
                 local(model.get_parameter("norm.weight")).fill_(float("nan"))
             engine.step()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    except diloco.ExchangeError as error:
+    except (diloco.NonFiniteError, diloco.ExchangeError) as error:
         return f"{type(error).__name__}: {error}"
     return "merged"
 
