@@ -25,7 +25,7 @@ from link_study.synchronizers import DDP, Alone, Torchft
 
 from diloco.data.shards import open_split
 from diloco.exchange.transport import Channel, Tag, barrier
-from diloco.presets import PRESETS
+from diloco.presets import PRESETS, own_settings
 from diloco.training.config.config import TrainConfig, from_json
 from diloco.training.loop import open_batches
 from diloco.training.measure import measure_link
@@ -155,7 +155,7 @@ def _begin(question: Question, config: TrainConfig, world: World) -> TrainState:
     """The state before the first step, with the method's synchronizer in it."""
     name, _, option = question["method"].partition(":")
     method = name if name in PRESETS else "diloco"
-    settings = vars(PRESETS[method]) | ({"overlap_steps": int(option)} if option and name in PRESETS else {})
+    settings = own_settings(method) | ({"overlap_steps": int(option)} if option and name in PRESETS else {})
     state = initial_state(replace(config, method=method, diloco=replace(config.diloco, **settings)), world)
     if name in PRESETS:
         return state

@@ -94,7 +94,7 @@ class VirtualLog:
         for seat in self.seats:
             if p not in seat.sent or seat.rounds[p] != log.round:
                 continue
-            elapsed = seat.num_steps - seat.sent[p].step - seat.sent[p].overlap_steps
+            elapsed = seat.num_steps - seat.sent[p].step - seat.sent[p].overlap
             parts = may_decide(
                 self.state,
                 p,

@@ -361,7 +361,7 @@ class ElasticMembership:
             position=self.joined.start + replica.tokens - self._tokens_before,
             norms=norms_of(values_N, self.form, source=f"step {step}: the outer gradient of fragment {p}"),
             step=step,
-            overlap_steps=replica.settings.schedule.overlap(0),
+            overlap=replica.settings.schedule.overlap(0),
         )
         self._errors[p] = encoded.error_N
         self.joined.seat.offer(offer, tuple(payload.cpu() for payload in encoded.payloads), values_N)
@@ -401,7 +401,7 @@ class ElasticMembership:
         """Whether a fragment is in flight, and its overlap has passed."""
         if (offer := self.in_flight.get(p)) is None:
             return False
-        return self._is_draining or self.replica.num_steps >= offer.step + offer.overlap_steps
+        return self._is_draining or self.replica.num_steps >= offer.step + offer.overlap
 
     def _is_behind(self, p: int, newest: int) -> bool:
         """Whether a fragment is not in flight, and its round `newest`, which was decided, is not taken."""

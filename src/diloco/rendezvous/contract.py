@@ -75,7 +75,7 @@ class Offer(Claim):
     """For each share ‖Δ‖₂ as decoded."""
     step: int
     """The inner step after which it is offered."""
-    overlap_steps: int
+    overlap: int
     """τ of this replica."""
 
 

@@ -424,7 +424,7 @@ class Follower:
         """Whether τ, and τ + patience, have passed since an offer."""
         if (since := self.draining_since) is not None:  # the training thread may end it meanwhile
             return True, time.monotonic() > since + self._pace.drain_seconds
-        elapsed = self.step - offer.step - offer.overlap_steps
+        elapsed = self.step - offer.step - offer.overlap
         return elapsed >= 0, elapsed >= self._pace.patience
 
     def _is_turn(self, p: int, number: int, parts: Sequence[Contribution]) -> bool:
