@@ -68,11 +68,7 @@ def test_an_incomplete_directory(tmp_path):
         ("{", "[", "can't be read"),
         ('"text_field": "text"', '"name": "text"', "can't be read"),
         ("{", "\xff", "can't be read"),
-        (
-            '"vocab_size": 257',
-            '"vocab_size": "257"',
-            "vocab_size: expected int, got str.*: delete the",
-        ),
+        ('"vocab_size": 257', '"vocab_size": "257"', "vocab_size: expected int, got str.*: delete the"),
         ('"vocab_size": 257', '"vocab_size": 256', "bos_id=256 is not below vocab_size=256"),
         ('"vocab_size": 257', '"vocab_size": 1099511627776', "vocab_size: expected int <= 16777216"),
         ('"vocab_size": 257', '"vocab_size": 65537', "dtype=<u2 is not that of vocab_size=65537"),
