@@ -92,16 +92,6 @@ def test_the_published_tables_are_shown_cell_by_cell(capsys):
     assert "1767 · 1767.33 (+0%)" in table and "0.88 · 0.87 (-1%)" in table
 
 
-def test_sequential_fragments_need_more_bandwidth_at_100b(capsys):
-    """Sequential fragments sync early layers, for which the next forward pass waits first, together."""
-    size = ["--num-params", "1e11", "--num-layers", "108", "--step-seconds", "4.9", "--method", "streaming"]
-    for preset in ("paper", "physical"):
-        command = ["simulate", "bandwidth", *size, "--preset", preset, "--targets", "0.99", "--json"]
-        strided = json.loads(printed(capsys, *command))["gbit_s"]["0.99"]
-        sequential = json.loads(printed(capsys, *command, "--fragments", "sequential"))["gbit_s"]["0.99"]
-        assert strided < sequential if preset == "paper" else strided == sequential
-
-
 def test_a_steps_time_follows_from_its_operations(capsys):
     machine = ["--batch-tokens", "1048576", "--num-chips", "64", "--flops-per-chip", "459e12", "--mfu", "0.4"]
     assert printed(capsys, "simulate", "step-seconds", "--num-params", "1e9", *machine) == "0.5354\n"
@@ -113,12 +103,6 @@ def test_wall_clock_is_the_sum_of_its_parts(capsys):
     assert parts.pop("seconds") == pytest.approx(sum(parts.values()))
     assert parts["compute_seconds"] == pytest.approx(6250)
     assert "outer gradients" in printed(capsys, "simulate", "wall-clock", *arguments)
-    bits = ["--inner-bits-per-param", "32", "--outer-bits-per-param", "4"]
-    some = json.loads(
-        printed(capsys, "simulate", "wall-clock", *arguments, "--num-replicas", "2", *bits, "--json")
-    )
-    assert some["inside_seconds"] == pytest.approx(2 * parts["inside_seconds"], rel=0.05)  # but for the latency
-    assert some["between_seconds"] == pytest.approx(parts["between_seconds"] / 4, rel=0.05)
 
 
 def test_a_timeline_is_drawn_the_same_each_time(capsys, tmp_path):
