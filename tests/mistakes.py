@@ -147,16 +147,15 @@ def _answer(mistake: Mistake, folder: Path) -> Answer:
         if process.exitcode is None:
             os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
-    running_process = r"process \d+ on \S+ since [\d-]+ [\d:]+"
-    output, errors = (
-        re.sub(
-            running_process,
-            "process 4242 on host since 2026-01-31 12:00",
-            (path.read_text() if path.exists() else "").replace(str(folder), HOME),
-        )
-        for path in _files_of(streams)
-    )
+    output, errors = (path.read_text() if path.exists() else "" for path in _files_of(streams))
+    output, errors = (_same_everywhere(text.replace(str(folder), HOME)) for text in (output, errors))
     return Answer(output, errors, process.exitcode or 0)
+
+
+def _same_everywhere(text: str) -> str:
+    text = re.sub(r"/data/[0-9a-f]{16}", "/data/0123456789abcdef", text)
+    process = r"process \d+ on \S+ since [\d-]+ [\d:]+"
+    return re.sub(process, "process 4242 on host since 2026-01-31 12:00", text)
 
 
 def _files_of(streams: Path) -> tuple[Path, Path]:
