@@ -26,12 +26,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.url = folder / "run"
-        self.url.mkdir()
-        (self.url / "log").mkdir()
-        self.signers: dict[str, Signer] = {}
+        (self.url / "log").mkdir(parents=True)
         for name in ("creator", "first", "second"):
             write_key(folder / name)
-            self.signers[name] = KeyFile(folder / name)
+        self.signers = {name: KeyFile(folder / name) for name in ("creator", "first", "second")}
         self.previous, self.number, self.keys = "", 0, 0
 
     def write(self, body, author: int, signer: Signer) -> bytes:
@@ -43,10 +41,8 @@ class Run:
         return data
 
     def create(self, signer: Signer, *allowed: str) -> None:
-        rules = Rules(num_fragments=2)
-        self.write(
-            Create(format=FORMAT, rules=rules, facts={}, creator=signer.public, allowed=allowed), -1, signer
-        )
+        rules = {"rules": Rules(num_fragments=2), "allowed": allowed}
+        self.write(Create(format=FORMAT, facts={}, creator=signer.public, **rules), -1, signer)
 
     def key(self, name: str) -> str:
         return self.signers[name].public

@@ -1,4 +1,3 @@
-import time
 from contextlib import suppress
 from functools import partial
 from threading import Event
@@ -180,11 +179,13 @@ def test_a_token_beyond_the_vocabulary_is_refused(prepared):
 
 def test_shards_are_checked_once_in_the_background_or_when_they_are_needed():
     calls = []
-    gate = Event()
+    gate, all_begun = Event(), Event()
 
     def check(number):
         assert gate.wait(20)
         calls.append(number)
+        if len(calls) == 3:
+            all_begun.set()
         if number == 2:
             raise UserError("shard 2 is damaged")
 
@@ -194,9 +195,7 @@ def test_shards_are_checked_once_in_the_background_or_when_they_are_needed():
     for _ in range(2):
         with suppress(UserError):
             checks.ensure(1)
-    deadline = time.monotonic() + 20
-    while len(calls) < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    assert all_begun.wait(20)
     with pytest.raises(UserError, match="shard 2 is damaged"):
         checks.ensure(2)
     with pytest.raises(UserError, match="shard 2 is damaged"):  # the run ends, whichever shard it reads next
