@@ -1,6 +1,5 @@
 """A real browser without a screen, driven by the DevTools protocol over two pipes."""
 
-import base64
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ _SECONDS = 60.0
 
 
 class Page:
-    """One page: it is opened, measured and photographed; what its console says is kept."""
+    """One page: it is opened and measured; what its console says is kept."""
 
     def __init__(self, reads: int, writes: int) -> None:
         self._reads, self._writes, self._numbers, self._rest = reads, writes, itertools.count(1), b""
@@ -61,11 +60,6 @@ class Page:
         while not self.value(expression):
             assert time.monotonic() < deadline, f"never true: {expression}; console: {self.console}"
             time.sleep(0.05)
-
-    def picture(self, path: Path) -> None:
-        """Write the whole page, as far as it is scrolled, as PNG."""
-        shot = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)

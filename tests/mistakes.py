@@ -19,14 +19,13 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from diloco.cli.main import main as diloco
@@ -45,13 +44,9 @@ PREPARED = (
 )
 """The runs that are there before a mistake is made."""
 _ALSO_IMPORTED = (
-    *(
-        "diloco.training.records.finished",
-        "diloco.training.config.forecast",
-        "diloco.training.loop",
-        "diloco.training.prepare",
-    ),
-    *("diloco.report.terminal.training", "diloco.rendezvous.store_rendezvous", "torch.distributed.run"),
+    *("diloco.training.records.finished", "diloco.training.config.forecast", "diloco.training.prepare"),
+    *("diloco.training.loop", "diloco.report.terminal.training", "diloco.rendezvous.store_rendezvous"),
+    "torch.distributed.run",
 )
 
 
@@ -90,7 +85,7 @@ class Answer:
     output: str
     errors: str
     exit_code: int
-    """Exit code of the process; -9 if it was still running after `MOST_SECONDS`."""
+    """Exit code of the process; negative if it was still running after `MOST_SECONDS`."""
 
     @property
     def sentence(self) -> str:
@@ -137,53 +132,30 @@ def _copy(source: str, target: str) -> None:
 
 def answers(mistakes: Sequence[Mistake], folders: Sequence[Path]) -> list[Answer]:
     """The answers to mistakes, of which as many as there are cores are made at a time."""
-    cores = len(os.sched_getaffinity(0))
-    made: dict[int, Answer] = {}
-    at_work: dict[int, _Attempt] = {}
-    waiting = list(enumerate(zip(mistakes, folders, strict=True)))[::-1]
-    while waiting or at_work:
-        while waiting and len(at_work) < cores:
-            index, (mistake, folder) = waiting.pop()
-            at_work[index] = _Attempt(mistake, folder)
-        wait([attempt.process.sentinel for attempt in at_work.values()], timeout=1.0)
-        for index, attempt in list(at_work.items()):
-            if attempt.is_over():
-                made[index] = attempt.answer()
-                del at_work[index]
-    return [made[index] for index in range(len(mistakes))]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
+        return list(pool.map(_answer, mistakes, folders))
 
 
-class _Attempt:
-    """A mistake that is being made."""
+def _answer(mistake: Mistake, folder: Path) -> Answer:
+    """The answer to a mistake, without the words that differ from one machine to another."""
+    streams = Path(tempfile.mkdtemp(dir=folder.parent))
+    os.chdir(folder)
+    with _MEANWHILE[mistake.meanwhile]():
+        process = get_context("fork").Process(target=_make, args=(mistake.typed, folder, streams))
+        process.start()
+        process.join(MOST_SECONDS)
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+    output, errors = (path.read_text() if path.exists() else "" for path in _files_of(streams))
+    output, errors = (_same_everywhere(text.replace(str(folder), HOME)) for text in (output, errors))
+    return Answer(output, errors, process.exitcode or 0)
 
-    def __init__(self, mistake: Mistake, folder: Path) -> None:
-        self._folder, self._began, self._during = folder, time.monotonic(), ExitStack()
-        self._streams = Path(tempfile.mkdtemp(dir=folder.parent))
-        with chdir(folder):
-            self._during.enter_context(_MEANWHILE[mistake.meanwhile]())
-        self.process = get_context("fork").Process(target=_make, args=(mistake.typed, folder, self._streams))
-        self.process.start()
 
-    def is_over(self) -> bool:
-        """True if the process has ended or was killed after `MOST_SECONDS`; its context is then closed."""
-        if self.process.exitcode is None and time.monotonic() - self._began < MOST_SECONDS:
-            return False
-        if self.process.exitcode is None:
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-            self.process.join()
-        self._during.close()
-        return True
-
-    def answer(self) -> Answer:
-        """The answer, without the words that differ from one machine to another."""
-        output, errors = (path.read_text() if path.exists() else "" for path in _files_of(self._streams))
-        return Answer(self._same_everywhere(output), self._same_everywhere(errors), self.process.exitcode or 0)
-
-    def _same_everywhere(self, text: str) -> str:
-        process = r"process \d+ on \S+ since [\d-]+ [\d:]+"
-        return re.sub(
-            process, "process 4242 on host since 2026-01-31 12:00", text.replace(str(self._folder), HOME)
-        )
+def _same_everywhere(text: str) -> str:
+    text = re.sub(r"/data/[0-9a-f]{16}", "/data/0123456789abcdef", text)
+    process = r"process \d+ on \S+ since [\d-]+ [\d:]+"
+    return re.sub(process, "process 4242 on host since 2026-01-31 12:00", text)
 
 
 def _files_of(streams: Path) -> tuple[Path, Path]:

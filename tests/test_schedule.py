@@ -1,5 +1,4 @@
-import subprocess
-import sys
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,9 @@ from hypothesis import strategies as st
 from tests.reference import send_steps
 
 from diloco.errors import UserError
+from diloco.presets import METHODS, PRESETS
 from diloco.schedule import Due, Schedule, Sync
+from diloco.wire import CODECS
 
 T = 60
 
@@ -100,11 +101,6 @@ def test_contradictions_are_refused_with_both_values(fields, message):
     assert refusal.value.field == next(iter(fields))
 
 
-def test_the_schedule_needs_neither_torch_nor_numpy():
-    heavy = "import sys, diloco.schedule; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "[]\n"
-
-
 @pytest.mark.parametrize("first_sync", ["early", "full_period"])
 @pytest.mark.parametrize(("period", "num_fragments", "offsets"), [(10, 3, None), (7, 2, (0, 0)), (5, 5, None)])
 def test_next_sent_is_what_the_next_sync_sends(first_sync, period, num_fragments, offsets):
@@ -112,3 +108,15 @@ def test_next_sent_is_what_the_next_sync_sends(first_sync, period, num_fragments
     for step in range(1, 4 * period):
         following = next(t for t in range(step, 10 * period) if schedule.sent(t))
         assert schedule.next_sent(step) == tuple(sync.fragment for sync in schedule.sent(following))
+
+
+def test_every_method_with_an_outer_step_has_a_preset():
+    assert tuple(PRESETS) == METHODS[1:]
+    assert all(preset.wire in CODECS for preset in PRESETS.values())
+
+
+def test_the_first_is_diloco_and_each_of_the_others_changes_one_thing():
+    presets = [asdict(preset) for preset in PRESETS.values()]
+    assert presets[0] == {"fragments": "whole", "overlap_steps": 0, "mixing": 0.0, "wire": "fp32"}
+    changes = [{name: b[name] for name in a if a[name] != b[name]} for a, b in pairwise(presets)]
+    assert changes == [{"fragments": "strided"}, {"overlap_steps": 1, "mixing": 0.5}, {"wire": "e3m0"}]

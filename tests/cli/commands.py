@@ -11,20 +11,22 @@ _LOADED = """
 import sys
 from diloco.cli.main import main
 
-try:
-    main({arguments!r})
-except SystemExit as end:
-    assert not end.code
-print(sorted({{"torch", "numpy", "tyro"}} & set(sys.modules)))
+for arguments in {commands!r}:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert not end.code
+print(*({{"torch", "numpy", "tyro"}} & set(sys.modules)))
 """
 
 
-def loaded(*arguments: str) -> str:
-    """The output of a command, and then the heavy modules that it loaded."""
-    command = [sys.executable, "-c", _LOADED.format(arguments=arguments)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+def loaded(*commands: list[str]) -> tuple[str, set[str]]:
+    """The output of commands in a process of their own, and the heavy modules that they have loaded."""
+    code = _LOADED.format(commands=commands)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
-    return process.stdout
+    printed, _, modules = process.stdout.removesuffix("\n").rpartition("\n")
+    return printed, set(modules.split())
 
 
 def refusal(capsys, *arguments: str) -> str:

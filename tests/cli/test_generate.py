@@ -4,7 +4,7 @@ import io
 import sys
 
 import pytest
-from tests.cli.commands import loaded, refusal
+from tests.cli.commands import refusal
 
 from diloco.cli.main import main
 from diloco.data.tokenizers import ByteTokenizer
@@ -49,15 +49,3 @@ def test_text_that_is_not_utf8_is_refused(finished_run, capsys, monkeypatch, err
     monkeypatch.setattr(sys, "stdin", stdin)
     assert refusal(capsys, "chat", str(finished_run)) == sentence
     assert refusal(capsys, "generate", str(finished_run), "--prompt", "caf\udce9") == sentence
-
-
-@pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_a_mistake_is_one_sentence(verb, finished_run, tmp_path, capsys):
-    assert refusal(capsys, verb, "nowhere") == "nowhere holds no run: nowhere/config.json is missing"
-    assert refusal(capsys, verb, str(finished_run), "--top-k", "0") == "--top-k=0 must be at least 1"
-    assert refusal(capsys, verb, str(finished_run), "--max-tokens", "0") == "--max-tokens=0 must be at least 1"
-    assert refusal(capsys, verb) == f"diloco {verb} needs RUN (diloco {verb} --help)"
-
-
-def test_help_loads_no_torch():
-    assert "'torch'" not in loaded("generate", "--help").splitlines()[-1]

@@ -1,21 +1,42 @@
+"""The command line itself: its verbs, its flags, its errors, and what it loads."""
+
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from importlib import invalidate_caches
+from typing import Annotated
 
 import pytest
-from tests.cli.commands import loaded, refusal
+import tyro
+from tests.cli.commands import loaded
 
 import diloco
 from diloco import __main__, cli
+from diloco.cli._explain import explained, hinted
+from diloco.cli._flags import fields_of, flag, flags, spelled
 from diloco.cli.main import main, verbs
+from diloco.errors import DilocoError, ReplicaFailedError, UserError
+from diloco.models.decoder_config import DecoderConfig
+from diloco.training.config.config import TrainConfig
 
 
-@pytest.mark.parametrize(("flag", "expected"), [("--help", "train"), ("--version", diloco.__version__)])
-def test_help_and_version_load_nothing_heavy(flag, expected):
-    output = loaded(flag)
-    assert expected in output and output.endswith("[]\n")
+def test_no_command_loads_more_than_it_needs():
+    """One process for all commands, those that need least first: what none has loaded, each goes without."""
+    printed, modules = loaded(["--help"], ["--version"])
+    assert "train" in printed and diloco.__version__ in printed and modules == set()
+    size = ["--num-params", "1e9", "--num-layers", "24", "--step-seconds", "0.1"]
+    printed, modules = loaded(
+        ["train", "-h"],
+        ["train", "tiny", "--help"],
+        ["generate", "--help"],
+        ["plan", *size, "--latency-seconds", "0.01", "--link-gbit-s", "1", "--store"],
+        ["simulate", "bandwidth", *size, "--method", "streaming", "--json"],
+        ["scaling", "predict", "--num-params", "1e9"],
+    )
+    fields = ("--epochs", "--num-replicas", "--diloco.sync-every", "--optimizer.learning-rate", "--data.train")
+    assert all(name in printed for name in fields) and modules == {"numpy", "tyro"}
 
 
 def test_a_module_of_the_package_is_a_verb(tmp_path, monkeypatch, capsys):
@@ -47,84 +68,130 @@ def test_an_interrupt_that_a_shell_has_ignored_stays_ignored(monkeypatch, handle
     assert handlers == [handler]
 
 
-def test_a_command_that_does_not_exist_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["trian"])
-    assert "there is no command 'trian': did you mean train?" in capsys.readouterr().err
-
-
-def test_an_option_before_the_command_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--versoin"])
-    assert "unknown flag --versoin: the command comes first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        (
-            "train tiny --num-tokens 7",
-            "7 tokens are less than half a step of --global-batch·--sequence-length=512",
-        ),
-        ("train tiny --diloco.freeze --diloco.fragments whole", "--diloco.freeze"),
-        ("sweep tiny --axis seed=0 --cores 0", "--cores=0 must be at least 1"),
-        (
-            "plan --num-params 1 --num-layers 1 --link-gbit-s 1 --step-seconds -1",
-            "--step-seconds must be above 0",
-        ),
-        ("plan --measure tiny --diloco.wire int8", "--diloco.wire=int8: the plan chooses it"),
-        ("train tiny --model.num-heads 5", "--model.width=32 must be a multiple of twice --model.num-heads=5"),
-        ("eval run --limit 0", "--limit=0 must be at least 1"),
-        ("experiment freezing --commands --tabulate", "--commands prints what to run, and --tabulate"),
-        ("scaling fit --sync-every 30", "--sync-every=30 chooses among the runs of --data"),
-        ("bench wire --values 0", "--values=0 must be at least 1"),
-        ("data prepare --output new --cache old", "--prepared and --cache mean nothing here"),
-        ("report", "name a run's directory"),
-    ],
-)
-def test_a_mistake_is_one_sentence_that_names_flags(command, sentence, capsys):
-    assert refusal(capsys, *command.split()).startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("train tiny --metod diloco", "unknown flag --metod: did you mean --method? (diloco train tiny --help"),
-        ("train tiny --learning-rate 1", "unknown flag --learning-rate: did you mean --optimizer.learning-rate?"),
-        (
-            "train tiny --num-replicas two",
-            "--num-replicas takes a whole number, not 'two' (diloco train tiny --help)",
-        ),
-        ("train tiny --optimizer.beta1 x", "--optimizer.beta1 takes a number, not 'x'"),
-        ("train tiny --diloco.overlap-steps x", "--diloco.overlap-steps takes a whole number, not 'x'"),
-        ("train tiny --device gpu", "--device takes one of 'auto', 'cpu', 'cuda', not 'gpu'"),
-        ("train tiny --seed", "--seed needs a value"),
-        ("train tiny --max-steps 9", "unknown flag --max-steps: did you mean --num-tokens?"),
-        ("train tiny --training.seq_len 9", "unknown flag --training.seq_len: did you mean --sequence-length?"),
-        ("train --num-tokens 1M", "diloco train --num-tokens: name one of laptop, tiny"),
-        ("sweep tiny --data.train nowhere.txt --axis seed=x", "--axis 'seed=x' is not of the form"),
-        ("train tiny more", "'more' is not expected here"),
-        ("train tony", "diloco train has no 'tony': did you mean tiny?"),
-        ("train --seed 3", "diloco train --seed: name one of laptop, tiny, 35m"),
-        ("simulate published --json", "unknown flag --json (diloco simulate published --help"),
-        ("bench", "diloco bench needs one of wire"),
-        ("eval", "diloco eval needs RUN"),
-        ("export run", "diloco export needs --to"),
-    ],
-)
-def test_a_command_line_that_cannot_be_parsed_is_one_sentence(command, sentence, capsys):
-    assert refusal(capsys, *command.split()).startswith(sentence)
-
-
 @pytest.mark.parametrize("command", ["train tiny --help | head -1", "scaling predict --num-params 1e9 | true"])
 def test_a_reader_may_close_the_pipe(command):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = subprocess.run(
-        f"{sys.executable} -m diloco {command}",
-        shell=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-    )
+    command = f"{sys.executable} -m diloco {command}"
+    process = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment)
     assert process.stderr == ""
+
+
+def end(error: BaseException, **hint) -> int:
+    with pytest.raises(SystemExit) as end, explained(), hinted("call it again", **hint):
+        raise error
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "sentence"),
+    [
+        (UserError("a mistake"), 2, "a mistake"),
+        (DilocoError("a failure"), 1, "a failure; call it again"),
+        (OSError(28, "No space left on device"), 1, "no space left on device; call it again"),
+        (KeyboardInterrupt(), 130, "interrupted; call it again"),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(error, exit_code, sentence, capsys):
+    assert end(error) == exit_code
+    assert capsys.readouterr().err == f"diloco: {sentence}\n"
+
+
+def test_a_hint_waits_until_something_has_begun(tmp_path, capsys):
+    begun = (tmp_path / "config.json").exists
+    assert end(DilocoError("a failure"), when=begun) == 1
+    (tmp_path / "config.json").touch()
+    assert end(DilocoError("a failure"), when=begun) == 1
+    assert capsys.readouterr().err == "diloco: a failure\ndiloco: a failure; call it again\n"
+
+
+def test_a_bug_shows_its_traceback():
+    with pytest.raises(ValueError, match="a bug"), explained():
+        raise ValueError("a bug")
+
+
+def test_every_error_shows_its_traceback_on_request(monkeypatch, capsys):
+    monkeypatch.setenv("DILOCO_TRACEBACK", "1")
+    assert end(UserError("a mistake")) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "UserError: a mistake" in printed
+
+
+@pytest.mark.parametrize(("redirection", "encoding"), [(">&-", "utf-8"), ("> /dev/null", "ascii")])
+def test_an_output_that_is_closed_or_lacks_a_letter_is_no_failure(redirection, encoding):
+    command = f'"$0" -m diloco scaling predict --num-params 1e9 --num-replicas 4 {redirection}'
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    process = subprocess.run(
+        ["sh", "-c", command, sys.executable], env=environment, capture_output=True, text=True
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@dataclass(frozen=True)
+class Inner:
+    sync_every: int = 30
+    freeze: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    recipe: tyro.conf.Suppress[str] = ""
+    seed: int = 0
+    diloco: Inner = field(default_factory=Inner)
+
+
+def command(
+    run: tyro.conf.Positional[str], config: Annotated[Config, tyro.conf.arg(name="")], limit: int = 1
+) -> None:
+    """A command."""
+
+
+def test_a_commands_fields_are_those_with_a_flag():
+    assert list(fields_of(command)) == ["seed", "diloco.sync_every", "diloco.freeze", "limit"]
+
+
+def test_the_fields_of_a_models_family_have_flags():
+    assert "num_heads" in fields_of(DecoderConfig)
+    assert flag("model.num_heads", set(fields_of(TrainConfig))) == "--model.num-heads"
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("seed", "--seed"),
+        ("diloco.sync_every", "--diloco.sync-every"),
+        ("sync_every", "--diloco.sync-every"),
+        ("train.diloco.sync_every", "--diloco.sync-every"),
+        ("data.limit", "--limit"),
+        ("diloco.freeze", "--diloco.freeze"),
+        ("every", "every"),
+        ("run", "run"),
+        ("recipe", "recipe"),
+    ],
+)
+def test_a_setting_is_spelled_as_the_flag_with_its_last_words(field, expected):
+    assert flag(field, set(fields_of(command))) == expected
+
+
+def test_a_setting_that_two_flags_may_mean_stays_as_it_is():
+    assert flag("every_steps", {"checkpoint.every_steps", "evaluation.every_steps"}) == "every_steps"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("diloco.sync_every=0 with run=1", "diloco.sync_every", "run"),
+        ReplicaFailedError("diloco.sync_every=0 with run=1", exit_code=2, fields=("diloco.sync_every", "run")),
+    ],
+)
+def test_an_error_keeps_its_class_and_names_flags(error):
+    with pytest.raises(type(error), match=r"^--diloco.sync-every=0 with run=1$") as raised, spelled(command):
+        raise error
+    assert raised.value is error and error.fields == ("diloco.sync_every", "run")
+
+
+def test_flags_give_settings_their_values():
+    settings = {"data.train": ("a.txt", "b c.txt"), "diloco.freeze": True, "compile": False, "num_tokens": 7}
+    assert [word for words in flags(settings).values() for word in words] == [
+        *("--data.train", "a.txt", "b c.txt"),
+        *("--diloco.freeze", "--no-compile", "--num-tokens", "7"),
+    ]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.cli.commands import loaded, refusal
 
 from diloco.cli.main import main
 
@@ -35,10 +34,6 @@ def test_a_plan_that_cannot_be_says_what_would_make_it_one(capsys):
     assert "links of" in sentence and "a target of 0." in sentence
     output = json.loads(printed(capsys, *PLAN, "0.001", "--json"))
     assert output["plans"] == [] and output["remedy"]["link_gbit_s"] > 0.001
-
-
-def test_a_plan_for_described_machines_loads_no_torch():
-    assert loaded(*PLAN, "1", "--store").splitlines()[-1] == "['numpy', 'tyro']"
 
 
 def test_a_plan_says_what_a_bucket_costs(capsys):
@@ -83,29 +78,3 @@ def test_a_plan_measures_this_machine_on_request():
         *("--diloco.outer-learning-rate 0.7 --log-layer-cosine", "--num-replicas 2 --diloco.sync-every "),
     )
     assert all(part in last for part in parts)
-
-
-DESCRIBED = [*RUN, "--link-gbit-s", "1"]
-MEASURED = ["--measure", "tiny"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([*DESCRIBED, "--batch-tokens", "0"], "--batch-tokens must be above 0 and finite, not 0.0"),
-        ([*DESCRIBED, "--batch-tokens", "1e-300"], "--batch-tokens=1e-300 is too small for --num-tokens=2e+10"),
-        ([*DESCRIBED, "--num-tokens", "-1e10", "--batch-tokens", "-1"], "--num-tokens must be above 0 and finite"),
-        (
-            [*DESCRIBED, "--num-tokens", "2e7"],
-            "--num-tokens=20000000, --batch-tokens=2097152 make a run of 10",
-        ),
-        (["--measure=tiny", "--target", "2"], "--target must be above 0 and below 1, not 2.0"),
-        ([*MEASURED, "--diloco.wire", "int8"], "--diloco.wire=int8: the plan chooses it"),
-        ([*MEASURED, "--diloco.offsets", "1", "2"], "--diloco.offsets=(1, 2): the plan chooses it"),
-        ([*MEASURED, "--num-replicas", "1"], "--num-replicas=1, but a link has two ends"),
-        ([*MEASURED, "--method", "diloco"], "--method=diloco: the plan chooses it"),
-        ([*MEASURED, "--num-tokens", "5120"], "--num-tokens=5120, --global-batch=8, --sequence-length=64 make"),
-    ],
-)
-def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
-    assert refusal(capsys, "plan", *arguments).startswith(sentence)

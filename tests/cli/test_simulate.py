@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-from tests.cli.commands import loaded, refusal
 
 from diloco.cli.main import main
 from diloco.simulator.bandwidth import GBIT_S
@@ -93,21 +92,9 @@ def test_the_published_tables_are_shown_cell_by_cell(capsys):
     assert "1767 · 1767.33 (+0%)" in table and "0.88 · 0.87 (-1%)" in table
 
 
-def test_sequential_fragments_need_more_bandwidth_at_100b(capsys):
-    """Sequential fragments sync early layers, for which the next forward pass waits first, together."""
-    size = ["--num-params", "1e11", "--num-layers", "108", "--step-seconds", "4.9", "--method", "streaming"]
-    for preset in ("paper", "physical"):
-        command = ["simulate", "bandwidth", *size, "--preset", preset, "--targets", "0.99", "--json"]
-        strided = json.loads(printed(capsys, *command))["gbit_s"]["0.99"]
-        sequential = json.loads(printed(capsys, *command, "--fragments", "sequential"))["gbit_s"]["0.99"]
-        assert strided < sequential if preset == "paper" else strided == sequential
-
-
 def test_a_steps_time_follows_from_its_operations(capsys):
     machine = ["--batch-tokens", "1048576", "--num-chips", "64", "--flops-per-chip", "459e12", "--mfu", "0.4"]
     assert printed(capsys, "simulate", "step-seconds", "--num-params", "1e9", *machine) == "0.5354\n"
-    complaint = refusal(capsys, "simulate", "step-seconds", "--num-params", "0", *machine)
-    assert "--num-params must be above 0 and finite, not 0" in complaint
 
 
 def test_wall_clock_is_the_sum_of_its_parts(capsys):
@@ -116,102 +103,16 @@ def test_wall_clock_is_the_sum_of_its_parts(capsys):
     assert parts.pop("seconds") == pytest.approx(sum(parts.values()))
     assert parts["compute_seconds"] == pytest.approx(6250)
     assert "outer gradients" in printed(capsys, "simulate", "wall-clock", *arguments)
-    bits = ["--inner-bits-per-param", "32", "--outer-bits-per-param", "4"]
-    some = json.loads(
-        printed(capsys, "simulate", "wall-clock", *arguments, "--num-replicas", "2", *bits, "--json")
-    )
-    assert some["inside_seconds"] == pytest.approx(2 * parts["inside_seconds"], rel=0.05)  # but for the latency
-    assert some["between_seconds"] == pytest.approx(parts["between_seconds"] / 4, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", ["physical", "paper"])
-def test_a_timeline_is_drawn(preset, capsys, tmp_path):
-    shown = printed(capsys, "simulate", "timeline", "--preset", preset, "--output", str(tmp_path))
-    svg, png = (tmp_path / "timeline.svg"), (tmp_path / "timeline.png")
-    assert shown.split() == [str(svg), str(png)]
-    assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in (first := svg.read_text())
-    printed(capsys, "simulate", "timeline", "--preset", preset, "--output", str(tmp_path))
-    assert svg.read_text() == first
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["simulate", "bandwidth", *RUN, "--method", "streaming", "--json"],
-        ["scaling", "predict", "--num-params", "1e9"],
-    ],
-)
-def test_no_torch_is_loaded(arguments):
-    assert loaded(*arguments).splitlines()[-1] == "['numpy', 'tyro']"
-
-
-METHOD = ["--method", "streaming_overlapped"]
-MISTAKES = {
-    "size": ([*METHOD, "--num-params", "-1"], "--num-params must be above 0 and finite, not -1"),
-    "target": ([*METHOD, "--targets", "1.5"], "--targets must be above 0 and at most 1, not 1.5"),
-    "no target": ([*METHOD, "--targets", "half"], "--targets: 'half' is no number"),
-    "layers": ([*METHOD, "--num-layers", "100000000"], "--num-layers=100,000,000 must be at most 10,000"),
-    "seed": ([*METHOD, "--seed", "-1"], "--seed=-1 must be at least 0"),
-    "steps": ([*METHOD, "--num-steps", "0"], "--num-steps must be at least 1, not 0"),
-    "short": (["--method", "diloco", "--num-steps", "90"], "--num-steps=90 with --sync-every=100: nothing would"),
-}
-PHYSICAL_MISTAKES = {
-    "no latency": (["--latency-seconds"], "--latency-seconds=() must be one number"),
-    "too many": (["--num-replicas", "100000"], "--num-replicas must be from 1 to 256, not 100000"),
-    "no straggler": (["--seed", "3"], "leave it out, or set --step-variation or --stall-probability"),
-}
-
-
-@pytest.mark.parametrize("preset", ["physical", "paper"])
-@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_ends_in_one_sentence(arguments, sentence, preset, capsys):
-    assert sentence in refusal(capsys, "simulate", "bandwidth", *RUN, *arguments, "--preset", preset)
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), PHYSICAL_MISTAKES.values(), ids=PHYSICAL_MISTAKES)
-def test_a_mistake_about_machines_ends_in_one_sentence(arguments, sentence, capsys):
-    assert sentence in refusal(capsys, "simulate", "bandwidth", *RUN, *METHOD, *arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["--width 9", "--wire fp32", "--seed 3", "--step-variation 0.1", "--offsets 0 1", "--num-replicas 2"],
-)
-def test_machines_mean_nothing_to_the_paper(arguments, capsys):
-    command = ["simulate", "bandwidth", *RUN, *METHOD, *arguments.split(), "--preset", "paper"]
-    assert f"{arguments.split()[0]}=" in (sentence := refusal(capsys, *command))
-    assert "means nothing to --preset=paper: leave it out" in sentence
-
-
-WALL_CLOCK = ["wall-clock", "--num-params", "1e9", "--num-tokens", "2e10", "--batch-tokens", "1e6"]
-WALL_CLOCK += ["--num-chips", "64"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["timeline", "--preset", "paper", "--step-seconds", "1", "2"], "which has one replica: give one number"),
-        (
-            ["utilization", *RUN, *METHOD, "--preset", "paper", "--link-gbit-s", "1", "2"],
-            "--link-gbit-s=(1.0, 2.0) with --preset=paper, which has one network: give one number",
-        ),
-        (["timeline", "--num-steps", "0"], "--num-steps must be from 1 to 1000 in a timeline, not 0"),
-        (["timeline", "--step-variation", "1"], "a timeline has steps of one duration"),
-        (["timeline", "--link-gbit-s", "-1"], "--link-gbit-s must be above 0 and finite, not -1.0"),
-        (["timeline", "--preset", "paper", "--link-gbit-s", "nan"], "--link-gbit-s must be above 0 and finite"),
-        (
-            ["timeline", "--method", "data_parallel"],
-            "--method=data_parallel has a timeline with --preset=paper",
-        ),
-        (["pictures", "--figures", "loss"], "'loss' is not a figure: choose from fragment_patterns"),
-        ([*WALL_CLOCK, "--overlap-steps", "5"], "--overlap-steps=5, but --num-replicas=0 is Data-Parallel"),
-        ([*WALL_CLOCK, "--batch-tokens", "1e-308", "--json"], "the result is no finite number"),
-    ],
-)
-def test_other_mistakes_end_in_one_sentence_too(arguments, sentence, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert sentence in refusal(capsys, "simulate", *arguments)
-    assert not list(tmp_path.iterdir())
+def test_a_timeline_is_drawn_the_same_each_time(capsys, tmp_path):
+    drawn = {}
+    for preset in ("physical", "paper", "physical"):
+        shown = printed(capsys, "simulate", "timeline", "--preset", preset, "--output", str(tmp_path))
+        svg, png = (tmp_path / "timeline.svg"), (tmp_path / "timeline.png")
+        assert shown.split() == [str(svg), str(png)]
+        assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()
+        assert drawn.setdefault(preset, svg.read_text()) == svg.read_text()
 
 
 def test_without_matplotlib_it_says_what_to_install(capsys, tmp_path, monkeypatch):

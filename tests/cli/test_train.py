@@ -1,28 +1,25 @@
+"""`diloco train`: before it starts, stopped at any moment, and how it goes on."""
+
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from tests.cli.commands import loaded, refusal
+from tests.cli.commands import refusal
+from tests.training.runs import command
 
 from diloco.cli import train
 from diloco.cli.main import main
+from diloco.cli.train import resume_command
 from diloco.training.config.config import with_value
 from diloco.training.config.recipes import recipe
-from diloco.training.records.runs import claim
-
-
-@pytest.mark.parametrize("command", [["train"], ["sweep"], ["plan", "--measure"]])
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--model.num-heads", "3"], "--model.width=32 must be a multiple of twice"),
-        (["--optimizer.learning-rate", "nan"], "--optimizer.learning-rate must be above 0 and finite, not nan"),
-        (["--evaluation.num-tokens", "0"], "--evaluation.num-tokens must be at least 1, not 0"),
-        (["--num-replicas", "3"], "--global-batch=8 must be a multiple of --num-replicas=3"),
-    ],
-)
-def test_a_refusal_of_a_config_names_flags(command, flags, sentence, capsys):
-    assert sentence in refusal(capsys, *command, "tiny", *flags)
+from diloco.training.records.runs import claim, running
 
 
 def test_a_resume_needs_no_recipe(tmp_path, capsys):
@@ -36,34 +33,11 @@ def test_a_resume_needs_no_recipe(tmp_path, capsys):
     assert "was started with --seed=3" in refusal(capsys, *asked)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"), [(["train", "tiny", "--help"], "--epochs"), (["train", "-h"], "35m")]
-)
-def test_help_loads_no_torch(arguments, expected):
-    output = loaded(*arguments)
-    assert expected in output and "'torch'" not in output.splitlines()[-1]
-
-
 def test_train_alone_lists_the_recipes_in_a_few_lines(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train"])
     printed = capsys.readouterr().out
     assert "35m … 10b" in printed and "laptop " in printed and printed.count("\n") < 10
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--num-tokens", "1MB"], "--num-tokens=1MB is no number of tokens"),
-        (["--num-tokens", "1M", "--epochs", "2"], "--num-tokens=1M and --epochs=2 are two budgets"),
-        (["--num-tokens"], "--num-tokens needs a value"),
-        (["--epochs", "two"], "--epochs takes a number, not 'two'"),
-        (["--resume", "a", "--config", "b.toml"], "--resume goes on with the run's own settings: leave"),
-        (["--config", "b.toml"], "b.toml can't be read"),
-    ],
-)
-def test_a_budget_or_a_file_that_cannot_be_used_is_refused(flags, sentence, capsys):
-    assert refusal(capsys, "train", "tiny", *flags).startswith(sentence)
 
 
 def test_a_rendezvous_by_flag_starts_one_replica_of_a_file(tmp_path):
@@ -80,14 +54,79 @@ def test_a_dry_run_prints_what_the_run_would_be_and_starts_nothing(small_corpus,
     main(["train", "tiny", "--config", "run.toml", "--num-tokens", "2x", "--diloco.sync-every", "12", "--dry-run"])
     printed = capsys.readouterr().out
     assert "2 tokens a parameter are rounded to" in printed and "first sent after step 12, 16, 20" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml", "data"] or not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+CONFIG = replace(recipe("tiny"), name="my run", runs=Path("runs"))
+
+
+def test_a_run_of_one_machine_is_resumed_by_its_directory():
+    assert resume_command(CONFIG, {}) == "diloco train tiny --resume 'runs/my run'"
+    assert resume_command(replace(CONFIG, recipe=""), {}) == "diloco train --resume 'runs/my run'"
+
+
+def test_under_torchrun_each_machine_has_its_own_command():
+    """As torchrun describes the second of three machines with two processes each."""
+    environment = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "3", "GROUP_RANK": "1"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    expected = (
+        "torchrun --nnodes 3 --nproc-per-node 2 --node-rank 1 --master-addr host --master-port 29500 "
+        "-m diloco train tiny --resume 'runs/my run'"
+    )
+    assert resume_command(CONFIG, environment) == expected
+
+
+@pytest.mark.parametrize("flags", [["--name", "one"], ["--resume", "RUN"]])
+def test_a_run_that_is_being_trained_is_not_started_again(flags, finished_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    where = tmp_path / "runs" / "one"
+    if "RUN" in flags:
+        shutil.copytree(finished_run, where)
+        flags = ["--resume", str(where)]
+    with running(where):
+        assert f"{where.name} is in use: process " in refusal(capsys, "train", "tiny", *flags)
+
+
+def interrupted(folder: Path, after: str) -> tuple[int, str]:
+    """The exit code and the errors of a run that Ctrl-C in a terminal ends at a moment, in seconds."""
+    log, metrics = folder / "errors", folder / "runs" / after / "metrics-0.jsonl"
+    profile = "1" if after == "import" else ""  # a line for each module, where errors go
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command("--name", after, "--num-tokens", "10M"),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPROFILEIMPORTTIME": profile},
+        )
+    with process:
+        while after == "import" and " torch._C\n" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.02)
+        if after != "import":
+            assert process.stdout is not None and any("run   " in line for line in process.stdout)
+        while after == "step" and not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=20)
+        return process.returncode, re.sub("import time:.*\n", "", log.read_text())
 
 
 @pytest.mark.slow
-def test_help_of_a_recipe_names_every_field(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", "laptop", "--help"])
-    printed = capsys.readouterr().out
-    for flag in ("--num-replicas", "--diloco.sync-every", "--optimizer.learning-rate", "--data.train", "--resume"):
-        assert flag in printed
+@pytest.mark.parametrize(
+    ("after", "sentence"),
+    [
+        ("import", "diloco: interrupted\n"),
+        ("start", "diloco: "),
+        ("step", "diloco: stopped by SIGINT; go on with: "),
+    ],
+)
+def test_ctrl_c_ends_a_run_soon_and_with_one_line(tmp_path, small_corpus, after, sentence):
+    shutil.copy(small_corpus, tmp_path / "text.jsonl")
+    code, errors = interrupted(tmp_path, after)
+    assert errors.startswith(sentence) and errors.count("\n") == 1, errors
+    # CPython takes an interrupt inside of exec() for an unhandled one, and ends by the signal itself.
+    assert code in (130, -signal.SIGINT)

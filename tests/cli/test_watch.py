@@ -6,7 +6,6 @@ import threading
 import urllib.request
 
 import pytest
-from tests.cli.commands import refusal
 from tests.rendezvous.handwritten import Handwritten
 
 from diloco.cli.main import main
@@ -113,17 +112,3 @@ def test_the_address_is_printed_and_answers_until_an_interruption(finished_run, 
     with pytest.raises(SystemExit, match="130"):
         main(["watch", str(finished_run), "--serve"])
     assert capsys.readouterr().out.startswith("http://127.0.0.1:") and titles == [["diloco: streaming"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "name a run's directory, a directory of runs, or a store"),
-        (["x", "--every-seconds", "0"], "--every-seconds=0.0 must be above 0"),
-        (["x", "--every-seconds", "inf"], "--every-seconds=inf must be above 0 and at most 86400"),
-        (["x", "--port", "8080"], "--port=8080 means nothing without --serve: add that, or leave it out"),
-        (["x", "--serve", "--port", "99999"], "--port=99999 can't be used"),
-    ],
-)
-def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
-    assert refusal(capsys, "watch", *arguments).startswith(sentence)

@@ -45,11 +45,8 @@ def test_globs_are_sorted_and_ids_do_not_depend_on_where_they_lie(tmp_path, monk
     assert list(documents("~/**/*.txt")) == expected
     assert list(documents("**/*.txt")) == expected
     assert list(documents("deep/er/c.txt")) == [Document("c.txt", "deep/er/c.txt")]
-
-
-def test_a_file_whose_name_looks_like_a_glob(tmp_path):
-    (tmp_path / "a[1].txt").write_text("text")
-    assert list(documents(str(tmp_path / "a[1].txt"))) == [Document("a[1].txt", "text")]
+    (tmp_path / "a[1].txt").write_text("looks like a glob")
+    assert list(documents(str(tmp_path / "a[1].txt"))) == [Document("a[1].txt", "looks like a glob")]
 
 
 @pytest.mark.parametrize(
@@ -79,16 +76,8 @@ def test_a_source_that_names_no_text_is_refused_before_anything_is_read(tmp_path
 
 
 def test_a_directory_stands_for_the_files_in_it_that_can_be_read(tmp_path):
-    names = [
-        "b.txt",
-        "deep/er/a.txt",
-        "deep/README",
-        "deep/notes.md",
-        ".git/c.txt",
-        "deep/.d.txt",
-        "empty.txt/e.txt",
-    ]
-    for name in names:
+    others = ["deep/README", "deep/notes.md", ".git/c.txt", "deep/.d.txt"]
+    for name in ["b.txt", "deep/er/a.txt", *others, "empty.txt/e.txt"]:
         (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "texts" / name).write_text(name)
     expected = [Document(name, name) for name in ("b.txt", "deep/er/a.txt", "empty.txt/e.txt")]

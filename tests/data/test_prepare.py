@@ -1,11 +1,11 @@
 import hashlib
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.test_splits import write_rows
 
 from diloco.data import prepare as prepare_module
 from diloco.data.config import DataConfig
@@ -23,15 +23,9 @@ TOKENIZERS = {
 }
 
 
-def write_rows(path, texts, prefix="doc"):
-    rows = [{"id": f"{prefix}{i}", "text": text} for i, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def source(tmp_path):
-    return write_rows(tmp_path / "rows.jsonl", [f"document {i}: né漢\n" * (i % 7) for i in range(200)])
+    return write_rows(tmp_path / "rows.jsonl", [f"document {i}: né漢\n" * (i % 7) for i in range(70)])
 
 
 def split_of(directory, split):
@@ -92,7 +86,9 @@ def test_the_digest_depends_on_the_text_alone(source, tmp_path):
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is absent")
 @pytest.mark.parametrize("name", list(TOKENIZERS))
 def test_a_real_tokenizer_is_copied_beside_its_tokens(tmp_path, name):
-    books = str(SHARED / "books/valid_chapters.jsonl")
+    books = str(tmp_path / "valid_chapters.jsonl")
+    lines = (SHARED / "books/valid_chapters.jsonl").read_text().splitlines(keepends=True)
+    Path(books).write_text("".join(lines[:12]))
     config = DataConfig(train=(books,), held_out_fraction=0.3, tokenizer=str(TOKENIZERS[name]))
     directory = prepare(config, tmp_path / "out", shard_tokens=20_000)
     tokenizer = load_tokenizer(directory)
@@ -210,7 +206,7 @@ def test_a_source_that_changed_is_not_mixed_with_what_it_was(source, tmp_path):
 
 
 def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 100)
     seen = []
     config = DataConfig(train=(source,), held_out_fraction=0.2, tokenizer="bpe:260")
     directory = prepare(config, tmp_path / "out", shard_tokens=500, progress=seen.append)
@@ -218,7 +214,7 @@ def test_progress_counts_up_to_everything(source, tmp_path, monkeypatch):
     assert seen[0] == PrepareProgress(stage="training the tokenizer")
     assert seen[-1] == PrepareProgress(
         stage="packing",
-        num_documents=200,
+        num_documents=70,
         num_bytes=sum(split.num_bytes for split in opened),
         num_tokens=sum(split.num_tokens for split in opened),
     )
@@ -286,3 +282,22 @@ def test_a_finished_directory_of_somebody_else_is_used_as_it_is(source, tmp_path
     (output / INDEX_FILE).unlink()
     with pytest.raises(UserError, match=r"out can't be locked, to be written: .*: name another directory"):
         prepare(config, output)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"train": ()}, "data.train names no source"),
+        ({"text_field": ""}, "data.text_field='' names no text"),
+        ({"held_out_fraction": 0.0}, "data.held_out_fraction=0.0 must lie between"),
+        ({"held_out_fraction": 1.0}, "data.held_out_fraction=1.0 must lie between"),
+        ({"max_train_bytes": 0}, "data.max_train_bytes=0 must be at least 1"),
+        ({"tokenizer": "bpe:8k"}, "data.tokenizer=bpe:8k is not of the form"),
+        ({"tokenizer": "bpe:1234567890"}, "data.tokenizer=bpe:1234567890 is not of the form"),
+        ({"held_out_fraction": 0.1, "held_out": ("a.txt", "b.txt")}, "data.held_out_fraction=0.1 contradicts"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(fields, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        DataConfig(**fields)
+    assert refusal.value.fields == tuple(f"data.{name}" for name in fields)

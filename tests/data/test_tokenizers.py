@@ -135,12 +135,7 @@ def test_the_usual_names_of_bos(bpe_path, tmp_path, bos):
     ("name", "old", "new", "message"),
     [
         ("no.json", "<bos>", "<other>", "no token to precede a document"),
-        (
-            "large.json",
-            ": 599",
-            ": 2147483648",
-            r"large\.json has ids up to 2147483648: they must",
-        ),
+        ("large.json", ": 599", ": 2147483648", r"large\.json has ids up to 2147483648: they must"),
         ("long.json", "{", "{" + " " * 2**17, r"long\.json has more than 65,536 bytes: name another file"),
         *(
             (name, None, content, f"{name} is not a")

@@ -38,14 +38,9 @@ def test_a_file_with_a_fault_is_refused_by_the_line(line, sentence, tmp_path):
         read_questions(path)
 
 
-def test_a_file_without_questions_is_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no question"):
-        read_questions(tmp_path / "empty.jsonl")
-
-
-def test_more_questions_than_the_limit_are_refused(tmp_path, monkeypatch):
+def test_none_and_more_questions_than_the_limit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("diloco.evaluation.questions._MOST_LINES", 3)
-    (tmp_path / "many.jsonl").write_text(LINE * 4, encoding="utf-8")
-    with pytest.raises(UserError, match=r"many\.jsonl has more than 3 lines"):
-        read_questions(tmp_path / "many.jsonl")
+    for text, sentence in (("\n", "holds no question"), (LINE * 4, r"many\.jsonl has more than 3 lines")):
+        (tmp_path / "many.jsonl").write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=sentence):
+            read_questions(tmp_path / "many.jsonl")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -13,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from hypothesis import settings
-from tests.hostile.mutations import generator
+from tests.hostile.mutations import generator, mutated_bytes
 
 from diloco.data.config import DataConfig
 from diloco.data.corpora import documents
@@ -38,27 +39,11 @@ def parquet() -> bytes:
     return buffer.getvalue()
 
 
-def mutations(content: bytes, seed: int):
-    """As many damaged copies as the profile asks for: bytes changed, cut out, doubled, or replaced by numbers."""
+def mutations(content: bytes, seed: int) -> Iterator[bytes]:
+    """As many damaged copies as the profile asks for."""
     rng = generator(seed)
     for _ in range(settings.get_profile("hostile").max_examples):
-        damaged = bytearray(content)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(damaged) + 1)
-            match rng.randrange(5):
-                case 0:
-                    damaged[at : at + 1] = bytes([rng.randrange(256)])
-                case 1:
-                    del damaged[at : at + rng.randint(1, 40)]
-                case 2:
-                    damaged[at:at] = damaged[at : at + rng.randint(1, 40)]
-                case 3:
-                    damaged[at : at + rng.randint(0, 4)] = rng.choice(
-                        [b"-1", b"1e999", b"[[", b"null", b'"', b"\xff" * 4]
-                    )
-                case 4:
-                    damaged[at:at] = b"9" * rng.randint(1, 20)
-        yield bytes(damaged)
+        yield mutated_bytes(content, rng)
 
 
 @pytest.mark.parametrize(

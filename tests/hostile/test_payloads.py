@@ -4,7 +4,7 @@ pytest tests/hostile/test_payloads.py --hostile-examples 12000    # 1,020,000 mu
 """
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,78 +21,44 @@ SPECS = [*NAMES, "e3m0:block=8", "int8:block=3", "topk:density=0.3,values=int4",
 HOSTILE = settings.get_profile("hostile")
 MOST_BYTES = 100 << 20
 """Memory that all mutations of a format may take beside the tests' own; it holds torch's and C's caches."""
-Mutation = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
 
 
-def flip_bits(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    for bit in random.integers(0, 8 * len(payload), random.integers(1, 9)):
-        payload[bit // 8] ^= 1 << bit % 8
+def mutation(random: np.random.Generator, kind: int, sound: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """A payload that was changed in one of `NUM_KINDS` ways."""
+    payload, size = sound.copy(), len(sound)
+    body = payload[HEADER_BYTES:]
+    places = random.integers(0, size, random.integers(1, 9))
+    start, end = sorted(random.integers(0, size + 1, 2))
+    values = random.choice([0, 1, 0x7F, 0x80, 0xFE, 0xFF, int(random.integers(256))], len(places))
+    match kind:
+        case 0:  # bits
+            np.bitwise_xor.at(payload, places, (1 << random.integers(0, 8, len(places))).astype(np.uint8))
+        case 1:  # bytes
+            payload[places] = values
+        case 2:  # bytes of the body
+            body[places % len(body)] = values
+        case 3:  # two bytes in each other's place
+            payload[places[:2]] = payload[places[:2][::-1]]
+        case 4:  # a range cleared
+            payload[start:end] = random.choice([0, 255])
+        case 5:  # a range shifted
+            payload[start:end] = np.roll(payload[start:end], random.integers(1, 9))
+        case 6:  # a range copied elsewhere
+            to = random.integers(0, size - (end - start) + 1)
+            payload[to : to + end - start] = payload[start:end].copy()
+        case 7:  # cut short
+            payload = payload[: random.integers(0, size)]
+        case 8:  # longer
+            payload = np.concatenate([payload, random.integers(0, 256, random.integers(1, 99), np.uint8)])
+        case 9:  # another's header, or a part of it
+            part = random.choice([4, 8, 16, 24, HEADER_BYTES])
+            payload[:part] = other[:part]
+        case _:  # a body that was drawn
+            body[:] = random.integers(0, 256, len(body), np.uint8)
     return payload
 
 
-def set_bytes(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    places = random.integers(0, len(payload), random.integers(1, 9))
-    payload[places] = random.choice([0, 1, 0x7F, 0x80, 0xFE, 0xFF, int(random.integers(256))], len(places))
-    return payload
-
-
-def set_bytes_of_the_body(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.concatenate([payload[:HEADER_BYTES], set_bytes(random, payload[HEADER_BYTES:], other)])
-
-
-def swap_bytes(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    places = random.integers(0, len(payload), 2)
-    payload[places] = payload[places[::-1]]
-    return payload
-
-
-def clear_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    start, end = _range(random, payload)
-    payload[start:end] = random.choice([0, 255])
-    return payload
-
-
-def shift_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    start, end = _range(random, payload)
-    payload[start:end] = np.roll(payload[start:end], random.integers(1, 9))
-    return payload
-
-
-def copy_a_range(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    start, end = _range(random, payload)
-    to = random.integers(0, len(payload) - (end - start) + 1)
-    payload[to : to + end - start] = payload[start:end].copy()
-    return payload
-
-
-def cut_short(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return payload[: random.integers(0, len(payload))]
-
-
-def extend(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.concatenate([payload, random.integers(0, 256, random.integers(1, 99), np.uint8)])
-
-
-def take_anothers_header(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    size = random.choice([4, 8, 16, 24, HEADER_BYTES])
-    payload[:size] = other[:size]
-    return payload
-
-
-def draw_the_body(random: np.random.Generator, payload: np.ndarray, other: np.ndarray) -> np.ndarray:
-    payload[HEADER_BYTES:] = random.integers(0, 256, len(payload) - HEADER_BYTES, np.uint8)
-    return payload
-
-
-def _range(random: np.random.Generator, payload: np.ndarray) -> tuple[int, int]:
-    start, end = sorted(random.integers(0, len(payload) + 1, 2))
-    return start, end
-
-
-MUTATIONS: tuple[Mutation, ...] = (
-    *(flip_bits, set_bytes, set_bytes_of_the_body, swap_bytes, clear_a_range, shift_a_range, copy_a_range),
-    *(cut_short, extend, take_anothers_header, draw_the_body),
-)
+NUM_KINDS = 11
 
 
 def payloads_of(wire: Codec, random: np.random.Generator) -> list[tuple[int, torch.Tensor]]:
@@ -110,8 +76,7 @@ def mutated(spec: str) -> Iterator[tuple[int, torch.Tensor, bool]]:
     others = [payload.numpy() for name in NAMES for _, payload in payloads_of(codec(name), random)]
     for i in range(len(sound) * HOSTILE.max_examples):
         n, payload = sound[random.integers(len(sound))]
-        mutate, other = MUTATIONS[i % len(MUTATIONS)], others[random.integers(len(others))]
-        changed = mutate(random, payload.numpy().copy(), other)
+        changed = mutation(random, i % NUM_KINDS, payload.numpy(), others[random.integers(len(others))])
         if np.array_equal(changed, payload.numpy()):
             continue
         tensor = torch.from_numpy(changed)

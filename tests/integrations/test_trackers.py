@@ -1,19 +1,22 @@
-"""Trackers as two replicas of one run use them, and what their own libraries read back."""
+"""Trackers as two replicas of one run use them: what their own libraries read back, and Prometheus scrapes."""
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.engine.cases import Case, inner_step
 from tests.ports import free_port
 from tests.processes import run_replicas
 from tests.training.runs import command
@@ -143,15 +146,13 @@ def test_no_library_is_imported_before_its_tracker_is_made():
     assert not {"wandb", "mlflow", "prometheus_client", "tensorboard", "torch"} & set(done.stdout.split())
 
 
-def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(diloco.UserError, match="take tensorboard, wandb, mlflow"):
-        tracker("aim", run="run", replica=0, hparams={}, directory=tmp_path)
-
-
-def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"), [("aim", "take tensorboard, wandb, mlflow"), ("wandb", r"run pip install '\.\[wandb\]'")]
+)
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused(name, words, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(diloco.UserError, match=r"wandb is not installed: run pip install '\.\[wandb\]'"):
-        tracker("wandb", run="run", replica=0, hparams={}, directory=tmp_path)
+    with pytest.raises(diloco.UserError, match=words):
+        tracker(name, run="run", replica=0, hparams={}, directory=tmp_path)
 
 
 @pytest.mark.slow
@@ -166,3 +167,57 @@ def test_a_server_of_mlflow_that_stops_answering_is_not_awaited_for_ever(tmp_pat
     with pytest.warns(UserWarning, match="its server does not answer"):
         run.close()
     silence.set()
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+
+
+def scraped(case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    from diloco.integrations.prometheus import MetricsServer
+
+    model = case.model()
+    engine = case.engine(model)
+    replica = engine.exchange.replica
+    server = MetricsServer(engine, 0, replica=replica)
+    with ThreadPoolExecutor() as pool:  # in another thread, while training goes on
+        first = pool.submit(scrape, server.port)
+        for t in range(1, case.T + 1):
+            inner_step(model, replica, t)
+            engine.step()
+        first = first.result()
+    last = scrape(server.port)
+    counters = engine.logs(computed=False)
+    server.close()
+    with pytest.raises(OSError):
+        scrape(server.port)
+    assert last[f'diloco_blocked_seconds_total{{replica="{replica}"}}'] == counters["blocked_seconds"]
+    return first, last
+
+
+def test_a_scrape_shows_steps_bytes_seconds_and_the_age_of_each_peer():
+    pytest.importorskip("prometheus_client")
+    case = Case(P=2, T=9, wire="bf16")
+    for replica, (_, last) in enumerate(run_replicas(scraped, 2, case)):
+        own, other = f'{{replica="{replica}"}}', f'{{other_replica="{1 - replica}",replica="{replica}"}}'
+        assert last[f"diloco_last_step{own}"] == 9
+        assert last[f"diloco_bytes_sent_total{own}"] > last[f"diloco_bytes_received_total{own}"] - 1 > 0
+        assert last[f"diloco_encode_seconds_total{own}"] > 0 and last[f"diloco_merge_seconds_total{own}"] > 0
+        assert 0 <= last[f"diloco_last_heard_seconds{other}"] < 30
+        assert 0 <= last[f"diloco_lateness_seconds{other}"] < 30
+
+
+def test_a_port_in_use_is_refused():
+    pytest.importorskip("prometheus_client")
+    from diloco.integrations.prometheus import MetricsServer
+
+    case = Case(P=1)
+    engine = case.engine(case.model())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(diloco.UserError, match=rf"127.0.0.1:{port} can't be used .*choose a free port"):
+            MetricsServer(engine, port, replica=0)

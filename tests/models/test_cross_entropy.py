@@ -3,6 +3,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from diloco.errors import UserError
 from diloco.models import cross_entropy as module
 from diloco.models.cross_entropy import cross_entropy
+from diloco.models.language_model import next_token_loss
 
 
 def plain(logits_RxV: Tensor, target_R: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -88,3 +90,12 @@ def test_logits_are_never_all_in_fp32():
     with Largest() as largest:
         cross_entropy(logits.requires_grad_(), target, 1e-4)[1].backward()
     assert largest.num_elements <= 1 << 18 < logits.numel()
+
+
+def test_loss_is_cross_entropy_and_z_loss():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 11, generator=generator, dtype=torch.float32)
+    targets = torch.randint(0, 11, (2, 3), generator=generator)
+    loss, objective = next_token_loss(logits, targets, 0.1)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.view(-1, 11), targets.view(-1)))
+    torch.testing.assert_close(objective - loss, 0.1 * logits.exp().sum(-1).log().square().mean())

@@ -4,6 +4,7 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from diloco.experiments.papers import experiment
 from diloco.experiments.papers.tiers import TIERS
 from diloco.experiments.runner.rows import write_rows
 from diloco.report.sources import Sources
-from diloco.report.text import shown_names
+from diloco.report.text import differing_settings, shown_names
+from diloco.training.config.recipes import recipe
 from diloco.training.data_parallel import ring_all_reduce_bytes
 from diloco.training.records.metrics import read_metrics
 
@@ -230,3 +232,23 @@ def test_a_number_with_a_comma_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(tmp_path / "freezing.csv"), "--output", str(tmp_path / "report.html")])
     assert "freezing.csv, row 1: eval_loss must be a number, not '2,31'" in capsys.readouterr().err
+
+
+def test_text_and_precision_are_settings_and_places_are_none():
+    base = recipe("tiny")
+    other = replace(base, precision="fp32", data=replace(base.data, train=("other.txt",)))
+    assert differing_settings([base, other]) == {
+        "data.train": [str(base.data.train), "('other.txt',)"],
+        "precision": ["auto", "fp32"],
+    }
+    elsewhere = replace(base, name="x", runs=Path("there"), device="cpu", data=replace(base.data, cache=Path("c")))
+    assert differing_settings([base, elsewhere]) == {}
+
+
+def test_text_that_was_prepared_differently_is_known_by_its_directory():
+    base = recipe("tiny")
+    here, there, other = (
+        replace(base, data=replace(base.data, prepared=Path(path))) for path in ("/a/0123", "/b/0123", "/a/4567")
+    )
+    assert differing_settings([here, there]) == {}
+    assert differing_settings([here, other]) == {"data.prepared": ["0123", "4567"]}

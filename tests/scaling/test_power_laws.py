@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -194,72 +195,75 @@ def test_a_constant_is_not_negative_and_more_points_than_coefficients_are_needed
         fit_parametric(FORMS["product_constant"], *([column[i] for i in few_sizes] for column in (n, m, loss)))
 
 
-def test_too_few_points_are_refused():
-    n, m, loss = [1e6, 2e6, 3e6] * 2, [1, 1, 1, 2, 2, 2], [3.0, 2.9, 2.8, 3.1, 3.0, 2.9]
-    with pytest.raises(
-        ValueError, match="needs 3 sizes below the largest and 3 numbers of replicas, and there are 2"
-    ):
-        fit_parametric(FORMS["sum"], n, m, loss)
-    with pytest.raises(ValueError, match="and 2 numbers of replicas, and there are 2 and 1"):
-        fit_parametric(FORMS["product"], n[:3], m[:3], loss[:3])
-    with pytest.raises(ValueError, match="M = 4 don't tell α from β"):
-        PowerLawFit([1e6, 2e6, 4e6], [3.0, 2.9, 2.8], [1, 2, 4])
-    with pytest.raises(ValueError, match="two sizes or more"):
-        PowerLawFit([1e6, 1e6], [2.0, 2.1])
-    with pytest.raises(ValueError, match="two numbers of replicas"):
-        PowerLawFit([1e6, 2e6], [2.0, 2.1], [4, 4])
+@pytest.mark.parametrize(
+    ("columns", "form", "message"),
+    [
+        (
+            ([1e6, 2e6, 3e6] * 2, [1, 1, 1, 2, 2, 2]),
+            "sum",
+            "3 sizes below the largest and 3 numbers of replicas",
+        ),
+        (([1e6, 2e6, 3e6], [1, 1, 1]), "product", "and 2 numbers of replicas, and there are 2 and 1"),
+        (([1e6, 2e6, 4e6], [1, 2, 4]), "", "M = 4 don't tell α from β"),
+        (([1e6, 1e6], None), "", "two sizes or more"),
+        (([1e6, 2e6], [4, 4]), "", "two numbers of replicas"),
+    ],
+)
+def test_too_few_points_are_refused(columns, form, message):
+    n, m = columns
+    loss = [3.0 - 0.1 * i for i in range(len(n))]
+    with pytest.raises(ValueError, match=message):
+        fit_parametric(FORMS[form], n, m, loss) if form else PowerLawFit(n, loss, m)
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
-    truth, repeats = PowerLaw(18.0, -0.095), 200
-    covered = {"A": 0, "α": 0}
-    for seed in range(repeats):
-        noise = np.random.default_rng(seed).normal(0, 0.005, len(SIZES))
-        fit = PowerLawFit(SIZES, [truth(n) * math.exp(e) for n, e in zip(SIZES, noise, strict=True)])
-        factor, exponent = fit.factor(), fit.exponent()
-        covered["A"] += factor.low <= truth.factor <= factor.high
-        covered["α"] += exponent.low <= truth.exponent <= exponent.high
-    assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
+TRUTH, NUM_FITS = PowerLaw(18.0, -0.095, 0.012), 100
 
 
-@pytest.mark.parametrize("shared", [0.0, 0.9])
-@pytest.mark.parametrize("replicas", [(1, 2, 4, 8), (1, 2)])
-def test_joint_intervals_cover_the_truth_also_if_a_size_errs_alike_for_every_m(shared, replicas):
-    truth, repeats = PowerLaw(18.0, -0.095, 0.012), 200
-    n, m = zip(*((size, m) for size in SIZES for m in replicas), strict=True)
-    covered = {"α": 0, "β": 0, "prediction": 0}
-    for seed in range(repeats):
+def coverage(sizes: Sequence[float], replicas: Sequence[int], shared: float, *asked: str) -> dict[str, float]:
+    """The part of fits whose intervals hold the truth; `shared` is what a size errs alike for every M."""
+    n, m = zip(*((size, m) for size in sizes for m in replicas), strict=True)
+    truths = {"factor": TRUTH.factor, "exponent": TRUTH.exponent, "replicas_exponent": TRUTH.replicas_exponent}
+    covered = dict.fromkeys(asked, 0)
+    for seed in range(NUM_FITS):
         generator = np.random.default_rng(seed)
-        by_size = dict(zip(SIZES, generator.normal(0, 0.005 * math.sqrt(shared), len(SIZES)), strict=True))
+        by_size = dict(zip(sizes, generator.normal(0, 0.005 * math.sqrt(shared), len(sizes)), strict=True))
         alone = generator.normal(0, 0.005 * math.sqrt(1 - shared), len(n))
-        values = [truth(a, b) * math.exp(by_size[a] + e) for a, b, e in zip(n, m, alone, strict=True)]
-        fit = PowerLawFit(n, values, m)
-        exponent, beta, far = fit.exponent(), fit.replicas_exponent(), fit.predict(10e9, 2)
-        covered["α"] += exponent.low <= truth.exponent <= exponent.high
-        covered["β"] += beta.low <= truth.replicas_exponent <= beta.high
-        covered["prediction"] += far.low <= truth(10e9, 2) <= far.high
-    assert all(0.90 <= count / repeats <= 0.99 for count in covered.values()), covered
+        values = [TRUTH(a, b) * math.exp(by_size[a] + e) for a, b, e in zip(n, m, alone, strict=True)]
+        fit = PowerLawFit(n, values, m if len(replicas) > 1 else None)
+        for name in asked:
+            estimate = fit.predict(10e9, 2) if name == "predict" else getattr(fit, name)()
+            covered[name] += estimate.low <= truths.get(name, TRUTH(10e9, 2)) <= estimate.high
+    return {name: count / NUM_FITS for name, count in covered.items()}
+
+
+THREE_SIZES = (1e5, 1.7e5, 3e5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "shared", "asked"),
+    [
+        (SIZES, (1,), 0.0, ("factor", "exponent")),
+        *(
+            (SIZES, replicas, shared, ("exponent", "replicas_exponent", "predict"))
+            for replicas in ((1, 2, 4, 8), (1, 2))
+            for shared in (0.0, 0.9)
+        ),
+        (THREE_SIZES, (1, 2, 4), 0.5, ("replicas_exponent",)),
+    ],
+)
+def test_intervals_cover_the_truth_as_often_as_they_say(sizes, replicas, shared, asked):
+    covered = coverage(sizes, replicas, shared, *asked)
+    assert all(0.90 <= part <= 0.99 for part in covered.values()), covered
 
 
 def test_three_sizes_tell_what_more_replicas_do_and_no_more():
-    truth, covered, sizes, replicas = PowerLaw(9.0, -0.1, 0.02), 0, (1e5, 1.7e5, 3e5), (1, 2, 4)
-    n, m = zip(*((size, m) for size in sizes for m in replicas), strict=True)
-    for seed in range(200):
-        generator = np.random.default_rng(seed)
-        by_size = dict(zip(sizes, generator.normal(0, 0.005, 3), strict=True))
-        values = [
-            truth(a, b) * math.exp(by_size[a] + generator.normal(0, 0.005)) for a, b in zip(n, m, strict=True)
-        ]
-        fit = PowerLawFit(n, values, m)
-        beta = fit.replicas_exponent()
-        covered += beta.low <= truth.replicas_exponent <= beta.high
-    assert 0.90 <= covered / 200 <= 0.99
+    n, m = zip(*((size, m) for size in THREE_SIZES for m in (1, 2, 4)), strict=True)
+    fit = PowerLawFit(n, [TRUTH(a, b) for a, b in zip(n, m, strict=True)], m)
     assert fit.exponent().low is None
     assert fit.factor().reason == "an interval needs 5 sizes, and there are 3"
-    two_points_more = PowerLawFit(
-        [*sizes, 1e6, 2e6, 1e5, 2e6], [2.0, 1.9, 1.8, 1.7, 1.6, 2.1, 1.7], [1] * 5 + [2] * 2
-    )
-    assert two_points_more.replicas_exponent().reason == "an interval needs 9 points, and there are 7"
+    more_sizes = [*THREE_SIZES, 1e6, 2e6, 1e5, 2e6]
+    few_points = PowerLawFit(more_sizes, [2.0, 1.9, 1.8, 1.7, 1.6, 2.1, 1.7], [1] * 5 + [2] * 2)
+    assert few_points.replicas_exponent().reason == "an interval needs 9 points, and there are 7"
 
 
 def test_one_point_a_size_gives_a_joint_law_without_intervals():

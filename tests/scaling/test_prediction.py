@@ -48,12 +48,8 @@ def test_a_sweep_predicts_what_it_was_made_of():
     assert outer["reason"].endswith("more loss, and a better one may lie beyond")
     assert prediction["sync_every"] == 30 and predict(8e5, 0, laws=Laws(sweep()))["sync_every"] is None
     assert prediction["loss"]["reason"] == "an interval needs 5 sizes, and there are 3"
-    assert predict(8e5, 8, laws=Laws(sweep()))["outer_learning_rate"] == {
-        "value": 0.4,
-        "low": None,
-        "high": None,
-        "reason": "a default, not a fit: the table has rates for M = 1, 2, 4",
-    }
+    default = predict(8e5, 8, laws=Laws(sweep()))["outer_learning_rate"]
+    assert default["value"] == 0.4 and "a default, not a fit" in default["reason"]
     assert prediction["steps"]["value"] == math.ceil(20 * 8e5 / prediction["batch_tokens"]["value"])
     assert "800000 lies outside the sizes that were fitted, 100000 to 400000" in prediction["warning"]
     assert "M = 8 lies outside the numbers of replicas" in predict(3e5, 8, laws=Laws(sweep()))["warning"]
@@ -61,12 +57,7 @@ def test_a_sweep_predicts_what_it_was_made_of():
     inside = predict(3e5, 0, laws=Laws(sweep()), overtraining=2)
     assert inside["warning"] == "the loss is that of 20 tokens a parameter, 0.5 of these"
     assert inside["fit"] == "independent" and inside["tokens"]["value"] == 12e6
-    assert inside["outer_learning_rate"] == {
-        "value": None,
-        "low": None,
-        "high": None,
-        "reason": "Data-Parallel has no outer step",
-    }
+    assert inside["outer_learning_rate"]["value"] is None
 
 
 def test_an_interval_of_the_batch_is_one_of_the_steps():
@@ -195,26 +186,6 @@ def test_the_published_laws_are_the_default(capsys):
     assert "lies outside the sizes that were fitted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--num-replicas", "0", "--fit", "joint"], "for Data-Parallel, M = 0, set "),
-        (["--num-replicas", "3", "--fit", "independent"], "there are those for M = 0, 1, 2, 4, 8"),
-        (["--num-replicas", "-1"], "must be at least 1, or 0 for Data-Parallel, not -1"),
-        (["--overtraining", "0"], "=0 must be above 0"),
-        (["--num-params", "0.001"], "=0.001 must be from 1 to 1e15, a count such as 1.3e9"),
-        (["--num-params", "1e308"], "must be from 1 to 1e15"),
-        (["--sync-every", "30"], "--sync-every=30 chooses among the runs of --data"),
-        (["--data", "nowhere.csv"], "nowhere.csv can't be read: No such file"),
-    ],
-)
-def test_a_mistake_ends_in_one_sentence(arguments, sentence, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["scaling", "predict", "--num-params", "1e9", *arguments])
-    printed = capsys.readouterr().err
-    assert sentence in printed and printed.count("\n") == 1
-
-
 def at_batches(losses: dict[float, float], **settings: float) -> list[Point]:
     return [Point(1e6, 1, loss, {"batch_tokens": batch, **settings}) for batch, loss in losses.items()]
 
@@ -230,6 +201,14 @@ def test_the_best_batch_is_the_bottom_of_the_parabola():
     assert the_best_batch(at_batches({1024: 3.0, 2048: 2.9, 4096: 2.85})) == 4096  # the bottom is not among them
     assert the_best_batch(at_batches({1024: 3.0, 2048: 3.2, 4096: 3.1})) == 1024  # a hill
     assert the_best_batch(at_batches({1024: 3.0, 2048: 2.9})) == 2048
+
+
+def test_a_batch_that_fewer_seeds_have_tried_does_not_move_the_best():
+    tried = {16: (3.05, 1), 17: (3.00, 3), 18: (2.98, 1)}
+    points = [Point(35e6, 2, loss, {"batch_tokens": 2.0**at}, num_seeds=n) for at, (loss, n) in tried.items()]
+    assert best_batch(points, points[1]) == 2.0**17
+    everywhere = [replace(point, num_seeds=3) for point in points]
+    assert best_batch(everywhere, everywhere[1]) > 2.0**17
 
 
 def test_the_best_batch_is_that_of_the_best_run():
@@ -351,14 +330,3 @@ def test_sizes_too_near_to_each_other_are_no_crash(tmp_path):
     assert 0 < near["value"] < 1
     factor = laws.fit("learning_rate", 0, "independent").factor()
     assert factor.low is None and "the interval has no end" in factor.reason
-
-
-def test_a_batch_that_fewer_seeds_have_tried_does_not_move_the_best():
-    tried = {16: (3.05, 1), 17: (3.00, 3), 18: (2.98, 1)}
-    points = [
-        Point(35e6, 2, loss, {"batch_tokens": 2.0**octave}, num_seeds=num_seeds)
-        for octave, (loss, num_seeds) in tried.items()
-    ]
-    assert best_batch(points, points[1]) == 2.0**17
-    everywhere = [replace(point, num_seeds=3) for point in points]
-    assert best_batch(everywhere, everywhere[1]) > 2.0**17

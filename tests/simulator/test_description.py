@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from diloco.presets import METHODS
+from diloco.simulator.bandwidth import GBIT_S, needed_gbit_s
 from diloco.simulator.description import MethodSettings, ModelSize, Replica, Stragglers, replicas_of
 
 
@@ -50,3 +51,10 @@ def test_compute_times_are_drawn_around_their_average():
     stalls = Stragglers(stall_probability=0.1, stall_seconds=3)
     stalled = stalls.draw(np.full(200_000, 2.0), np.random.default_rng(0))
     assert set(stalled) == {2.0, 5.0} and stalled.mean() == pytest.approx(2.3, rel=0.01)
+
+
+def test_the_needed_bandwidth_is_the_first_of_the_grid_that_reaches_the_target():
+    utilization = np.linspace(0, 0.98, 50)
+    assert needed_gbit_s(utilization, 0.5) == GBIT_S[25]
+    assert needed_gbit_s(utilization, 0.98) == GBIT_S[49] == 1000
+    assert needed_gbit_s(utilization, 0.99) is None
