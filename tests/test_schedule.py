@@ -1,4 +1,3 @@
-from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import strategies as st
 from tests.reference import send_steps
 
 from diloco.errors import UserError
-from diloco.presets import METHODS, PRESETS
+from diloco.presets import METHODS, PRESETS, own_settings
 from diloco.schedule import Due, Schedule, Sync
 from diloco.wire import CODECS
 
@@ -116,7 +115,7 @@ def test_every_method_with_an_outer_step_has_a_preset():
 
 
 def test_the_first_is_diloco_and_each_of_the_others_changes_one_thing():
-    presets = [asdict(preset) for preset in PRESETS.values()]
+    presets = [own_settings(method) for method in PRESETS]
     assert presets[0] == {"fragments": "whole", "overlap_steps": 0, "mixing": 0.0, "wire": "fp32"}
     changes = [{name: b[name] for name in a if a[name] != b[name]} for a, b in pairwise(presets)]
     assert changes == [{"fragments": "strided"}, {"overlap_steps": 1, "mixing": 0.5}, {"wire": "e3m0"}]
