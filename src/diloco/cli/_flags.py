@@ -34,13 +34,13 @@ class Argument:
     name: str
     """The dotted name of its field, such as `diloco.sync_every`."""
     kind: Any
-    """Its type."""
+    """The type of its value."""
     is_flag: bool
     """False for a word that stands without a flag."""
     is_required: bool
     """True if it has no default."""
     metavar: str | None = None
-    """What help calls its value, if that is not its name."""
+    """The name of its value in help, if that is another one."""
 
     @property
     def label(self) -> str:
