@@ -31,7 +31,7 @@ class Smoke:
 
     script: str
     arguments: str
-    """Its words; {out} is a folder, {text} the flags of two texts, {train} and {held_out} their files."""
+    """The words of the command; {out} is a folder, {text} flags of texts, {train} and {held_out} files."""
     output: str
     """A pattern of what it prints."""
     tables: tuple[tuple[str, int], ...] = ()
