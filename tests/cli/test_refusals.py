@@ -25,7 +25,7 @@ simulate published --json                          => unknown flag --json (diloc
 train tiny --learning-rate 1                       => unknown flag --learning-rate: did you mean --optimizer
 train tiny --max-steps 9                           => unknown flag --max-steps: did you mean --num-tokens?
 train tiny --optimizer.beta1 x                     => --optimizer.beta1 takes a number, not 'x'
-train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes INT|{[INT [INT ...]]}
+train tiny --diloco.overlap-steps x                => --diloco.overlap-steps takes a whole number, not 'x'
 train tiny --seed                                  => --seed needs a value
 
 train tiny --num-tokens 7                          => than half a step of --global-batch·--sequence-length=512
@@ -37,7 +37,7 @@ sweep tiny --num-replicas 3                        => --global-batch=8 must be a
 train tiny --num-tokens 1MB                        => --num-tokens=1MB is no number of tokens
 train tiny --num-tokens 1M --epochs 2              => --num-tokens=1M and --epochs=2 are two budgets
 train tiny --num-tokens                            => --num-tokens needs a value
-train tiny --epochs two                            => --epochs takes FLOAT, not 'two'
+train tiny --epochs two                            => --epochs takes a number, not 'two'
 train tiny --resume a --config b.toml              => --resume goes on with the run's own settings: leave
 train tiny --config b.toml                         => b.toml can't be read
 data prepare --output new --cache old              => --prepared and --cache mean nothing here
@@ -68,7 +68,7 @@ store verify nowhere                               => nowhere holds no run: log/
 store status x --every-seconds 1e9                 => --every-seconds=1000000000.0 must be above 0 and at
 keys allow .                                       => name at least one public key
 keys allow . abc                                   => 'abc' is no public key of 64 hexadecimal digits
-keys allow . KEY                                   => there is no run in
+keys allow . KEY                                   => holds no run
 keys allow ftp://x/y KEY                           => ftp://x/y: give a directory, or s3://bucket/prefix
 keys show nowhere                                  => the key nowhere can't be read: No such file
 
