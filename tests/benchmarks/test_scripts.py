@@ -21,7 +21,6 @@ MISSING = {
 """The reasons why a benchmark can't run here; False where it can."""
 TINY = "--recipe tiny --seeds 0 --learning-rates 0.004"
 JOIN = "--output {out} --latency-ms 2"
-STORM = "{text} --output {out} --recipe tiny --sync-every 6 --steps 70 --rest-seconds 0.01"
 TORCHFT = importlib.util.find_spec("torchft") is not None
 
 
@@ -91,14 +90,6 @@ SMOKES = [
         "--repeats 1 --files",
         r"\nsend:\n(  .*\n)*  schedule\.py\n(.|\n)*\ntrain:\n(  .*\n)*  cli/train\.py\n",
     ),
-    Smoke(
-        "elastic_loss.py",
-        "{text} --output {out} --seeds 0 --steps 24 --sync-every 4 --width 32 --layers 2 --batch 1 "
-        "--eval-tokens 1024 --settings fixed one_lags_1 all_lag_3 one_away cold_joins speeds",
-        r"\+0\.00 %",
-        (("elastic_loss.csv", 6),),
-        again=True,
-    ),
     Smoke("elastic_join.py", f"length {JOIN} --entries 30,60 --copies 1", r"\| 30 \|.*\n.*\| 60 \|", again=True),
     Smoke("elastic_join.py", f"size {JOIN} --parameters 1e4,1e5 --repeats 1", r" 10,000 .*\n.* 100,000 "),
     Smoke(
@@ -116,24 +107,6 @@ SMOKES = [
         "elastic_rounds.py",
         "bill --output {out} --replicas 2 --fragments 2 --sync-every 10 --step-seconds 0.05",
         r"\| egress \| [0-9.]+ TB \| [0-9.,]+ \| 0.00 \|",
-    ),
-    Smoke(
-        "fault_storm.py",
-        f"{STORM} --faults-an-hour 3600 --outage-seconds 1",
-        r"\| 3,600 \| 0 \|",
-        (("storms.csv", 1),),
-        again=True,
-        needs="weed",
-    ),
-    Smoke(
-        "elastic_peers.py",
-        "--output {out} --quiet-seconds 8 --dead-seconds 3 --joined-seconds 4 "
-        "--sync-every 40 --overlap-steps 5 --step-seconds 0.02 --width 32 --systems diloco gradientmail"
-        + TORCHFT
-        * " torchft_1s",
-        "GradientMail, its closer dies: skipped, GradientMail was not asked for",
-        (("elastic_peers.csv", 1 + TORCHFT),),
-        needs="weed",
     ),
     Smoke(
         "links.py",
