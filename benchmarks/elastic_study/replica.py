@@ -88,6 +88,7 @@ class Replica:
         **settings: Any,
     ) -> None:
         self.model = nn.ParameterList(torch.zeros(elements) for _ in range(num_fragments))
+        self._random = torch.Generator().manual_seed(sum(map(ord, str(settings.get("name")))))
         self.exchange = Timed(url, **settings)
         self.engine = diloco.StreamingDiLoCo(
             self.model,
@@ -102,8 +103,8 @@ class Replica:
     def step(self, tokens: int = 1024) -> int:
         """One inner step, and the engine's; the number of outer steps that it took."""
         with torch.no_grad():
-            for parameter in self.model:
-                parameter[:_CHANGED] += 0.01 * (1 + self.exchange.replica)
+            for parameter in self.model:  # no two replicas alike, in whatever codec
+                parameter[:_CHANGED] += 0.01 * torch.randn(_CHANGED, generator=self._random)[: len(parameter)]
         return len(self.engine.step(tokens=tokens))
 
 

@@ -122,7 +122,7 @@ def test_a_receiver_decodes_a_payload_once_and_the_sender_never_what_it_has_sent
         return decode(self, to_N, payload, *arguments, **options)
 
     monkeypatch.setattr(Codec, "decode_into", counting)
-    a, b = (Replica(str(tmp_path), name=name, wire="e3m0") for name in "ab")
+    a, b = (Replica(str(tmp_path), name=name, wire="fp32") for name in "ab")
     until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
     a.vanish()
     b.vanish()
