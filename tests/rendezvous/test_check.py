@@ -69,6 +69,8 @@ def test_a_store_that_can_not_be_listed_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_every_store_is_sound(server: Server):
+    if server.name == "moto":
+        pytest.skip("moto's server looks for an object and writes it without a lock: two racers can win")
     url = server.new_url()
     checked = check_store(url, racers=3, rounds=10)
     assert checked.refusal() is None and checked.trouble == ()

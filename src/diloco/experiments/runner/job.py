@@ -1,11 +1,11 @@
 """One run of a grid, in a process of its own: train, evaluate, and return the result or why it failed."""
 
-import atexit
 import os
 import signal
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, get_args
 
@@ -83,7 +83,8 @@ def _ancestor() -> Ancestor:
             _ANCESTORS.pop().close()
         if not _ANCESTORS:
             _ANCESTORS.append(Ancestor("spawn"))
-            atexit.register(_ANCESTORS[0].close)
+            # Not by atexit: a process that multiprocessing has started joins its children without calling that.
+            Finalize(None, _ANCESTORS[0].close, exitpriority=1)
         return _ANCESTORS[0]
 
 
