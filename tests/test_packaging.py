@@ -35,7 +35,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]):
     with zipfile.ZipFile(built[0]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == package_files()
-    assert {"diloco/py.typed", "diloco/kernels/native.c"} <= names
+    assert {"diloco/py.typed", "diloco/wire/kernels/native.c"} <= names
 
 
 def test_the_sdist_holds_what_the_tests_need(built: tuple[Path, Path]):
