@@ -315,7 +315,7 @@ class FragmentParameters:
             return None
 
     def _parts(self, fragment: int, flat_N: Tensor) -> list[Tensor]:
-        """Views of a flat vector, one a parameter, in its shape."""
+        """Views of a flat vector, one per parameter, in its shape."""
         shapes = [self.shape_in_flat(parameter) for parameter in self._by_fragment[fragment].values()]
         parts = flat_N.split([shape.numel() for shape in shapes])
         return [part_N.view(shape) for part_N, shape in zip(parts, shapes, strict=True)]

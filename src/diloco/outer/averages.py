@@ -87,7 +87,7 @@ class Reduction(Protocol):
         ...
 
     def average(self, received: Mapping[int, Tensor], to_N: Tensor, key: Key, cohort: Cohort) -> Average:
-        """The average of the last phase's payloads, one a member; its total is written to `to_N`.
+        """The average of the last phase's payloads, one per member; its total is written to `to_N`.
 
         Raises:
             DisagreementError: if a member's outer gradient was taken against other outer parameters.

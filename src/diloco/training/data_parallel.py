@@ -156,7 +156,7 @@ class ShardedDataParallel(DataParallel):
     Args:
         model: sharded over the replica's processes.
         forward: the same model, compiled or not.
-        others: the processes that hold the same shard, one a replica.
+        others: the processes that hold the same shard, one per replica.
     """
 
     def __init__(self, model: nn.Module, forward: nn.Module, others: dist.ProcessGroup) -> None:

@@ -147,7 +147,7 @@ def evaluate(
 
 
 def held_out_windows(held_out: TokenShards, config: TrainConfig) -> list[int]:
-    """The windows to evaluate on, spread evenly over the held-out text; at least one a process.
+    """The windows to evaluate on, spread evenly over the held-out text; at least one per process.
 
     Raises:
         UserError: if the text has fewer windows than the run has processes.
