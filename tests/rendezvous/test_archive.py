@@ -58,6 +58,17 @@ def test_a_revoked_replica_can_not_hide_its_revocation(run: Handwritten) -> None
         joined_from(run)
 
 
+def test_a_revocation_can_not_be_hidden_behind_a_later_change(run: Handwritten) -> None:
+    run.append(Keys(allowed=("ab" * 32,)), author=-1, signer=run.signers[0])
+    run.index()
+    assert joined_from(run) == run.state
+    allowed = (*run.states[0].allowed, "ab" * 32)
+    for kept, number in (((run.state.kept[-1],), run.state.kept[-1]), (run.state.kept[::-1], run.state.kept[-1])):
+        run.index(author=1, **unfenced(run), allowed=allowed, kept=kept)
+        with pytest.raises(LogError, match=f"leaves out a change of the allow-list before {number}"):
+            joined_from(run)
+
+
 def unfenced(run: Handwritten) -> dict:
     return {"members": tuple(replace(member, fenced=False) for member in run.state.members)}
 

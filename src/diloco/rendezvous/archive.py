@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import Keys, LogError, Snapshot
-from diloco.rendezvous.log.keys import Opened, Signed, Signer
+from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, Opened, Signed, Signer
 from diloco.rendezvous.log.log import ENTRY, FOR_EVER, Log, source_of, stored_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
@@ -41,7 +41,7 @@ INDEX = Signed(
     word="index",
     place="index/{:010d}",
     form=Index,
-    most_header_bytes=MOST_INDEX_BYTES - 256,
+    most_header_bytes=MOST_INDEX_BYTES - MOST_SIGNATURE_BYTES,
     has_body=False,
     error=LogError,
 )
@@ -288,8 +288,11 @@ def _check_newest_keys(before: bytes, state: RunState, source: str) -> None:
 
 
 async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple[str, ...]:
-    """The keys that the creator's own entries allow, which must be those of the index."""
-    allowed = list(first.allowed)
+    """The keys that the creator's own entries allow, which must be those of the index.
+
+    Each change of the list names the one before it, so that the index can leave none out.
+    """
+    allowed, newest = list(first.allowed), first.keys
     for number in state.kept:
         if (data := await stored_entry(store, number)) is None:
             raise LogError(f"{source_of(number)}, which changes the allow-list, is not in the store")
@@ -298,6 +301,9 @@ async def _ever_allowed(store: Store, first: RunState, state: RunState) -> tuple
         body = opened.header.body
         if not isinstance(body, Keys):
             raise LogError(f"{source_of(number)} does not change the allow-list, and an index says so")
+        if opened.header.keys != newest:
+            raise LogError(f"{index_source(state.number)} leaves out a change of the allow-list before {number}")
+        newest = number
         allowed = [key for key in dict.fromkeys((*allowed, *body.allowed)) if key not in body.revoked]
     if tuple(allowed) != state.allowed:
         raise LogError(f"{index_source(state.number)} has another allow-list than the creator's entries")

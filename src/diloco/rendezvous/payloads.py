@@ -149,7 +149,7 @@ class Inbox:
         """The payloads taken against the run's Θ_p, whose digest here is `base`; a warning names each other one.
 
         Raises:
-            DisagreementError: as `decide.of_the_run`.
+            DisagreementError: as `run.of_the_run`.
         """
         arrived = self.here[fragment]
         here = {replica: one.contribution for replica, one in arrived.items()}

@@ -38,6 +38,7 @@ from diloco.rendezvous.objects import (
     checked_values,
     join_averages,
 )
+from diloco.rendezvous.payloads import Memory
 from diloco.rendezvous.store import Store
 from diloco.schedule import Sync
 from diloco.wire import codec
@@ -176,6 +177,7 @@ def _sizes(places: Iterable[Place], num_fragments: int) -> tuple[int, ...]:
 
 _AHEAD = 3
 """Outer entries whose payloads are downloaded while those of another are used."""
+_VALUES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +192,11 @@ class CountedPayloads:
     present: frozenset[str]
     """The names of the payloads in the store."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of each payload that was checked."""
+    """Bytes of each payload that was checked; 0 for the header of one that is cut into shares."""
     notes: list[str] = field(default_factory=list)
     """Sentences on what looks strange, and is possible."""
+    memory: Memory = field(default_factory=lambda: Memory(_VALUES_BYTES))
+    """The bound of the values that are kept for the average; others are decoded again."""
 
     @cached_property
     def _needed(self) -> frozenset[int]:
@@ -265,6 +269,8 @@ class CountedPayloads:
                 f"{counted.base_round}"
             )
         self.sizes.append(0 if payload is None else payload.data.numel())
+        if payload is not None:
+            self.memory.keep_values(payload)
         return fetched
 
 

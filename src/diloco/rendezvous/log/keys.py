@@ -182,7 +182,7 @@ _ALIGNMENT = 64
 _SIGNATURE = re.compile(r"([0-9a-f]{128})?")
 
 
-_MOST_SIGNATURE_BYTES = 128 + _ALIGNMENT + 1
+MOST_SIGNATURE_BYTES = 128 + _ALIGNMENT + 1
 """Size of the longest second line."""
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ class Signed(Generic[T]):
     @property
     def most_head_bytes(self) -> int:
         """Size of the largest object without its body."""
-        return self.most_header_bytes + _MOST_SIGNATURE_BYTES
+        return self.most_header_bytes + MOST_SIGNATURE_BYTES
 
     def name(self, *numbers: int) -> str:
         """An object's name in the store."""

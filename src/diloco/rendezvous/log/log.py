@@ -10,7 +10,7 @@ import msgspec
 from diloco.errors import UserError
 from diloco.files import expanded, sha256
 from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, entry_name, new_entry
-from diloco.rendezvous.log.keys import NoKeys, Signed, Signer
+from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, NoKeys, Signed, Signer
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
 from diloco.schema import converted, decoded
@@ -59,7 +59,7 @@ ENTRY = _Entries(
     word="entry",
     place="log/{:010d}",
     form=Entry,
-    most_header_bytes=MOST_ENTRY_BYTES - 256,
+    most_header_bytes=MOST_ENTRY_BYTES - MOST_SIGNATURE_BYTES,
     has_body=False,
     error=LogError,
 )
