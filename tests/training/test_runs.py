@@ -113,6 +113,21 @@ def test_a_resume_on_other_shards_takes_micro_batches_that_divide_their_share(ru
     assert (resumed.num_shards, resumed.micro_batch) == (num_shards, micro_batch)
 
 
+@pytest.mark.parametrize(("num_shards", "micro_batch"), [(2, None), (4, 3), (1, 6)])
+def test_a_resume_on_other_shards_makes_no_pass_larger(run, num_shards, micro_batch):
+    """A replica's 12 sequences, over two shards before, each in one pass."""
+    started = replace(run, name="s", global_batch=24, num_tokens=24 * 64, shards_per_replica=2, micro_batch=None)
+    claim(started)
+    asked = replace(resumable(started.directory), shards_per_replica=num_shards)
+    assert resume_config(started.directory, asked).micro_batch == micro_batch
+
+
+def test_a_run_without_the_index_of_its_data_says_what_to_do(run):
+    (run.directory / "data.json").unlink()
+    with pytest.raises(UserError, match=r"data.json can't be read: .*: restore it from another machine, or start"):
+        read_config(run.directory)
+
+
 def test_a_resume_without_its_data_names_the_setting(run):
     (run.data.prepared / "index.json").unlink()
     with pytest.raises(UserError, match=r"the data of run r is no longer in .*prepared: .* by data.prepared"):

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -17,6 +18,7 @@ from tests.processes import run_replicas, wait_for_files
 from diloco.errors import ExchangeError, UserError
 from diloco.exchange import transport
 from diloco.training import world
+from diloco.training.config.recipes import tiny
 from diloco.training.processes import STORE
 from diloco.training.world import store_with_all
 
@@ -125,6 +127,22 @@ def test_an_environment_without_an_address_is_told_what_is_missing(monkeypatch, 
 def test_whoever_does_not_come_in_time_is_named(monkeypatch):
     with pytest.raises(ExchangeError, match=r"^replica 1 did not arrive within 1 s: start the replicas"):
         alone(monkeypatch, free_port())
+
+
+def test_a_run_that_is_joined_names_who_is_missing(monkeypatch):
+    environment = {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv(STORE, raising=False)
+    config = replace(tiny(), timeout_seconds=1.0)
+    with pytest.raises(ExchangeError, match="^replica 1 did not arrive within 1 s"), world.join(config):
+        pass
 
 
 def test_a_port_in_use_is_one_sentence(monkeypatch):

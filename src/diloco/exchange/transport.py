@@ -283,7 +283,7 @@ def _short(value: object, most: int = 200) -> str:
 def wait_for_all(
     missing: Callable[[], str], *, begin: float, seconds: float, where: str = "", remedy: str
 ) -> None:
-    """Wait until nobody is missing; after 3 s, and at each change, log whom this process waits for.
+    """Wait until nobody is missing; log whom this process waits for, after 3 s and, where that changes, every 3 s.
 
     Args:
         missing: names those that have not come, in words, such as `replica 1`; empty once all have.
@@ -295,14 +295,14 @@ def wait_for_all(
     Raises:
         ExchangeError: naming those that did not arrive in time.
     """
-    last_names = ""
+    last_names, next_log = "", SECONDS_OF_SILENCE
     while names := missing():
         waited = time.monotonic() - begin
         if waited > seconds:
             raise ExchangeError(f"{names} did not arrive{where} within {seconds:g} s: {remedy}")
-        if waited > SECONDS_OF_SILENCE and names != last_names:
+        if waited > next_log and names != last_names:
             _LOG.warning("waiting for %s%s …", names, where)
-            last_names = names
+            last_names, next_log = names, waited + SECONDS_OF_SILENCE
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

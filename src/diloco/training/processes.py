@@ -274,7 +274,11 @@ def _supervise(
         signals.append(number)
         raise SystemExit(128 + number)
 
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="diloco-")
+    except OSError as error:
+        return ReplicaFailedError(f"no temporary directory can be made: {error}", exit_code=1)
+    with directory as folder:
         reports = [Path(folder, f"error-{rank}.json") for rank in range(num_processes)]
         try:
             for rank, report in enumerate(reports):  # with the signals blocked: none inherits the handlers

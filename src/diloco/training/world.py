@@ -352,6 +352,8 @@ def _joined(config: TrainConfig) -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _agree_on_groups(config, world_size)
         world = world_of(config, device, timeout, is_first_on_machine=local_rank == 0)
+    except ExchangeError:  # it says who is missing
+        raise
     except RuntimeError as error:
         where = os.environ.get(STORE) or os.environ.get("MASTER_ADDR")
         raise ExchangeError(

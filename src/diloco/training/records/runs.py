@@ -119,7 +119,7 @@ def read_config(directory: Path) -> TrainConfig:
     """
     asked = read_asked(directory)
     assert asked.data.prepared is not None, "it was read so"
-    vocab_size = _read_text(directory / DATA_FILE).vocab_size
+    vocab_size = _read_started(directory).vocab_size
     try:
         return resolve(asked, vocab_size=vocab_size, prepared=asked.data.prepared)
     except UserError as error:
@@ -180,10 +180,7 @@ def check_same_text(config: TrainConfig, *, field: str) -> None:
         FileError: if the text's index can't be read.
     """
     assert config.data.prepared is not None, "a run's config is resolved"
-    try:
-        started = _read_text(config.directory / DATA_FILE)
-    except FileError as error:
-        raise UserError(f"{error}: restore it from another machine, or start over") from None
+    started = _read_started(config.directory)
     here = _read_text(config.data.prepared / INDEX_FILE)
     if (here.digest, here.num_tokens) != (started.digest, started.num_tokens):
         raise UserError(
@@ -192,6 +189,14 @@ def check_same_text(config: TrainConfig, *, field: str) -> None:
             f"directory with the same text by {field}",
             field,
         )
+
+
+def _read_started(directory: Path) -> "_Text":
+    """The text that a run was started on."""
+    try:
+        return _read_text(directory / DATA_FILE)
+    except FileError as error:
+        raise FileError(f"{error}: restore it from another machine, or start over") from None
 
 
 def _read_text(path: Path) -> "_Text":
@@ -260,8 +265,11 @@ def resume_config(directory: Path, asked: TrainConfig) -> TrainConfig:
             asked = with_value(asked, "optimizer.warmup_steps", saved_asked.optimizer.warmup_steps)
     elif asked.optimizer.weight_decay is None:  # a phase of another length has the same
         asked = with_value(asked, "optimizer.weight_decay", saved.optimizer.weight_decay)
-    if asked.micro_batch is None and saved_asked.micro_batch is not None:
-        asked = replace(asked, micro_batch=math.gcd(saved_asked.micro_batch, asked.process_batch))
+    is_asked, is_same_share = saved_asked.micro_batch is not None, asked.process_batch == saved.process_batch
+    if asked.micro_batch is None and (is_asked or not is_same_share):
+        assert saved.micro_batch is not None, "the config is resolved"
+        # No pass is larger than before: a process with more of the batch may have no memory for it.
+        asked = replace(asked, micro_batch=math.gcd(saved.micro_batch, asked.process_batch))
     assert asked.data.prepared is not None, "the text is prepared"
     now = resolve(asked, vocab_size=saved.model.vocab_size, prepared=asked.data.prepared)
     for name, (old, value) in differences(saved, now).items():
