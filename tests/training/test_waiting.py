@@ -141,7 +141,7 @@ def test_a_run_that_is_joined_names_who_is_missing(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv(STORE, raising=False)
     config = replace(tiny(), timeout_seconds=1.0)
-    with pytest.raises(ExchangeError, match="^replica 1 did not arrive within 1 s"), world.join(config):
+    with pytest.raises(ExchangeError, match=r"^replica 1 did not arrive within 1 s"), world.join(config):
         pass
 
 
