@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.rendezvous.log.entries import entry_name
-from diloco.rendezvous.log.log import Log, first_entry
+from diloco.rendezvous.log.log import ENTRY, Log, first_entry
 from diloco.rendezvous.replay import replayed
 from diloco.rendezvous.store import Store
 from diloco.training.config.config import TrainConfig
@@ -192,7 +191,7 @@ class Storm:
 def _loss_at(mirror: Path, config: TrainConfig, num_tokens: float) -> float:
     """Held-out loss of Θ when the log had counted so many tokens; the entries after that are deleted."""
     number = asyncio.run(_num_entries(Store.open(str(mirror)), num_tokens))
-    while (path := mirror / entry_name(number)).exists():
+    while (path := mirror / ENTRY.name(number)).exists():
         path.unlink()
         number += 1
     shutil.rmtree(mirror / "index", ignore_errors=True)

@@ -14,7 +14,7 @@ from diloco.rendezvous.log.entries import (
     Leave,
     Rules,
 )
-from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.log.log import ENTRY, Log, first_entry, sealed_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
@@ -28,7 +28,7 @@ class Run:
         (self.url / "log").mkdir(parents=True)
         for name in ("creator", "first", "second"):
             write_key(folder / name)
-        self.signers = {name: KeyFile(folder / name) for name in ("creator", "first", "second")}
+        self.signers = {name: Signer.of_file(folder / name) for name in ("creator", "first", "second")}
         self.previous, self.number, self.keys = "", 0, 0
 
     def write(self, body, author: int, signer: Signer) -> bytes:
@@ -68,7 +68,7 @@ def test_a_new_key_is_printed_and_shown(tmp_path, monkeypatch, capsys):
     main(["keys", "new"])
     printed = capsys.readouterr()
     public = printed.out.strip()
-    assert public == KeyFile("diloco.key").public
+    assert public == Signer.of_file("diloco.key").public
     assert f"set DILOCO_KEY={tmp_path / 'diloco.key'} for the replica" in printed.err
     main(["keys", "show", "diloco.key"])
     assert capsys.readouterr().out.strip() == public
@@ -132,7 +132,7 @@ def test_only_the_creator_changes_who_may_join(run, tmp_path, monkeypatch, capsy
 def test_a_run_without_keys_has_no_list(tmp_path, run, capsys):
     (tmp_path / "open").mkdir()
     plain = Run(tmp_path / "open")
-    plain.create(NoKeys())
+    plain.create(Signer())
     assert "the run was created without keys" in refusal(capsys, "keys", "allow", str(plain.url), "a" * 64)
 
 
@@ -144,7 +144,7 @@ def test_a_log_that_was_tampered_with_is_not_written_to(run, capsys):
     other = b"1" if data[at : at + 1] == b"0" else b"0"
     for content, reason in [
         (data[:at] + other + data[at + 1 :], "entry 2 of the log is forged: its signature is not that of the key"),
-        (sealed_entry(body, NoKeys(), author=0, previous=previous), "entry 2 of the log is not signed"),
+        (sealed_entry(body, Signer(), author=0, previous=previous), "entry 2 of the log is not signed"),
         (data[:50], "entry 2 of the log can't be used"),
     ]:
         path.write_bytes(content)

@@ -18,7 +18,7 @@ from tests.rendezvous.test_entries import object_of
 from diloco.errors import PayloadError
 from diloco.rendezvous.contract import Form
 from diloco.rendezvous.log.entries import FORMAT, Create, Join, Outer, Rules, new_entry
-from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import (
     PAYLOAD,
@@ -73,7 +73,7 @@ def signers(tmp_path_factory) -> list[Signer]:
     folder = tmp_path_factory.mktemp("keys")
     for name in "ab":
         write_key(folder / name)
-    return [KeyFile(folder / "a"), KeyFile(folder / "b")]
+    return [Signer.of_file(folder / "a"), Signer.of_file(folder / "b")]
 
 
 def taken(data: bytes, public: str = "") -> Header:
@@ -125,7 +125,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_no_changed_payload_is_taken(signers, signed):
-    signer = signers[0] if signed else NoKeys()
+    signer = signers[0] if signed else Signer()
     header, body = payload_of()
     num_refused = num_tried = 0
     with memory.at_most(MOST_BYTES):
@@ -151,7 +151,7 @@ def test_no_payload_of_others_is_taken(signers):
     for _ in range(min(NUM_EXAMPLES, 2000)):
         wrong = asdict(header) | {"tokens": rng.getrandbits(40)}
         text = json.dumps(wrong, separators=(",", ":")).encode()
-        for signer in (theirs, NoKeys()):
+        for signer in (theirs, Signer()):
             with pytest.raises(PayloadError, match=r"is forged|is not signed"):
                 taken(resealed(text, body, signer), ours.public)
 
@@ -213,7 +213,7 @@ def state_after_norms() -> RunState:
 def test_an_outer_gradient_of_norm_1e6_is_refused_by_whoever_decides(signers):
     header, body = payload_of(1e6 / N**0.5, replica=0, seq=11, fragment=0, base_round=10)
     assert 9e5 < header.norm < 1.1e6
-    again, content = open_payload(PAYLOAD.seal(header, NoKeys()) + body, name=header.name, run=RUN, public="")
+    again, content = open_payload(PAYLOAD.seal(header, Signer()) + body, name=header.name, run=RUN, public="")
     payload = body_tensor(content)
     check_header(again, FORM)
     assert norm_of(checked_values(again, payload, FORM)) == pytest.approx(header.norm)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous.log.keys import KeyFile, NoKeys, Signer, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.objects import (
     AVERAGE,
     PAYLOAD,
@@ -46,9 +46,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> CutStep:
     return CutStep(second="fp32", signers=[key_in(folder, name) for name in "ab"])
 
 
-def key_in(folder: Path, name: str) -> KeyFile:
+def key_in(folder: Path, name: str) -> Signer:
     write_key(folder / name)
-    return KeyFile(folder / name)
+    return Signer.of_file(folder / name)
 
 
 def taken(step: CutStep, header: Header, share: int, data: bytes) -> Tensor:
@@ -205,7 +205,7 @@ def test_an_average_of_another_kind_signer_or_share_is_not_taken(step: CutStep) 
     for data, reason in [
         (resealed(text, body, step.signers[0], b"payload"), "is forged"),
         (resealed(text, body, step.signers[1], b"average"), "is forged"),
-        (resealed(text, body, NoKeys(), b"average"), "is not signed"),
+        (resealed(text, body, Signer(), b"average"), "is not signed"),
         (PAYLOAD.seal(step.headers[0], step.signers[0]), "can't be read"),
         (step.sealed(*step.made(0)), "it has share 0, where 1 is expected"),
     ]:

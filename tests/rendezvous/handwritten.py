@@ -16,7 +16,7 @@ from diloco.files import sha256
 from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.rendezvous.archive import INDEX, Index
 from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Join, Outer, Rules, Snapshot
-from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.rendezvous.objects import PAYLOAD, Header, seal_snapshot, snapshot_name
@@ -70,7 +70,7 @@ class Handwritten:
         self.count: dict[tuple[int, int], int] = {}
         self.run = ""
         self.states: list[RunState] = []
-        creator = self.signers[0] if self.signers else NoKeys()
+        creator = self.signers[0] if self.signers else Signer()
         body = Create(
             format=FORMAT,
             rules=Rules(num_fragments=len(self.outer), **rules),
@@ -106,7 +106,7 @@ class Handwritten:
         return path
 
     def signer(self, replica: int) -> Signer:
-        return self.signers[replica] if self.signers else NoKeys()
+        return self.signers[replica] if self.signers else Signer()
 
     def append(self, body: Body, *, author: int, signer: Signer | None = None) -> int:
         """Write the next entry, and return its number."""

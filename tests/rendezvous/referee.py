@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import Contribution, Entry, Join, Keys, Leave, Outer
-from diloco.rendezvous.log.keys import Opened
+from diloco.rendezvous.log.keys import Opened, Signer
 from diloco.rendezvous.log.log import ENTRY, source_of
 from diloco.rendezvous.log.run import RunState
 
@@ -63,7 +63,7 @@ def public_key(name: str) -> str:
     return sha256(f"key of {name}".encode())
 
 
-class FakeSigner:
+class FakeSigner(Signer):
     """Makes signatures that are worth nothing, in the form of real ones; empty without keys."""
 
     def __init__(self, key: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.outer.averages import encode_shares
 from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.log.entries import Outer
-from diloco.rendezvous.log.keys import NoKeys, Signer
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.run import OuterRef
 from diloco.rendezvous.objects import (
     AVERAGE,
@@ -41,7 +41,7 @@ class CutStep:
 
     def __init__(self, wire: str = "e3m0", second: str = "bf16", *, signers: Sequence[Signer] = ()) -> None:
         self.form = Form(codec=codec(wire), sizes=(7, N), seed=SEED, second=codec(second), num_shares=R)
-        self.signers = list(signers) or [NoKeys(), NoKeys()]
+        self.signers = list(signers) or [Signer(), Signer()]
         log = Log(num_fragments=2, num_shares=R)
         for replica, name in enumerate("ab"):
             log.join(name)

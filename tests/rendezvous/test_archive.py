@@ -11,9 +11,9 @@ from tests.rendezvous.handwritten import Handwritten
 
 from diloco.rendezvous import archive
 from diloco.rendezvous.archive import SnapshotQueue, newest_state, write_index
-from diloco.rendezvous.log.entries import Keys, LogError, entry_name
-from diloco.rendezvous.log.keys import KeyFile, write_key
-from diloco.rendezvous.log.log import begun
+from diloco.rendezvous.log.entries import Keys, LogError
+from diloco.rendezvous.log.keys import Signer, write_key
+from diloco.rendezvous.log.log import ENTRY, begun
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Handwritten:
     """Two replicas with keys, a round of both, the revocation of the second, and a round of the first."""
     for name in "ab":
         write_key(tmp_path / name)
-    run = Handwritten(tmp_path / "run", signers=[KeyFile(tmp_path / name) for name in "ab"])
+    run = Handwritten(tmp_path / "run", signers=[Signer.of_file(tmp_path / name) for name in "ab"])
     run.join("a")
     run.join("b")
     run.step(0, [run.send(0, replica) for replica in (0, 1)])
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Handwritten:
 
 
 def joined_from(run: Handwritten) -> RunState:
-    _, first = begun((run.directory / entry_name(0)).read_bytes())
+    _, first = begun((run.directory / ENTRY.name(0)).read_bytes())
     return asyncio.run(newest_state(Store.open(str(run.directory)), first))
 
 

@@ -15,7 +15,7 @@ from diloco.outer.averages import add_up
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.log.entries import MOST_NORM, MOST_REPLICAS
-from diloco.rendezvous.log.keys import KeyFile, NoKeys, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.objects import AVERAGE, PAYLOAD, average_of, join_averages
 from diloco.wire import Key, codec
 from diloco.wire.payload import checksum
@@ -132,7 +132,7 @@ def test_an_average_of_another_place_is_refused(step, fields, reason) -> None:
 
 def test_an_average_that_was_cut_extended_or_changed_is_refused(step) -> None:
     data = step.sealed(*step.made(1))
-    payload_object = PAYLOAD.seal(step.headers[0], NoKeys())
+    payload_object = PAYLOAD.seal(step.headers[0], Signer())
     flipped = data[:-1] + bytes([data[-1] ^ 1])
     for wrong in (data[:-1], data + b"\0", flipped, data[:60], b"", payload_object):
         with pytest.raises(PayloadError, match="average averages/0000000003/1 can't be"):
@@ -168,7 +168,7 @@ def test_values_that_the_members_can_not_have_made_are_refused(step) -> None:
 def test_an_average_is_signed_by_the_member_who_made_it(tmp_path) -> None:
     for name in "abc":
         write_key(tmp_path / name)
-    keys = {name: KeyFile(tmp_path / name) for name in "abc"}
+    keys = {name: Signer.of_file(tmp_path / name) for name in "abc"}
     step = CutStep(signers=[keys["a"], keys["b"]])
     for author in (0, 1):
         header, payload = step.made(2, by=author)

@@ -18,7 +18,7 @@ from torch import nn
 
 from diloco.errors import DilocoError, DisagreementError, ExchangeError
 from diloco.files import sha256
-from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.objects import PAYLOAD, Header
 
 
@@ -188,7 +188,7 @@ class Rogue:
             norms=(float(np.linalg.norm(delta.astype(np.float64))),),
             sha256=(sha256(body),),
         )
-        return PAYLOAD.seal(header, NoKeys()) + body
+        return PAYLOAD.seal(header, Signer()) + body
 
 
 def test_bad_payloads_are_left_out_and_the_run_goes_on(tmp_path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from tests.rendezvous.replicas import P, Replica
 from tests.rendezvous.test_averager import CUT, R, averager_of, check, headers, verify
 
 from diloco.errors import FileError
-from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.objects import AVERAGE, PAYLOAD, MadeAverage, average_of, header_of
 from diloco.rendezvous.payloads import Averager
 
@@ -90,7 +90,7 @@ def lie(averager: Averager) -> None:
         payload = form.second.encode(-made.values)
         false = MadeAverage(payload, -made.values, made.norm, {})
         header = header_of(state, form, ref, share, false, replica=0, left_out=())
-        data = AVERAGE.seal(header, NoKeys()) + payload.numpy().tobytes()
+        data = AVERAGE.seal(header, Signer()) + payload.numpy().tobytes()
         await averager._objects.store.create(AVERAGE.name(ref.number, share), data)
         return await averager._stored(ref, share, state)
 

@@ -7,7 +7,7 @@ from tests.rendezvous.cases import Log
 
 from diloco.rendezvous.archive import INDEX, Index, open_index
 from diloco.rendezvous.log.entries import Leave, LogError, Snapshot
-from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.run import RunState
 
 A = "a" * 64
@@ -23,7 +23,7 @@ def state() -> RunState:
 
 
 def sealed(state: RunState, author: int = 1) -> bytes:
-    return INDEX.seal(Index(author=author, state=state), NoKeys())
+    return INDEX.seal(Index(author=author, state=state), Signer())
 
 
 def reopened(state: RunState, author: int = 1) -> Index:
@@ -43,28 +43,27 @@ def of_member(state: RunState, **changes) -> RunState:
     return replace(state, members=(*state.members[:-1], replace(state.members[-1], **changes)))
 
 
+def of_entry(state: RunState, **changes) -> RunState:
+    ref = state.fragments[0].since[0]
+    return of_fragment(state, since=(replace(ref, body=replace(ref.body, **changes)),))
+
+
 CHANGES = {
-    "rounds": lambda s: replace(s, num_outer=s.num_outer - 1),
     "fragments": lambda s: replace(s, fragments=s.fragments[:1]),
-    "few entries": lambda s: replace(s, num_outer=10**6),
-    "a slot twice": lambda s: of_member(s, slot=1),
-    "a name twice": lambda s: of_member(s, name="b"),
+    "another number": lambda s: replace(s, number=s.number + 1),
     "no such slot": lambda s: of_member(s, slot=64),
-    "a key": lambda s: of_member(s, key=A),
-    "joined later": lambda s: of_member(s, joined=s.num_outer + 1, last_outer=s.num_outer + 1),
-    "few checksums": lambda s: of_fragment(s, before=()),
-    "round": lambda s: of_fragment(s, round=6),
-    "fenced counted": lambda s: of_fragment(s, last_seq={0: 0}),
-    "snapshots": lambda s: of_fragment(s, snapshots=s.fragments[0].snapshots[::-1]),
-    "since": lambda s: of_fragment(s, since=s.fragments[0].since[1:]),
-    "since order": lambda s: of_fragment(s, since=s.fragments[0].since[::-1]),
+    "no such replica": lambda s: of_fragment(s, last_seq={9: 0}),
+    "no such contributor": lambda s: of_entry(s, contributions=(replace(CONTRIBUTION, replica=9),)),
+    "no contributor": lambda s: of_entry(s, contributions=()),
+    "another fragment": lambda s: of_entry(s, fragment=1),
 }
+CONTRIBUTION = Log(num_fragments=1).join("a").contribution(0)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_state_from_which_the_machine_can_not_go_on_is_refused(state, change):
+def test_a_state_from_which_nobody_can_read_on_is_refused(state, change):
     with pytest.raises(LogError, match=r"index \d+ of the log can't be true"):
-        reopened(CHANGES[change](state))
+        open_index(sealed(CHANGES[change](state)), state.number)
 
 
 def test_an_index_is_of_its_number_and_of_a_replica_that_is_there(state):

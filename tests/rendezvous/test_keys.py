@@ -4,7 +4,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from diloco.errors import UserError
-from diloco.rendezvous.log.keys import ForgedError, KeyFile, NoKeys, check, signer_of_environment, write_key
+from diloco.rendezvous.log.keys import ForgedError, Signer, check, signer_of_environment, write_key
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def path(tmp_path):
 
 
 def test_a_signature_holds_for_its_message_and_key_alone(path, tmp_path):
-    signer = KeyFile(path)
+    signer = Signer.of_file(path)
     other = write_key(tmp_path / "other.key")
     signature = signer.sign(b"a message")
     check(signer.public, signature, b"a message", source="entry 7")
@@ -35,7 +35,7 @@ def test_a_signature_holds_for_its_message_and_key_alone(path, tmp_path):
 
 
 def test_a_signature_for_another_program_is_worth_nothing(path):
-    signer = KeyFile(path)
+    signer = Signer.of_file(path)
     plain = signer._key.sign(b"a message").hex()
     with pytest.raises(ForgedError, match="is forged"):
         check(signer.public, plain, b"a message", source="entry 7")
@@ -45,12 +45,12 @@ def test_a_signature_for_another_program_is_worth_nothing(path):
 
 
 def test_without_keys_nothing_is_signed(path):
-    assert NoKeys().public == NoKeys().sign(b"a message") == ""
+    assert Signer().public == Signer().sign(b"a message") == ""
     check("", "", b"a message", source="entry 7")
     with pytest.raises(ForgedError, match="entry 7 is signed, in a run without keys"):
-        check("", KeyFile(path).sign(b"a message"), b"a message", source="entry 7")
+        check("", Signer.of_file(path).sign(b"a message"), b"a message", source="entry 7")
     with pytest.raises(ForgedError, match="entry 7 is not signed: it should be by the key"):
-        check(KeyFile(path).public, "", b"a message", source="entry 7")
+        check(Signer.of_file(path).public, "", b"a message", source="entry 7")
 
 
 def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):
@@ -60,14 +60,14 @@ def test_a_key_file_is_its_owners_alone_whatever_the_umask(tmp_path):
     finally:
         os.umask(umask)
     assert (tmp_path / "diloco.key").stat().st_mode & 0o777 == 0o600
-    assert KeyFile(tmp_path / "diloco.key").public == public != write_key(tmp_path / "another.key")
+    assert Signer.of_file(tmp_path / "diloco.key").public == public != write_key(tmp_path / "another.key")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610])
 def test_a_key_that_others_have_rights_to_is_refused(path, mode):
     path.chmod(mode)
     with pytest.raises(UserError, match=rf"by others \(mode {mode:04o}\): run chmod 600 .*diloco.key"):
-        KeyFile(path)
+        Signer.of_file(path)
 
 
 def test_a_key_is_never_overwritten(path):
@@ -97,15 +97,15 @@ def test_what_is_no_key_is_refused(path, tmp_path):
     ):
         path.write_bytes(text)
         with pytest.raises(UserError, match="is no key of diloco's: make one with diloco keys new"):
-            KeyFile(path)
+            Signer.of_file(path)
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, reason in (("pipe", "is not a file"), ("missing", "can't be read: No such file")):
         with pytest.raises(UserError, match=f"{name} {reason}"):
-            KeyFile(tmp_path / name)
+            Signer.of_file(tmp_path / name)
 
 
 def test_the_environment_names_the_key(path, monkeypatch):
     monkeypatch.delenv("DILOCO_KEY", raising=False)
     assert signer_of_environment().public == ""
     monkeypatch.setenv("DILOCO_KEY", str(path))
-    assert signer_of_environment().public == KeyFile(path).public
+    assert signer_of_environment().public == Signer.of_file(path).public

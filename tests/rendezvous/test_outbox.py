@@ -9,7 +9,7 @@ import torch
 
 from diloco.rendezvous.contract import Form, Offer
 from diloco.rendezvous.log.entries import LogError
-from diloco.rendezvous.log.keys import NoKeys
+from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.payloads import Memory, Outbox
 from diloco.wire import codec
@@ -47,7 +47,7 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
 
         inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq), memory=Memory(1 << 10))
         store = SimpleNamespace(create=create)
-        outbox = Outbox(store, NoKeys(), FORM, log_of(), own=0, inbox=inbox)
+        outbox = Outbox(store, Signer(), FORM, log_of(), own=0, inbox=inbox)
         for seq, fragment in enumerate((0, 1, 0)):
             put(outbox, seq, fragment)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -75,7 +75,7 @@ def test_a_payload_in_a_directory_that_does_not_hold_the_run_any_more_is_not_off
         return None
 
     inbox = SimpleNamespace(put=lambda *_: None)
-    outbox = Outbox(SimpleNamespace(create=created), NoKeys(), FORM, log_of(refuse), own=0, inbox=inbox)
+    outbox = Outbox(SimpleNamespace(create=created), Signer(), FORM, log_of(refuse), own=0, inbox=inbox)
     put(outbox, 0, 0)
 
     async def upload() -> None:

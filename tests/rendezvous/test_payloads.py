@@ -15,7 +15,7 @@ from tests.rendezvous.test_entries import object_of
 
 from diloco.errors import PayloadError
 from diloco.rendezvous.contract import Form
-from diloco.rendezvous.log.keys import KeyFile, NoKeys, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.objects import (
     PAYLOAD,
     Header,
@@ -35,7 +35,7 @@ FORM = Form(codec=CODEC, sizes=(1, 1, N), seed=5)
 NAME = "payloads/3/00000041"
 
 
-def payload_of(delta_N, signer=NoKeys(), **fields) -> tuple[bytes, Header]:  # noqa: B008
+def payload_of(delta_N, signer=Signer(), **fields) -> tuple[bytes, Header]:  # noqa: B008
     """A payload object of replica 3, with some fields of its header replaced."""
     payload = CODEC.encode(delta_N, KEY, base=17)
     body = payload.numpy().tobytes()
@@ -69,7 +69,7 @@ def signers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
     for name in "ab":
         write_key(folder / name)
-    return KeyFile(folder / "a"), KeyFile(folder / "b")
+    return Signer.of_file(folder / "a"), Signer.of_file(folder / "b")
 
 
 def read(data, public="", name=NAME, run=RUN):
@@ -82,7 +82,7 @@ def taken(header, body, form=FORM):
 
 
 def test_a_payload_reads_back_with_and_without_keys(delta_N, signers):
-    for signer in (NoKeys(), signers[0]):
+    for signer in (Signer(), signers[0]):
         data, header = payload_of(delta_N, signer)
         again, body = read(obstore.Bytes(data), signer.public)
         assert again == header and header.name == NAME
@@ -197,7 +197,7 @@ def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(d
         )
         sha256 = (hashlib.sha256(payload).hexdigest(),)
         header = payload_of(delta_N, wire="fp32", num_bytes=len(payload), sha256=sha256)[1]
-        again, body = read(PAYLOAD.seal(header, NoKeys()) + payload.tobytes())
+        again, body = read(PAYLOAD.seal(header, Signer()) + payload.tobytes())
         with pytest.raises(PayloadError, match=f"payload {NAME}"):
             taken(again, body, replace(FORM, codec=wire))
 
@@ -205,7 +205,7 @@ def test_values_that_are_not_finite_are_refused_though_all_checksums_are_right(d
 def test_a_body_of_rubbish_is_refused_by_the_codec(delta_N):
     rubbish = bytes(range(256)) * 3
     data = payload_of(delta_N, num_bytes=len(rubbish), sha256=(hashlib.sha256(rubbish).hexdigest(),))[1]
-    again, body = read(PAYLOAD.seal(data, NoKeys()) + rubbish)
+    again, body = read(PAYLOAD.seal(data, Signer()) + rubbish)
     with pytest.raises(PayloadError, match=f"payload {NAME}: a payload of 1000 elements in e3m0"):
         checked_values(again, body_tensor(body), FORM)
     with pytest.raises(PayloadError, match="has num_bytes 768, where 536 is expected"):

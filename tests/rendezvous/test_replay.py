@@ -13,16 +13,16 @@ from tests.rendezvous.handwritten import Handwritten
 
 import diloco
 from diloco.errors import FileError, UserError
-from diloco.rendezvous.log.entries import entry_name
-from diloco.rendezvous.log.keys import KeyFile, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
+from diloco.rendezvous.log.log import ENTRY
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.replay import Replay, replayed
 
 
-def signers(directory: Path) -> list[KeyFile]:
+def signers(directory: Path) -> list[Signer]:
     for number in range(3):
         write_key(directory / f"key{number}")
-    return [KeyFile(directory / f"key{number}") for number in range(3)]
+    return [Signer.of_file(directory / f"key{number}") for number in range(3)]
 
 
 def check(replay: Replay, run: Handwritten) -> None:
@@ -74,7 +74,7 @@ def test_from_the_newest_index_and_snapshots_a_replay_reads_little(tmp_path) -> 
     assert whole.checked.retired == num_retired > 0
     assert whole.checked.rounds == whole.checked.steps == 8  # the oldest snapshots are of round 4
     for number in range(1, run.state.number - 5):
-        run.path(entry_name(number)).unlink()
+        run.path(ENTRY.name(number)).unlink()
     check(replayed(str(run.directory), from_snapshot=True), run)
 
 
@@ -85,34 +85,34 @@ def rewrite(path: Path, old: bytes, new: bytes) -> None:
 
 
 def change_an_entry(run: Handwritten) -> None:
-    rewrite(run.path(entry_name(4)), b'"tokens":150', b'"tokens":151')
+    rewrite(run.path(ENTRY.name(4)), b'"tokens":150', b'"tokens":151')
 
 
 def remove_an_entry(run: Handwritten) -> None:
-    run.path(entry_name(5)).unlink()
+    run.path(ENTRY.name(5)).unlink()
 
 
 def remove_many_entries(run: Handwritten) -> None:
     for number in range(5, 5 + 40):
-        run.path(entry_name(number)).unlink(missing_ok=True)
-    run.path(entry_name(60)).write_bytes(b"")
+        run.path(ENTRY.name(number)).unlink(missing_ok=True)
+    run.path(ENTRY.name(60)).write_bytes(b"")
 
 
 def insert_an_entry(run: Handwritten) -> None:
     for number in range(run.state.number, 5, -1):
-        run.path(entry_name(number - 1)).rename(run.path(entry_name(number)))
-    shutil.copy(run.path(entry_name(4)), run.path(entry_name(5)))
+        run.path(ENTRY.name(number - 1)).rename(run.path(ENTRY.name(number)))
+    shutil.copy(run.path(ENTRY.name(4)), run.path(ENTRY.name(5)))
 
 
 def swap_two_entries(run: Handwritten) -> None:
-    third, fourth = run.path(entry_name(3)), run.path(entry_name(4))
+    third, fourth = run.path(ENTRY.name(3)), run.path(ENTRY.name(4))
     first, second = third.read_bytes(), fourth.read_bytes()
     third.write_bytes(second)
     fourth.write_bytes(first)
 
 
 def forge_a_signature(run: Handwritten) -> None:
-    path = run.path(entry_name(4))
+    path = run.path(ENTRY.name(4))
     line, _, signature = path.read_bytes().partition(b"\n")
     path.write_bytes(line + b"\n" + (b"0" if signature[:1] != b"0" else b"1") + signature[1:])
 

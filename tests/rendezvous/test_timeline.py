@@ -6,7 +6,7 @@ from tests.report.test_page import content
 
 from diloco.cli.main import main
 from diloco.rendezvous.log.entries import Keys, Leave
-from diloco.rendezvous.log.keys import KeyFile, write_key
+from diloco.rendezvous.log.keys import Signer, write_key
 from diloco.rendezvous.status import read_timeline
 
 
@@ -43,7 +43,7 @@ def test_each_end_is_told_apart(run) -> None:
 def test_a_revoked_key_is_told_apart(tmp_path) -> None:
     for name in "ab":
         write_key(tmp_path / name)
-    run = Handwritten(tmp_path / "run", signers=[KeyFile(tmp_path / "a"), KeyFile(tmp_path / "b")])
+    run = Handwritten(tmp_path / "run", signers=[Signer.of_file(tmp_path / "a"), Signer.of_file(tmp_path / "b")])
     run.join("a")
     run.join("b")
     run.append(Keys(revoked=(run.signers[1].public,)), author=-1, signer=run.signers[0])

@@ -12,7 +12,7 @@ from diloco.cli._command import choose
 from diloco.errors import DilocoError, UserError
 from diloco.files import expanded
 from diloco.rendezvous.log.entries import Keys
-from diloco.rendezvous.log.keys import VARIABLE, KeyFile, Signer, signer_of_environment, write_key
+from diloco.rendezvous.log.keys import VARIABLE, Signer, signer_of_environment, write_key
 from diloco.rendezvous.log.log import Log, first_entry
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
@@ -55,7 +55,7 @@ def _show(file: tyro.conf.Positional[Path]) -> None:
     Args:
         file: The file that holds the private key.
     """
-    print(KeyFile(file).public)
+    print(Signer.of_file(file).public)
 
 
 def _allow(url: _URL, keys: _Keys) -> None:

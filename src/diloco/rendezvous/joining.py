@@ -11,7 +11,7 @@ from diloco.errors import DisagreementError
 from diloco.rendezvous.archive import newest_state
 from diloco.rendezvous.check import assert_sound
 from diloco.rendezvous.contract import StoredSnapshot
-from diloco.rendezvous.log.entries import FORMAT, Create, Join, Leave, LogError, Rules, entry_name
+from diloco.rendezvous.log.entries import FORMAT, Create, Join, Leave, LogError, Rules
 from diloco.rendezvous.log.keys import VARIABLE, Signer
 from diloco.rendezvous.log.log import ENTRY, Log, begun, sealed_entry, source_of, stored_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
@@ -110,7 +110,7 @@ async def _created(store: Store, signer: Signer, wish: Wish) -> bytes:
     body = Create(format=FORMAT, rules=wish.rules, facts=dict(wish.facts), creator=signer.public, allowed=allowed)
     data = sealed_entry(body, signer, author=-1, previous="")
     ENTRY.open(data, source_of(0))  # refuse here what everybody would have to refuse
-    other = await store.create(entry_name(0), data, patience_seconds=wish.timeout_seconds)
+    other = await store.create(ENTRY.name(0), data, patience_seconds=wish.timeout_seconds)
     if other is None and not signer.public:
         _LOG.warning(
             "this run trusts everybody who can write to %s: to choose who may join, create it with a key (see "

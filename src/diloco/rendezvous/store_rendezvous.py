@@ -17,7 +17,7 @@ from diloco.rendezvous.contract import Decision, Form, Joined, News, Offer
 from diloco.rendezvous.follower import Background, Follower, Pace
 from diloco.rendezvous.joining import Wish, join, missing, newest_snapshots, outer_entries_to_replay, withdraw
 from diloco.rendezvous.log.entries import MOST_SHARES, Rules
-from diloco.rendezvous.log.keys import KeyFile, Signer, signer_of_environment
+from diloco.rendezvous.log.keys import Signer, signer_of_environment
 from diloco.rendezvous.log.log import Log
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.objects import Objects
@@ -91,7 +91,7 @@ class StoreRendezvous:
         self.name = _name(name)
         self._asked_local_steps = max_local_steps
         self._url, self._patience, self._timeout_seconds = str(url), patience, timeout_seconds
-        self._signer: Signer = signer_of_environment() if key is None else KeyFile(key)
+        self._signer: Signer = signer_of_environment() if key is None else Signer.of_file(key)
         self._store = Store.open(self._url)
         self._facts, self._memory_bytes = _json(facts or {}), memory_bytes
         self._poll_seconds = poll_seconds or (0.02 if self._store.is_directory else 0.5)

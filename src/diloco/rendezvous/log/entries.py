@@ -205,11 +205,6 @@ class Entry:
         return type(self.body).__name__.lower()
 
 
-def entry_name(number: int) -> str:
-    """The name of entry k in the store."""
-    return f"log/{number:010d}"
-
-
 def new_entry(body: Body, *, author: int, previous: str, keys: int = 0) -> Entry:
     """An entry with a nonce of its own."""
     return Entry(author=author, previous=previous, keys=keys, nonce=secrets.token_hex(16), body=body)

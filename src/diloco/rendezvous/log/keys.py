@@ -15,7 +15,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -48,57 +48,41 @@ class ForgedError(FileError):
     """A signature is missing, or was not made with the key that it should be of."""
 
 
-class Signer(Protocol):
-    """The holder of a replica's key."""
-
-    @property
-    def public(self) -> str:
-        """The public key, 64 hexadecimal digits; empty without keys."""
-        ...
-
-    def sign(self, message: bytes) -> str:
-        """The signature of a message, 128 hexadecimal digits; empty without keys."""
-        ...
-
-
-class NoKeys:
-    """The signer of a run without keys, which trusts everybody who can write to the store."""
-
-    public = ""
-
-    def sign(self, message: bytes) -> str:
-        """The empty text."""
-        return ""
-
-
-class KeyFile:
-    """The signer with the private key of a file that `write_key` wrote.
+class Signer:
+    """The holder of a replica's key; without one, in a run that trusts everybody who can write to the store.
 
     Args:
-        path: the file; nobody but its owner may have rights to it.
-
-    Raises:
-        UserError: if the file can't be read, others have rights to it, or it holds no Ed25519 key.
+        key: the private key.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._key = _read_key(expanded(os.fspath(path)))
-        self.public = self._key.public_key().public_bytes_raw().hex()
-        """The public key in hexadecimal."""
+    def __init__(self, key: Ed25519PrivateKey | None = None) -> None:
+        self._key = key
+        self.public = "" if key is None else key.public_key().public_bytes_raw().hex()
+        """The public key, 64 hexadecimal digits; empty without one."""
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> "Signer":
+        """The signer with the private key of a file that `write_key` wrote.
+
+        Raises:
+            UserError: if the file can't be read, others than its owner have rights to it, or it holds no Ed25519
+                key.
+        """
+        return cls(_read_key(expanded(os.fspath(path))))
 
     def sign(self, message: bytes) -> str:
-        """The Ed25519 signature of a message in hexadecimal."""
-        return self._key.sign(_DOMAIN + message).hex()
+        """The signature of a message, 128 hexadecimal digits; empty without a key."""
+        return "" if self._key is None else self._key.sign(_DOMAIN + message).hex()
 
 
 def signer_of_environment() -> Signer:
     """The signer that DILOCO_KEY names; one without a key if it is not set.
 
     Raises:
-        UserError: as `KeyFile`.
+        UserError: as `Signer.of_file`.
     """
     path = os.environ.get(VARIABLE)
-    return KeyFile(path) if path else NoKeys()
+    return Signer.of_file(path) if path else Signer()
 
 
 def write_key(path: Path) -> str:

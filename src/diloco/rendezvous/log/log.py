@@ -9,8 +9,8 @@ import msgspec
 
 from diloco.errors import UserError
 from diloco.files import expanded, sha256
-from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, entry_name, new_entry
-from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, NoKeys, Signed, Signer
+from diloco.rendezvous.log.entries import MOST_ENTRY_BYTES, Body, Create, Entry, LogError, new_entry
+from diloco.rendezvous.log.keys import MOST_SIGNATURE_BYTES, Signed, Signer
 from diloco.rendezvous.log.run import RunState
 from diloco.rendezvous.store import Store
 from diloco.schema import converted, decoded
@@ -88,7 +88,7 @@ class Log:
         self.state = state
         """The state after all entries that were read."""
         self.patience_seconds = patience_seconds
-        self._store, self._signer = store, signer or NoKeys()
+        self._store, self._signer = store, signer or Signer()
 
     async def read(self, *, at_once: int = MOST_AT_ONCE) -> AsyncIterator[tuple[int, Entry]]:
         """The entries that were written since the last call, with their numbers; `state` is that after each.
@@ -156,8 +156,8 @@ class Log:
         if not self._store.is_directory:
             return
         # Entry 0, since a write that an unmount has overtaken leaves the newest one behind.
-        data = await self._store.get(entry_name(0), most_bytes=MOST_ENTRY_BYTES, patience_seconds=FOR_EVER)
-        if data is None or sha256(bytes(data)) != self.state.run:
+        data = await stored_entry(self._store, 0, patience_seconds=self.patience_seconds)
+        if data is None or sha256(data) != self.state.run:
             raise LogError(
                 f"the run is not in {self._store.url} any more: the directory was emptied, or unmounted on this "
                 "computer; bring it back, and start this replica again"
@@ -208,13 +208,13 @@ async def first_entry(store: Store) -> tuple[Create, RunState]:
         StoreError: if the store can't be read.
     """
     if (data := await stored_entry(store, 0)) is None:
-        raise UserError(f"{store.url} holds no run: {entry_name(0)} is missing", "url")
+        raise UserError(f"{store.url} holds no run: {ENTRY.name(0)} is missing", "url")
     return begun(data)
 
 
 def is_store(source: str) -> bool:
     """True for the URL of a bucket, and for a directory that holds the log of a run."""
-    return "://" in source or (expanded(source) / entry_name(0)).is_file()
+    return "://" in source or (expanded(source) / ENTRY.name(0)).is_file()
 
 
 def open_run(url: str) -> Store:
@@ -224,5 +224,5 @@ def open_run(url: str) -> Store:
         UserError: for a wrong URL, or a directory without a run.
     """
     if not is_store(url):
-        raise UserError(f"{url} holds no run: {entry_name(0)} is missing", "url")
+        raise UserError(f"{url} holds no run: {ENTRY.name(0)} is missing", "url")
     return Store.open(url)
