@@ -25,7 +25,7 @@ from diloco.rendezvous.log.entries import (
     Snapshot,
 )
 from diloco.rendezvous.log.log import ENTRY
-from diloco.rendezvous.log.run import RunState, may_decide
+from diloco.rendezvous.log.run import OuterRef, RunState, may_decide
 from diloco.rendezvous.objects import seal_snapshot, snapshot_name
 
 
@@ -110,21 +110,12 @@ class VirtualLog:
 
     def _deliver(self, author: "Seat", body: Outer) -> None:
         """Write an outer entry, and hand it to all replicas."""
-        number, p, parts = self.state.number, body.fragment, body.contributions
+        ref, p, parts = OuterRef(number=self.state.number, body=body), body.fragment, body.contributions
         self.append(body, author.replica)
         self.entries.append(body)
         payloads = {c.replica: Payload(self._payloads.pop((c.replica, c.seq))) for c in parts}
-        decision = Decision(
-            number=number,
-            fragment=p,
-            round=body.round,
-            before=int(body.before, 16),
-            cohort=self.state.cohort(parts),
-            content=Content(payloads=payloads, bytes_received=sum(x.data.numel() for x in payloads.values())),
-            base_rounds={c.replica: c.base_round for c in parts},
-            own_seq=-1,
-            with_snapshot=False,
-        )
+        content = Content(payloads=payloads, bytes_received=sum(x.data.numel() for x in payloads.values()))
+        decision = Decision.of(ref, self.state, content)
         self.decisions.append(decision)
         is_kept = self.rules.is_kept(body.round - 1)
         for seat in self.seats:

@@ -13,10 +13,10 @@ from tests.wire import reference as wire_reference
 from diloco.errors import PayloadError
 from diloco.outer.averages import add_up
 from diloco.outer.cohort import Cohort
-from diloco.rendezvous.contract import Form, Payload
+from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import MOST_NORM, MOST_REPLICAS
 from diloco.rendezvous.log.keys import Signer, write_key
-from diloco.rendezvous.objects import AVERAGE, PAYLOAD, average_of, join_averages
+from diloco.rendezvous.objects import AVERAGE, PAYLOAD, average_of, decided_average
 from diloco.wire import Key, codec
 from diloco.wire.payload import checksum
 
@@ -98,10 +98,11 @@ def test_a_sum_has_the_same_bits_whether_values_are_known_or_decoded(wire) -> No
 def test_averages_join_to_the_average_of_the_fragment(step) -> None:
     payloads = [Payload(step.made(share)[1]) for share in range(R)]
     values = [codec("bf16").decode(payload.data, S) for payload in payloads]
-    cohort = step.state.cohort(step.body.contributions)
     for known in (None, values[1]):
         payloads[1].values = known
-        total_N, weight = join_averages(step.form, 1, 1, cohort, payloads, torch.empty(N))
+        content = Content(averages=tuple(payloads), bytes_received=0)
+        decision = Decision.of(step.ref, step.state, content)
+        total_N, weight = decided_average(step.form, decision, content, torch.empty(N))
         assert weight == 1 and torch.equal(total_N, torch.cat(values))
 
 

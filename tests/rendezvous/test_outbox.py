@@ -45,7 +45,7 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
             if name == PAYLOAD.name(0, 0):
                 await others_are_over.wait()
 
-        inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq), memory=Memory(1 << 10))
+        inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq), memory=Memory(1 << 10, 1 << 10))
         store = SimpleNamespace(create=create)
         outbox = Outbox(store, Signer(), FORM, log_of(), own=0, inbox=inbox)
         for seq, fragment in enumerate((0, 1, 0)):

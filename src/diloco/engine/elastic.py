@@ -19,7 +19,7 @@ from diloco.engine.outer_state import ERROR, OUTER, OuterState
 from diloco.engine.parameters import FragmentParameters
 from diloco.engine.replica import Replica
 from diloco.errors import DisagreementError, ExchangeError, UserError
-from diloco.outer.averages import Average, Reduction, add_up
+from diloco.outer.averages import Reduction
 from diloco.outer.cohort import Cohort
 from diloco.outer.merge import MergeRule, Mixing, Translation
 from diloco.outer.step import OuterStep, merge_in_place
@@ -32,24 +32,8 @@ from diloco.rendezvous.contract import (
     Rendezvous,
     StoredSnapshot,
 )
-from diloco.rendezvous.objects import join_averages, norms_of
+from diloco.rendezvous.objects import decided_average, norms_of
 from diloco.schedule import Sync
-from diloco.wire.payload import Key
-
-
-def decided_average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:
-    """Δ_p, added up in the members' order from their payloads, or joined from the averages of its shares."""
-    p, cohort = decision.fragment, decision.cohort
-    if content.averages:
-        return join_averages(form, p, decision.round, cohort, content.averages, to_N)
-    payloads = {member: payload.data for member, payload in content.payloads.items()}
-    values = {
-        member: values_N
-        for member, payload in content.payloads.items()
-        if (values_N := payload.values) is not None
-    }
-    # A GPU decodes a payload in less time than its values take to get there.
-    return add_up(form.codec, payloads, to_N, _keys(form, decision), cohort, values if to_N.is_cpu else None)
 
 
 class EqualityWatch:
@@ -98,17 +82,12 @@ def remade(
         return decided_average(form, decision, content, torch.empty(size, device=device)).divided()
 
     def make_deltas() -> Iterator[Tensor]:
-        for key in _keys(form, decision):
+        for key in decision.keys(form):
             if content.payloads:  # with averages nobody has all payloads
                 to_N = torch.empty(size, device=device)
                 yield form.codec.decode_into(to_N, content.payloads[key.replica].data, key)
 
     return make_average, make_deltas
-
-
-def _keys(form: Form, decision: Decision) -> list[Key]:
-    bases = decision.base_rounds
-    return [form.key(decision.fragment, bases[m], m) for m in decision.cohort.members]
 
 
 class Digests:
@@ -203,7 +182,13 @@ class ElasticMembership:
         settings, state, schedule = replica.settings, replica.state, replica.settings.schedule
         num_fragments = state.num_fragments
         sizes = tuple(state.num_elements(p) for p in range(num_fragments))
-        form = Form(codec=settings.wire, sizes=sizes, seed=settings.seed, second=replica.reduction.second)
+        form = Form(
+            codec=settings.wire,
+            sizes=sizes,
+            seed=settings.seed,
+            second=replica.reduction.second,
+            keep_values=replica.parameters.device.type == "cpu",
+        )
         facts = settings.shared_facts() | replica.parameters.facts(state.at_home(OUTER))
         self.joined = joined = rendezvous.join(facts, form, sync_every=schedule.sync_every)
         replica.number = joined.replica
@@ -349,7 +334,6 @@ class ElasticMembership:
         then_tokens, then_steps = self.counted[p]
         tokens, steps = replica.tokens - then_tokens, step - then_steps
         _check_read(step, tokens, steps)
-        values_N = values_N.cpu()
         self.in_flight[p] = offer = Offer(
             replica=replica.number,
             seq=self.next_seq,
@@ -364,7 +348,8 @@ class ElasticMembership:
             overlap=replica.settings.schedule.overlap(0),
         )
         self._errors[p] = encoded.error_N
-        self.joined.seat.offer(offer, tuple(payload.cpu() for payload in encoded.payloads), values_N)
+        payloads = tuple(payload.cpu() for payload in encoded.payloads)
+        self.joined.seat.offer(offer, payloads, values_N if self.form.keep_values else None)
         self.next_seq += 1
         replica.bytes_sent += sum(payload.numel() for payload in encoded.payloads)
         replica.last_sent[p] = step

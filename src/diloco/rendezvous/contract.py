@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco.outer.averages import share_size
 from diloco.outer.cohort import Cohort
 from diloco.rendezvous.log.entries import Claim, LogError, Rules
+from diloco.rendezvous.log.run import OuterRef, RunState
 from diloco.wire.payload import Codec, Key
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Form:
     """The codec of the averages of shares; None with gather, where there are none."""
     num_shares: int = 1
     """R: shares into which a fragment is cut; 1 with gather."""
+    keep_values: bool = True
+    """Whether this replica averages on a CPU, and keeps the decoded values of payloads until then: a GPU decodes a
+    payload in less time than its values take to get there."""
 
     def key(self, fragment: int, base_round: int, replica: int, share: int = 0) -> Key:
         """The key of a payload: its round is the one after its base, as in a fixed group."""
@@ -134,10 +138,36 @@ class Decision:
     """The outer gradients; a snapshot after this round or a later one, if they were deleted."""
     base_rounds: Mapping[int, int]
     """The round that each member's outer gradient was taken against."""
-    own_seq: int
+    own_seq: int = -1
     """The newest of this replica's offers that the content counts, by `Offer.seq`; −1 if it counts none."""
-    with_snapshot: bool
+    with_snapshot: bool = False
     """Whether this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
+
+    @classmethod
+    def of(cls, ref: OuterRef, state: RunState, content: Content | StoredSnapshot, **own: Any) -> "Decision":
+        """The outer step of an entry.
+
+        Args:
+            ref: the entry.
+            state: of the run, whose rules give the weights.
+            content: its content.
+            own: the fields about this replica.
+        """
+        body = ref.body
+        return cls(
+            number=ref.number,
+            fragment=body.fragment,
+            round=body.round,
+            before=int(body.before, 16),
+            cohort=state.cohort(body.contributions),
+            content=content,
+            base_rounds={c.replica: c.base_round for c in body.contributions},
+            **own,
+        )
+
+    def keys(self, form: Form) -> list[Key]:
+        """The keys with which the members' outer gradients were encoded, in the members' order."""
+        return [form.key(self.fragment, self.base_rounds[member], member) for member in self.cohort.members]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +190,14 @@ class Seat(Protocol):
         """The reason why this replica can't go on; None as far as is known."""
         ...
 
-    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Start to upload an outer gradient, and return at once.
 
         Args:
             offer: the facts about it.
-            payloads: one per share; flat uint8; read-only.
-            values_N: the values that they stand for, flat FP32 (N), in the host's memory; read-only.
+            payloads: one per share; flat uint8, in the host's memory; read-only.
+            values_N: the values that they stand for, flat FP32 (N), in the host's memory; read-only; None if this
+                replica averages elsewhere.
         """
         ...
 

@@ -111,17 +111,8 @@ class Delivery:
             whole, own_seq = content, next((c.seq for c in parts if c.replica == self._own), -1)
             self._snapshots.pop(body.fragment, None)
         state = self._state()
-        return Decision(
-            number=ref.number,
-            fragment=body.fragment,
-            round=body.round,
-            before=int(body.before, 16),
-            cohort=state.cohort(parts),
-            content=whole,
-            base_rounds={c.replica: c.base_round for c in parts},
-            own_seq=own_seq,
-            with_snapshot=author == self._own and state.rules.is_kept(body.round - 1),
-        )
+        with_snapshot = author == self._own and state.rules.is_kept(body.round - 1)
+        return Decision.of(ref, state, whole, own_seq=own_seq, with_snapshot=with_snapshot)
 
     def _own_seq_until(self, fragment: int, round: int) -> int:
         """The newest of this replica's offers that the rounds up to one have counted; −1 if they counted none.

@@ -19,7 +19,7 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from diloco.errors import FileError, NonFiniteError, PayloadError
 from diloco.files import sha256
-from diloco.outer.averages import Average, cut, join_shares, key_of_average, weigh_in
+from diloco.outer.averages import Average, add_up, cut, join_shares, key_of_average, weigh_in
 from diloco.outer.cohort import Cohort
-from diloco.rendezvous.contract import Form, Payload, StoredSnapshot
+from diloco.rendezvous.contract import Content, Decision, Form, Payload, StoredSnapshot
 from diloco.rendezvous.log.entries import (
     MOST_NORM,
     MOST_SHARES,
@@ -245,14 +245,14 @@ def _decode(codec: Codec, payload: Tensor, to_S: Tensor, key: Key, *, source: st
 def norm_of(vector_N: Tensor) -> float:
     """‖vector‖₂, summed in FP64: no finite FP32 vector makes it infinite."""
     pieces = vector_N.split(_ELEMENTS_AT_ONCE)
-    return math.sqrt(math.fsum(float(piece.double().square_().sum()) for piece in pieces))
+    return math.sqrt(math.fsum(torch.stack([piece.double().square_().sum() for piece in pieces]).tolist()))
 
 
 def norms_of(decoded_N: Tensor, form: Form, *, source: str) -> tuple[float, ...]:
     """‖Δ‖₂ of each share of an own outer gradient.
 
     Args:
-        decoded_N: as its payloads stand for it, flat FP32 (N), in the host's memory.
+        decoded_N: as its payloads stand for it, flat FP32 (N).
         form: the run's.
         source: the outer gradient in words, for errors.
 
@@ -366,13 +366,24 @@ def average_of(
     return MadeAverage(payload, values_S, norm_of(values_S), unsound)
 
 
-def join_averages(
-    form: Form, fragment: int, last_round: int, cohort: Cohort, averages: Sequence[Payload], to_N: Tensor
-) -> Average:
-    """Δ_p of a round, from the averages of all its shares; the total is written to `to_N`."""
-    key = _key(form, fragment, last_round, cohort)
-    data, values = [average.data for average in averages], [average.values for average in averages]
-    return Average(join_shares(_second(form), data, to_N, key, values=values), 1.0)
+def decided_average(form: Form, decision: Decision, content: Content, to_N: Tensor) -> Average:
+    """Δ_p, added up in the members' order from their payloads, or joined from the averages of its shares.
+
+    Values that are known are not decoded again.
+
+    Args:
+        form: of the run's payloads.
+        decision: the outer step.
+        content: its content.
+        to_N: the total, flat FP32 (N), which is overwritten.
+    """
+    if content.averages:
+        key = _key(form, decision.fragment, decision.round, decision.cohort)
+        data, known = [x.data for x in content.averages], [x.values for x in content.averages]
+        return Average(join_shares(_second(form), data, to_N, key, values=known), 1.0)
+    payloads = {member: payload.data for member, payload in content.payloads.items()}
+    values = {m: values_N for m, payload in content.payloads.items() if (values_N := payload.values) is not None}
+    return add_up(form.codec, payloads, to_N, decision.keys(form), decision.cohort, values)
 
 
 def header_of(

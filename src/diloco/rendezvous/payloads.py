@@ -46,11 +46,12 @@ class Memory:
     A payload that is given up is downloaded again; values that are given up are decoded again.
 
     Args:
-        most_bytes: size of the payloads that are kept until they are counted, and size of all values.
+        most_bytes: size of the payloads that are kept until they are counted.
+        most_values_bytes: size of all values.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int, most_values_bytes: int) -> None:
+        self._most_bytes, self._most_values_bytes = most_bytes, most_values_bytes
         self._payloads: OrderedDict[str, Payload] = OrderedDict()
         self._with_values: list[weakref.ref[Payload]] = []  # others may still use them
 
@@ -68,7 +69,7 @@ class Memory:
         payloads[payload] = None
         num_bytes = sum(kept.values.nbytes for kept in payloads if kept.values is not None)
         for kept in payloads:
-            if num_bytes > self._most_bytes and kept.values is not None:
+            if num_bytes > self._most_values_bytes and kept.values is not None:
                 num_bytes -= kept.values.nbytes
                 kept.values = None
         self._with_values = [weakref.ref(kept) for kept in payloads if kept.values is not None]
@@ -103,7 +104,7 @@ class Inbox:
     Args:
         objects: the store's.
         own: this replica.
-        memory_bytes: bound of `Memory`.
+        memory_bytes: size of the others' payloads in memory, and of all values.
         poll_seconds: time between two looks for a payload.
         on_arrival: called after one has arrived.
     """
@@ -119,15 +120,12 @@ class Inbox:
     ) -> None:
         self.here: list[dict[int, Arrived]] = [{} for _ in objects.form.sizes]
         """The payloads that are here, by fragment and replica."""
-        self.memory = Memory(memory_bytes)
+        self.memory = Memory(memory_bytes, memory_bytes if objects.form.keep_values else 0)
         self._objects, self._own = objects, own
         self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
         self._left_out: set[str] = set()
         self._fetching: dict[str, asyncio.Task[Fetched | None]] = {}
-        self._looking_for: dict[int, int] = {}
-        """For each replica that is watched the number of the payload that is looked for."""
-        self._fetched_early: set[str] = set()
-        """Payloads that came for the entry which counts them, before they were looked for."""
+        self._is_whole = objects.form.num_shares == 1
 
     def put(self, header: Header, own: tuple[Payload, ...] = ()) -> None:
         """Take a payload that can be counted; an own one comes with its bytes."""
@@ -181,10 +179,8 @@ class Inbox:
         """Take a replica's payloads one after another, until it has left and there are no more."""
         seq = self._first_open(replica, state())
         while True:
-            self._looking_for[replica] = seq
-            if (name := PAYLOAD.name(replica, seq)) in self._fetched_early:
-                self._fetched_early.remove(name)
-                seq += 1
+            if self._is_whole and any(log.last_seq.get(replica) == seq for log in state().fragments):
+                seq += 1  # an entry counts it already, and it is fetched for that
                 continue
             before = state().members[replica]  # a replica that left before the answer uploads nothing more
             try:
@@ -195,7 +191,6 @@ class Inbox:
                 continue
             if fetched is not None:
                 seq += 1
-                self._fetched_early.discard(name)
                 header, payload = fetched
                 if payload is not None:
                     self.memory.keep(header.name, payload)
@@ -217,11 +212,7 @@ class Inbox:
 
     async def _counted(self, ref: OuterRef, part: Contribution, public: str) -> Fetched | None:
         """A payload that an entry counts and that has not arrived; None if it was deleted."""
-        fetched = await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
-        is_early = self._looking_for.get(part.replica, part.seq + 1) <= part.seq
-        if fetched is not None and fetched.payload is not None and is_early:
-            self._fetched_early.add(fetched.header.name)
-        return fetched
+        return await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
 
     def _first_open(self, replica: int, state: RunState) -> int:
         """The first of a replica's payloads that the log may still count: one per fragment is on its way."""
@@ -290,15 +281,6 @@ def _newest_gone(replica: int, seq: int, state: RunState) -> int:
     return max(oldest, min(seq, _newest_counted(replica, state)))
 
 
-@dataclass(frozen=True)
-class _Upload:
-    """An offer with its bytes."""
-
-    offer: Offer
-    payloads: tuple[Tensor, ...]
-    values_N: Tensor
-
-
 class Outbox:
     """The payloads of one replica.
 
@@ -318,28 +300,28 @@ class Outbox:
         """Uploads that are not over."""
         self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
         self._log, self._own = log, own
-        self._queue: asyncio.Queue[_Upload] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Offer, tuple[Tensor, ...], Tensor | None]] = asyncio.Queue()
         self._newest: dict[int, int] = {}
         """Number of the newest payload of each fragment that is in the store."""
 
-    def put(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
-        """Take an outer gradient to upload; called in the loop."""
+    def put(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
+        """Take an outer gradient to upload, as `Seat.offer` has it; called in the loop."""
         self.num_pending += 1
-        self._queue.put_nowait(_Upload(offer, payloads, values_N))
+        self._queue.put_nowait((offer, payloads, values_N))
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Upload what comes, several at a time."""
         while True:
-            tasks.create_task(self._upload(await self._queue.get()))
+            tasks.create_task(self._upload(*await self._queue.get()))
 
     def counted(self, body: Outer) -> None:
         """Forget what an outer entry has counted."""
         if any(contribution.replica == self._own for contribution in body.contributions):
             self.offers.pop(body.fragment, None)
 
-    async def _upload(self, upload: _Upload) -> None:
+    async def _upload(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Upload the shares, and then the header, whose readers find them there; the only share is its body."""
-        offer, bodies = upload.offer, [payload.numpy().data for payload in upload.payloads]
+        bodies = [payload.numpy().data for payload in payloads]
         header = Header(
             **{name: getattr(offer, name) for name in Claim.__dataclass_fields__},
             run=self._log.state.run,
@@ -364,9 +346,9 @@ class Outbox:
             return  # after an outage, uploads end in any order
         self._newest[offer.fragment] = offer.seq
         self.offers[offer.fragment] = offer
-        own = tuple(map(Payload, upload.payloads))
+        own = tuple(map(Payload, payloads))
         if header.num_shares == 1:
-            own[0].values = upload.values_N
+            own[0].values = values_N
             self._inbox.memory.keep_values(own[0])
         self._inbox.put(header, own)
 
@@ -380,15 +362,6 @@ _POLLS_PER_TURN = 10
 
 _LOOKS_AT_ONCE = 8
 """Averages of one outer entry that are looked for at once: they appear at about the same time."""
-
-
-@dataclass(frozen=True)
-class _Average:
-    """The average of one share."""
-
-    payload: Payload
-    bytes_received: int
-    bytes_sent: int = 0
 
 
 class _DeletedError(Exception):
@@ -429,36 +402,36 @@ class Averager:
             LogError: if an average, or what the entry counts, is not sound.
         """
         shares, looking = range(self._objects.form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
-        averages: list[_Average] = []
+        contents: list[Content] = []
         if all(ref.number != needed.number for needed in state.fragments[ref.body.fragment].since):
             for share in shares:  # snapshots stand for it: nobody makes its averages again
-                if (average := await self._stored(ref, share, state)) is None:
+                if (content := await self._stored(ref, share, state)) is None:
                     return None
-                averages.append(average)
+                contents.append(content)
         else:
             results = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
-            averages += [average for average in results if average is not None]
-            if len(averages) < len(results):
+            contents += [content for content in results if content is not None]
+            if len(contents) < len(results):
                 return None
         return Content(
-            averages=tuple(average.payload for average in averages),
-            bytes_received=sum(average.bytes_received for average in averages),
-            bytes_sent=sum(average.bytes_sent for average in averages),
+            averages=tuple(average for content in contents for average in content.averages),
+            bytes_received=sum(content.bytes_received for content in contents),
+            bytes_sent=sum(content.bytes_sent for content in contents),
         )
 
-    async def _stored(self, ref: OuterRef, share: int, state: RunState) -> _Average | None:
-        """An average in the store; None if it is not there."""
+    async def _stored(self, ref: OuterRef, share: int, state: RunState) -> Content | None:
+        """The average of a share in the store; None if it is not there."""
         fetched = await self._objects.average(state, ref, share)
-        return None if fetched is None else self._taken(fetched[1])
+        return None if fetched is None else self._taken(fetched[1], fetched[1].data.numel())
 
     async def _share(
         self, ref: OuterRef, share: int, state: RunState, looking: asyncio.Semaphore
-    ) -> _Average | None:
+    ) -> Content | None:
         """The average of one share, from the store, or made here when its turn comes; None if it was deleted."""
         if turn := self._turn(ref, share, state):
-            average = await self._waited_for(ref, share, state, turn, looking)
-            if average is not None:
-                return average
+            content = await self._waited_for(ref, share, state, turn, looking)
+            if content is not None:
+                return content
         try:
             return await self._made(ref, share, state)
         except _DeletedError:
@@ -466,16 +439,16 @@ class Averager:
 
     async def _waited_for(
         self, ref: OuterRef, share: int, state: RunState, turn: int, looking: asyncio.Semaphore
-    ) -> _Average | None:
+    ) -> Content | None:
         """An average from the store; None if this replica's turn comes before it."""
         # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
         num_intervals, started = turn.bit_length(), time.monotonic()
         async with looking:
             while True:
-                average = await self._stored(ref, share, state)
+                content = await self._stored(ref, share, state)
                 seconds = _POLLS_PER_TURN * self._poll_seconds + 2 * self._seconds
-                if average is not None or time.monotonic() >= started + num_intervals * seconds:
-                    return average
+                if content is not None or time.monotonic() >= started + num_intervals * seconds:
+                    return content
                 await asyncio.sleep(self._poll_seconds)
 
     def _turn(self, ref: OuterRef, share: int, state: RunState) -> int:
@@ -486,7 +459,7 @@ class Averager:
         order = turns(f"{state.run} {ref.number}", members)
         return (order.index(self._own) - share) % len(order)
 
-    async def _made(self, ref: OuterRef, share: int, state: RunState) -> _Average:
+    async def _made(self, ref: OuterRef, share: int, state: RunState) -> Content:
         """Make an average, and upload it if this replica is a member of the entry."""
         started, parts = time.monotonic(), ref.body.contributions
         fetched = await asyncio.gather(*(self._contributed(ref, part, share, state) for part in parts))
@@ -497,24 +470,23 @@ class Averager:
         self._seconds = time.monotonic() - started
         for reason in made.unsound.values():
             _LOG.warning("%s: it is left out", reason)
-        average = _Average(Payload(made.payload, made.values), received)
-        self._inbox.memory.keep_values(average.payload)
+        average = Payload(made.payload, made.values)
         if all(part.replica != self._own for part in parts):
-            return average
+            return self._taken(average, received)
         left_out = [part.replica for part in parts if part.replica not in shares or part.replica in made.unsound]
         header = header_of(state, form, ref, share, made, replica=self._own, left_out=left_out)
         buffers = [AVERAGE.seal(header, self._signer), made.payload.numpy().data]
         name = AVERAGE.name(ref.number, share)
         other = await self._objects.store.create(name, buffers, patience_seconds=FOR_EVER)
         if other is None:
-            return _Average(average.payload, received, made.payload.numel())
-        _, payload = await self._objects.opened_average(other, state, ref, share)
-        return self._taken(payload, received)
+            return self._taken(average, received, made.payload.numel())
+        _, stored = await self._objects.opened_average(other, state, ref, share)
+        return self._taken(stored, received + stored.data.numel())
 
-    def _taken(self, payload: Payload, received: int = 0) -> _Average:
-        """An average from the store, after `received` bytes for one that was made in vain."""
-        self._inbox.memory.keep_values(payload)
-        return _Average(payload, received + payload.data.numel())
+    def _taken(self, average: Payload, received: int, sent: int = 0) -> Content:
+        """The content of one share, after so many bytes were received and sent for it."""
+        self._inbox.memory.keep_values(average)
+        return Content(averages=(average,), bytes_received=received, bytes_sent=sent)
 
     async def _contributed(
         self, ref: OuterRef, part: Contribution, share: int, state: RunState

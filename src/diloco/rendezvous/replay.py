@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from diloco.errors import PayloadError, UserError
 from diloco.files import memory_bytes
-from diloco.outer.averages import Average, add_up, reduction_of
+from diloco.outer.averages import reduction_of
 from diloco.outer.digest import outer_digest, parameters_hash
 from diloco.outer.nesterov import Nesterov
 from diloco.outer.rule import RULE, FragmentState, OuterRule
 from diloco.rendezvous.archive import INDEX, MOST_INDEX_BYTES, index_source, newest_state, open_index
-from diloco.rendezvous.contract import Form, Payload
+from diloco.rendezvous.contract import Content, Decision, Form, Payload
 from diloco.rendezvous.log.entries import Contribution, Create, LogError, Outer
 from diloco.rendezvous.log.log import Log, first_entry, open_run, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, SnapshotRef
@@ -36,7 +36,7 @@ from diloco.rendezvous.objects import (
     Objects,
     average_of,
     checked_values,
-    join_averages,
+    decided_average,
 )
 from diloco.rendezvous.payloads import Memory
 from diloco.rendezvous.store import Store
@@ -181,8 +181,8 @@ _VALUES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountedPayloads:
-    """The payloads of a run's outer entries."""
+class Counted:
+    """The contents of a run's outer entries, as the store holds them now."""
 
     objects: Objects
     state: RunState
@@ -195,7 +195,7 @@ class CountedPayloads:
     """Bytes of each payload that was checked; 0 for the header of one that is cut into shares."""
     notes: list[str] = field(default_factory=list)
     """Sentences on what looks strange, and is possible."""
-    memory: Memory = field(default_factory=lambda: Memory(_VALUES_BYTES))
+    memory: Memory = field(default_factory=lambda: Memory(0, _VALUES_BYTES))
     """The bound of the values that are kept for the average; others are decoded again."""
 
     @cached_property
@@ -205,26 +205,22 @@ class CountedPayloads:
 
     def is_retired(self, ref: OuterRef) -> bool:
         """Whether a payload of an entry was deleted, since a snapshot had made it needless."""
-        names = (name for counted in ref.body.contributions for name in self.names_of(counted))
+        names = [PAYLOAD.name(part.replica, part.seq) for part in ref.body.contributions]
+        if (num_shares := self.objects.form.num_shares) > 1:
+            names += [f"{name}-{share}" for name in names for share in range(num_shares)]
         return ref.number not in self._needed and not self.present.issuperset(names)
 
-    def names_of(self, counted: Contribution) -> Sequence[str]:
-        """The objects of one contribution."""
-        return (PAYLOAD.name(counted.replica, counted.seq),)
-
-    async def of(self, refs: Sequence[OuterRef]) -> AsyncIterator[tuple[OuterRef, dict[int, Payload] | None]]:
-        """Entries with what is averaged; None for an entry whose payloads are retired.
-
-        The payloads by replica, or the averages by share.
+    async def contents(self, refs: Sequence[OuterRef]) -> AsyncIterator[tuple[OuterRef, Content | None]]:
+        """Entries with their contents; None for an entry whose payloads are retired.
 
         Raises:
             LogError: naming an entry, if a payload is missing that can't be retired yet, or is not what the entry
                 says of it.
         """
-        tasks: deque[tuple[OuterRef, asyncio.Task[dict[int, Payload] | None]]] = deque()
+        tasks: deque[tuple[OuterRef, asyncio.Task[Content | None]]] = deque()
         try:
             for ref in refs:
-                tasks.append((ref, asyncio.create_task(self._of_entry(ref))))
+                tasks.append((ref, asyncio.create_task(self._content(ref))))
                 if len(tasks) > _AHEAD:
                     ready, task = tasks.popleft()
                     yield ready, await task
@@ -236,23 +232,15 @@ class CountedPayloads:
                 task.cancel()
             await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
 
-    def average(self, ref: OuterRef, payloads: Mapping[int, Payload], to_N: Tensor) -> Average:
-        """Δ_p of an entry, from what `of` gave; the total is written to `to_N`."""
-        body, form = ref.body, self.objects.form
-        keys = [form.key(body.fragment, c.base_round, c.replica) for c in body.contributions]
-        data = {member: payload.data for member, payload in payloads.items()}
-        values = {member: x for member, payload in payloads.items() if (x := payload.values) is not None}
-        return add_up(form.codec, data, to_N, keys, self.state.cohort(body.contributions), values)
-
-    async def _of_entry(self, ref: OuterRef) -> dict[int, Payload] | None:
+    async def _content(self, ref: OuterRef) -> Content | None:
+        """The payloads of an entry, or the averages of its shares, made again."""
         if self.is_retired(ref):
             return None
         fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
-        return await self._averaged(ref, fetched)
-
-    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
-        """The payloads or averages of an entry, from the objects that it names."""
-        return {header.replica: payload for header, payload in fetched if payload is not None}
+        payloads = {header.replica: payload for header, payload in fetched if payload is not None}
+        headers, shares = [header for header, _ in fetched], range(self.objects.form.num_shares)
+        averages = () if payloads else [await self._average(ref, headers, share) for share in shares]
+        return Content(payloads=payloads, averages=tuple(averages), bytes_received=0)
 
     async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
         """The header of a contribution, and its payload unless its shares are objects."""
@@ -273,28 +261,9 @@ class CountedPayloads:
             self.memory.keep_values(payload)
         return fetched
 
-
-class CountedShares(CountedPayloads):
-    """The payloads of a run's outer entries where fragments are cut into shares."""
-
-    def names_of(self, counted: Contribution) -> Sequence[str]:
-        """The objects of one contribution: its header, and its shares."""
-        name = PAYLOAD.name(counted.replica, counted.seq)
-        return (name, *(f"{name}-{share}" for share in range(self.objects.form.num_shares)))
-
-    def average(self, ref: OuterRef, payloads: Mapping[int, Payload], to_N: Tensor) -> Average:
-        """Δ_p of an entry, from the averages of its shares."""
-        body, cohort = ref.body, self.state.cohort(ref.body.contributions)
-        in_order = [payloads[share] for share in range(self.objects.form.num_shares)]
-        return join_averages(self.objects.form, body.fragment, body.round, cohort, in_order, to_N)
-
-    async def _averaged(self, ref: OuterRef, fetched: Sequence[Fetched]) -> dict[int, Payload]:
-        headers = [header for header, _ in fetched]
-        return {share: await self._share(ref, headers, share) for share in range(self.objects.form.num_shares)}
-
-    async def _share(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Payload:
+    async def _average(self, ref: OuterRef, headers: Sequence[Header], share: int) -> Payload:
         """The average of one share, made again, and compared with the one in the store, if it is there."""
-        fetched = await asyncio.gather(*(self._contributed(header, share) for header in headers))
+        fetched = await asyncio.gather(*(self._share(header, share) for header in headers))
         here = {h.replica: (h, x) for h, x in zip(headers, fetched, strict=True) if isinstance(x, Tensor)}
         unsound = {h.replica: x for h, x in zip(headers, fetched, strict=True) if not isinstance(x, Tensor)}
         stored = await self.objects.average(self.state, ref, share)
@@ -325,7 +294,7 @@ class CountedShares(CountedPayloads):
             return f": {error}"
         return f", whose share is sound: replica {author} could not read it, or it lies"
 
-    async def _contributed(self, header: Header, share: int) -> Tensor | str:
+    async def _share(self, header: Header, share: int) -> Tensor | str:
         """A member's payload of a share, or why it can't be had."""
         try:
             payload = await self.objects.share(header, share)
@@ -408,7 +377,7 @@ class Replay:
         self.checked.entries = 1
         self._objects = Objects(store=self._store, form=self._run_facts.form, run=first.run, patience_seconds=60.0)
         await self._read_log(first)
-        counted = (CountedPayloads if self._run_facts.form.second is None else CountedShares)(
+        counted = Counted(
             objects=self._objects,
             state=self.state,
             bases=self._bases,
@@ -418,13 +387,13 @@ class Replay:
         await self._start(counted)
         outers = [ref for ref in self._outers if not self._from_snapshot or self._is_after_start(ref)]
         self._scratch = torch.empty(max(self._run_facts.form.sizes))
-        async for ref, several in counted.of(outers):
+        async for ref, content in counted.contents(outers):
             self.checked.payloads, self.checked.payload_bytes = len(counted.sizes), sum(counted.sizes)
-            if several is None:
+            if content is None:
                 self.checked.retired += len(ref.body.contributions)
             else:
-                self.checked.averages += len(several) if self._run_facts.form.num_shares > 1 else 0
-                self._check_round(ref, partial(counted.average, ref, several))
+                self.checked.averages += len(content.averages)
+                self._check_round(Decision.of(ref, self.state, content), content)
                 await self._check_snapshot(ref.body.fragment)
 
     def checksum(self, fragment: int, last_round: int) -> str | None:
@@ -484,7 +453,7 @@ class Replay:
             raise LogError(f"{source} does not say what the entries 0 to {state.number - 1} say: delete it")
         self.checked.indexes += 1
 
-    async def _start(self, counted: CountedPayloads) -> None:
+    async def _start(self, counted: Counted) -> None:
         """Find the round from which each fragment's outer steps can be taken again, and Θ_p after it."""
         parameters = self._initial(self.facts)
         initial = None if parameters is None else self._run_facts.flat(parameters)
@@ -526,18 +495,18 @@ class Replay:
     def _is_after_start(self, ref: OuterRef) -> bool:
         return ref.body.round > self._rounds.get(ref.body.fragment, 0)
 
-    def _check_round(self, ref: OuterRef, average: Callable[[Tensor], Average]) -> None:
-        """Take one outer step again, if Θ_p is known; `average` writes Δ_p to memory."""
-        body, p = ref.body, ref.body.fragment
+    def _check_round(self, decision: Decision, content: Content) -> None:
+        """Take one outer step again, if Θ_p is known."""
+        p, form = decision.fragment, self._run_facts.form
         self.checked.rounds += 1
-        if self._rounds.get(p) != body.round - 1:
+        if self._rounds.get(p) != decision.round - 1:
             return
-        self._compare_base(p, body.round - 1, f"entry {ref.number} of the log")
+        self._compare_base(p, decision.round - 1, source_of(decision.number))
         assert self._outer is not None, "where it is None, no Θ is known"
-        cohort = self.state.cohort(body.contributions)
-        delta, sync = average(self._scratch[: self._run_facts.form.sizes[p]]), Sync(p, body.round, 0)
-        self._outer.on_average(FragmentState(self._vectors[p].__getitem__), delta, sync, cohort)
-        self._rounds[p] = body.round
+        average = decided_average(form, decision, content, self._scratch[: form.sizes[p]])
+        fragment, sync = FragmentState(self._vectors[p].__getitem__), Sync(p, decision.round, 0)
+        self._outer.on_average(fragment, average, sync, decision.cohort)
+        self._rounds[p] = decision.round
         self.checked.steps += 1
 
     def _compare_base(self, p: int, last_round: int, source: str) -> None:

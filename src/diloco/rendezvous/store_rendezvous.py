@@ -275,7 +275,7 @@ class _StoreSeat:
         """The reason why this replica can't go on; None as far as is known."""
         return self._aborted or self.follower.failure
 
-    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Start to upload an outer gradient, and return at once."""
         self._background.call(self.follower.outbox.put, offer, payloads, values_N)
 
