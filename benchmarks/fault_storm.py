@@ -63,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1200, help="the token budget, in steps of three replicas")
     parser.add_argument("--rest-seconds", type=float, default=0.05, help="sleep in each inner step")
     parser.add_argument("--outage-seconds", type=float, default=20.0)
+    parser.add_argument("--eval-tokens", type=int, default=262_144)
     return parser.parse_args()
 
 
@@ -78,7 +79,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         num_tokens=arguments.steps * global_batch * base.sequence_length,
         diloco=replace(base.diloco, sync_every=arguments.sync_every or base.diloco.sync_every),
         checkpoint=replace(base.checkpoint, every_steps=20),
-        evaluation=replace(base.evaluation, num_tokens=262_144),
+        evaluation=replace(base.evaluation, num_tokens=arguments.eval_tokens),
         rendezvous=str(arguments.output / "unused"),
         runs=arguments.output / "runs",
         trackers=(),

@@ -41,7 +41,7 @@ class Timed(diloco.StoreRendezvous):
         self.num_replayed, seat = joined.num_decisions, joined.seat
         start, step = seat.offer, seat.step
 
-        def noted_offer(offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+        def noted_offer(offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
             self.sends.append({"fragment": offer.fragment, "at": time.monotonic()})
             start(offer, payloads, values_N)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 Diary = list[dict[str, Any]]
-_WARM_SECONDS = 5.0
-"""The first seconds of training, which are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +61,20 @@ def read(path: Path) -> Diary:
 
 
 def figures(
-    survivors: Sequence[Diary], victim: Diary, joiner: Diary, times: Times, *, num_fragments: int
+    survivors: Sequence[Diary],
+    victim: Diary,
+    joiner: Diary,
+    times: Times,
+    *,
+    num_fragments: int,
+    warm_seconds: float,
 ) -> Figures:
-    """A run's figures."""
-    quiet, dead = (times.begin + _WARM_SECONDS, times.death), (times.death, times.join)
+    """A run's figures; the first seconds of training are left out."""
+    quiet, dead = (times.begin + warm_seconds, times.death), (times.death, times.join)
     steps = [_seconds_of_steps(diary, quiet) for diary in survivors]
     if not all(steps):
         raise ValueError(
-            f"a replica made no step between the first {_WARM_SECONDS:g} seconds, which are left out, and the "
+            f"a replica made no step between the first {warm_seconds:g} seconds, which are left out, and the "
             f"death, {quiet[1] - times.begin:.1f} s after the begin: raise --quiet-seconds"
         )
     median = statistics.median([seconds for part in steps for seconds in part])

@@ -31,8 +31,10 @@ class Plan:
     overlap_steps: int
     step_seconds: float
     width: int
+    warm_seconds: float
+    """The first seconds of training, which the figures leave out."""
     quiet_seconds: float
-    """Time of training before the death."""
+    """Time of training before the death, those seconds included."""
     dead_seconds: float
     """Time from the death to the start of the new replica."""
     joined_seconds: float
@@ -79,7 +81,8 @@ class Run:
             times = Times(begin=begin, death=death, join=join, end=time.monotonic())
         survivors = [read(self._diary(name)) for name in names if name != victim]
         dead, joiner = read(self._diary(victim)), read(self._diary("joiner"))
-        return figures(survivors, dead, joiner, times, num_fragments=plan.num_fragments)
+        fragments, warm = plan.num_fragments, plan.warm_seconds
+        return figures(survivors, dead, joiner, times, num_fragments=fragments, warm_seconds=warm)
 
     def _start(self, name: str) -> None:
         plan, system = self._plan, self._system

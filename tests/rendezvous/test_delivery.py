@@ -39,15 +39,8 @@ def delivery_of(store: OneObject, state: SimpleNamespace, newest: SimpleNamespac
     async def read_to_the_end() -> SimpleNamespace:
         return newest
 
-    return Delivery(
-        Objects(store=store, form=Form(codec=codec("fp32"), sizes=(N,), seed=0), run="0" * 64),
-        None,
-        own=0,
-        content_of=None,
-        state=lambda: state,
-        newest=read_to_the_end,
-        poll_seconds=0.01,
-    )
+    objects = Objects(store=store, form=Form(codec=codec("fp32"), sizes=(N,), seed=0), run="0" * 64)
+    return Delivery(SimpleNamespace(objects=objects, state=state, newest=read_to_the_end, own=0), None, None)
 
 
 @pytest.mark.parametrize(("newest", "expected"), [(12, 12), (8, None)])
@@ -85,6 +78,6 @@ def test_a_snapshot_is_asked_for_again_as_long_as_newer_ones_take_its_place():
     async def newest() -> SimpleNamespace:
         return next(later)
 
-    delivery._newest = newest
+    delivery._access.newest = newest
     ref = SimpleNamespace(number=9, body=SimpleNamespace(fragment=0, round=7))
     assert asyncio.run(delivery._snapshot_after(ref)).round == 20

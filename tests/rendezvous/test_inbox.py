@@ -22,7 +22,7 @@ P = 3
 class Taken(Inbox):
     """An inbox that notes which payloads of replica 0 it takes, whatever is in them."""
 
-    def __init__(self, names: set[str], answer_seconds: float = 0.0) -> None:
+    def __init__(self, names: set[str], state: "State", answer_seconds: float = 0.0) -> None:
         self.names: set[str] = names
         """The objects that the store holds."""
         self.asked: list[str] = []
@@ -37,7 +37,8 @@ class Taken(Inbox):
 
         form = Form(codec=codec("fp32"), sizes=(2,) * P, seed=0)
         objects: Any = SimpleNamespace(payload=payload, form=form)
-        super().__init__(objects, own=1, memory_bytes=1 << 10, poll_seconds=0.001, on_arrival=lambda: None)
+        access: Any = SimpleNamespace(objects=objects, state=state, own=1, poll_seconds=0.001)
+        super().__init__(access, memory_bytes=1 << 10, on_arrival=lambda: None)
 
     def put(self, header: Any, own: Any = ()) -> None:
         self.taken.append(header)
@@ -59,8 +60,8 @@ def names_of(*numbers: int) -> set[str]:
     return {PAYLOAD.name(0, number) for number in numbers}
 
 
-async def until_taken(inbox: Taken, state: Any, name: str) -> None:
-    watch = asyncio.create_task(inbox.watch(0, lambda: state))
+async def until_taken(inbox: Taken, name: str) -> None:
+    watch = asyncio.create_task(inbox.watch(0))
     async with asyncio.timeout(5):
         while name not in inbox.taken:
             await asyncio.sleep(0.001)
@@ -72,8 +73,8 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
     """Payload 5 was awaited; meanwhile the run went on to 33, and deleted what was counted."""
 
     async def watch() -> Taken:
-        inbox, state = Taken(names_of(2, 3, 4)), State(2, 3, 4)
-        task = asyncio.create_task(until_taken(inbox, state, PAYLOAD.name(0, 33)))
+        inbox = Taken(names_of(2, 3, 4), state := State(2, 3, 4))
+        task = asyncio.create_task(until_taken(inbox, PAYLOAD.name(0, 33)))
         while PAYLOAD.name(0, 5) not in inbox.asked:
             await asyncio.sleep(0.001)
         inbox.names = names_of(31, 32, 33)
@@ -89,8 +90,8 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
 
 def test_a_payload_that_is_still_on_its_way_is_awaited_though_a_later_one_was_counted():
     async def watch() -> Taken:
-        inbox, state = Taken(names_of()), State(2, 3, 6)
-        task = asyncio.create_task(until_taken(inbox, state, PAYLOAD.name(0, 5)))
+        inbox = Taken(names_of(), State(2, 3, 6))
+        task = asyncio.create_task(until_taken(inbox, PAYLOAD.name(0, 5)))
         while inbox.asked.count(PAYLOAD.name(0, 4)) < 3:
             await asyncio.sleep(0.001)
         inbox.names = names_of(4, 5)
@@ -104,8 +105,8 @@ def test_the_last_payload_before_a_leave_is_taken():
     """The store has said that it is absent just before it came, and then the log says that its replica left."""
 
     async def watch() -> Taken:
-        inbox, state = Taken(names_of(), answer_seconds=0.05), State(-1, -1, -1)
-        task = asyncio.create_task(inbox.watch(0, lambda: state))
+        inbox = Taken(names_of(), state := State(-1, -1, -1), answer_seconds=0.05)
+        task = asyncio.create_task(inbox.watch(0))
         await asyncio.sleep(0.02)
         inbox.names, state.members = names_of(0), [SimpleNamespace(key="", left=True, fenced=False)]
         await asyncio.wait_for(task, 5)

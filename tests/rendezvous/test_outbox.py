@@ -26,9 +26,11 @@ async def is_there() -> None:
     """The run is in the store."""
 
 
-def log_of(check_there: Callable[[], Awaitable[None]] = is_there) -> SimpleNamespace:
-    state = SimpleNamespace(run="0" * 64, members=[SimpleNamespace(start=0)])
-    return SimpleNamespace(state=state, check_there=check_there)
+def access_of(
+    create: Callable[..., Awaitable[None]], check_there: Callable[[], Awaitable[None]] = is_there
+) -> SimpleNamespace:
+    objects = SimpleNamespace(store=SimpleNamespace(create=create), form=FORM, run="0" * 64)
+    return SimpleNamespace(objects=objects, log=SimpleNamespace(check_there=check_there), signer=Signer(), own=0)
 
 
 FORM = Form(codec=codec("fp32"), sizes=(4, 4), seed=0, second=None)
@@ -46,8 +48,7 @@ def test_an_older_upload_that_ends_later_does_not_replace_a_newer_one():
                 await others_are_over.wait()
 
         inbox = SimpleNamespace(put=lambda header, _: in_inbox.append(header.seq), memory=Memory(1 << 10, 1 << 10))
-        store = SimpleNamespace(create=create)
-        outbox = Outbox(store, Signer(), FORM, log_of(), own=0, inbox=inbox)
+        outbox = Outbox(access_of(create), inbox)
         for seq, fragment in enumerate((0, 1, 0)):
             put(outbox, seq, fragment)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -75,7 +76,7 @@ def test_a_payload_in_a_directory_that_does_not_hold_the_run_any_more_is_not_off
         return None
 
     inbox = SimpleNamespace(put=lambda *_: None)
-    outbox = Outbox(SimpleNamespace(create=created), Signer(), FORM, log_of(refuse), own=0, inbox=inbox)
+    outbox = Outbox(access_of(created, refuse), inbox)
     put(outbox, 0, 0)
 
     async def upload() -> None:

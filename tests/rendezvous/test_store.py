@@ -11,7 +11,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 from tests.servers import Server
 
-from diloco.errors import FileWriteError, UserError
+from diloco.errors import FileWriteError
 from diloco.rendezvous.store import Store, StoreError, StoreUnreachableError, lasting
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
@@ -232,60 +232,6 @@ def test_a_request_without_an_answer_ends(tmp_path: Path, monkeypatch: pytest.Mo
         asyncio.run(store.get("log/0", most_bytes=4, patience_seconds=0))
     monkeypatch.setattr(obstore, "get_async", hang)
     assert asyncio.run(store.get("log/0", most_bytes=4)) == b"mine" and store.requests["get"] > 2
-
-
-@pytest.mark.parametrize(
-    ("url", "environment", "sentence"),
-    [
-        ("", {}, "give the directory, or the URL"),
-        ("ftp://host/run", {}, "give a directory, or s3://bucket/prefix"),
-        ("file://host/run", {}, "three slashes"),
-        ("s3://", KEYS, "the bucket's name is missing"),
-        ("s3:/bucket/run", KEYS, "^s3:/bucket/run: a bucket's URL has two slashes: s3://bucket/prefix"),
-        ("s3://bad bucket/run", KEYS, "invalid domain character"),
-        ("s3://key:secret@bucket/run", KEYS, "^s3://…: give no credentials or options in the URL"),
-        ("s3://bucket/run?region=x", KEYS, "give no credentials or options in the URL"),
-        ("s3://bucket/run", {"AWS_ACCESS_KEY_ID": "key"}, "half of them: set AWS_ACCESS_KEY_ID"),
-        ("az://container/run", {}, "no credentials, or half of them: set AZURE_STORAGE_ACCOUNT_NAME"),
-        (
-            "s3://bucket/run",
-            KEYS | {"AWS_ENDPOINT_URL": "http://store.example"},
-            "is not encrypted: .* AWS_ALLOW_HTTP",
-        ),
-        *(
-            ("s3://bucket/run", KEYS | {"AWS_ENDPOINT_URL": endpoint}, f"^AWS_ENDPOINT_URL={endpoint} {sentence}")
-            for endpoint, sentence in (
-                ("r2.example.com", "does not begin with https://: write https://r2.example.com$"),
-                ("https:/r2.example.com:1", "does not begin with https://: write https://r2.example.com:1$"),
-                ("ftp://host", "is no URL of an endpoint: write https://HOST, or"),
-                ("https://", "is no URL of an endpoint"),
-                ("https://host:port", "is no URL of an endpoint"),
-            )
-        ),
-        ("gs://bucket/run", {"GOOGLE_BASE_URL": "host:1"}, "^GOOGLE_BASE_URL=host:1 does not begin with https://"),
-        (
-            "s3://bucket/run",
-            KEYS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:5599/bucket/"},
-            "already names the bucket bucket: leave it out of the endpoint: "
-            "AWS_ENDPOINT_URL=http://127.0.0.1:5599$",
-        ),
-        (
-            "s3://bucket/run",
-            KEYS | {"SSL_CERT_FILE": "/none.pem"},
-            "SSL_CERT_FILE=/none.pem can't be read: No such",
-        ),
-        ("/none/run", {}, "^/none does not exist"),
-        (__file__, {}, "is a file: give a directory"),
-    ],
-)
-def test_a_wrong_url_is_refused(
-    url: str, environment: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=sentence) as error:
-        Store.open(url)
-    assert "\n" not in str(error.value)
 
 
 def test_an_endpoint_names_the_bucket_where_it_has_to(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from tests.report.test_page import content
 from diloco.cli.main import main
 from diloco.rendezvous.log.entries import Keys, Leave
 from diloco.rendezvous.log.keys import Signer, write_key
-from diloco.rendezvous.status import read_timeline
+from diloco.rendezvous.status import Look, Timeline
 
 
 @pytest.fixture
@@ -23,6 +23,13 @@ def run(tmp_path) -> Handwritten:
     for p in (1, 0, 1, 0, 1):
         run.step(p, [run.send(p, replica) for replica in (3, 4)])
     return run
+
+
+def read_timeline(url: str) -> Timeline:
+    look = Look(url, with_timeline=True)
+    look.again()
+    assert look.timeline is not None
+    return look.timeline
 
 
 def test_each_end_is_told_apart(run) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tests.browser import DESK, PHONE, needs_chromium, opened_page
 from tests.rendezvous.handwritten import Handwritten
+from tests.rendezvous.test_timeline import read_timeline
 
 from diloco.errors import UserError
 from diloco.rendezvous.log.entries import Leave
-from diloco.rendezvous.status import read_timeline
 from diloco.report import server as live
 from diloco.report.page import Page
 from diloco.report.server import LiveServer

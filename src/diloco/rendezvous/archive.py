@@ -30,7 +30,7 @@ MOST_INDEX_BYTES = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The state after the entries 0 … k−1, by one replica's word."""
+    """The state after the entries 0 … k−1, as one replica states it."""
 
     author: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
     state: RunState
@@ -140,7 +140,7 @@ def retirable(state: RunState, names: Iterable[str]) -> list[str]:
 
 
 def _may_count(state: RunState, replica: int, seq: int) -> bool:
-    """Whether a payload may still enter an entry."""
+    """True if a payload may still enter an entry."""
     if replica >= len(state.members):
         return True  # of a replica that joined after the index
     # The log does not say of which fragment a payload is that was not counted.

@@ -36,7 +36,7 @@ class Form:
     num_shares: int = 1
     """R: shares into which a fragment is cut; 1 with gather."""
     keep_values: bool = True
-    """Whether this replica averages on a CPU, and keeps the decoded values of payloads until then: a GPU decodes a
+    """True if this replica averages on a CPU, and keeps the decoded values of payloads until then: a GPU decodes a
     payload in less time than its values take to get there."""
 
     def key(self, fragment: int, base_round: int, replica: int, share: int = 0) -> Key:
@@ -141,7 +141,7 @@ class Decision:
     own_seq: int = -1
     """The newest of this replica's offers that the content counts, by `Offer.seq`; −1 if it counts none."""
     with_snapshot: bool = False
-    """Whether this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
+    """True if this replica uploads a snapshot of the fragment before it, whose digest its entry names."""
 
     @classmethod
     def of(cls, ref: OuterRef, state: RunState, content: Content | StoredSnapshot, **own: Any) -> "Decision":

@@ -7,13 +7,11 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from diloco.errors import DilocoError, ExchangeError
 from diloco.rendezvous.archive import SnapshotQueue, write_index
@@ -30,13 +28,13 @@ from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
 from diloco.rendezvous.log.run import OuterRef, RunState, may_decide, turns
 from diloco.rendezvous.objects import Objects
-from diloco.rendezvous.payloads import Averager, Inbox, Outbox
+from diloco.rendezvous.payloads import Access, Averager, Inbox, Outbox
 from diloco.rendezvous.store import Store
 
 _AHEAD = 4
 """Outer entries whose content is downloaded at once."""
 
-ContentOf = Callable[[OuterRef, RunState], Awaitable[Content | None]]
+ContentOf = Callable[[OuterRef], Coroutine[Any, Any, Content | None]]
 """Makes or downloads the content of an outer entry; None if it was deleted."""
 
 
@@ -44,33 +42,17 @@ class Delivery:
     """Hands outer steps over for one replica.
 
     Args:
-        objects: the store's.
+        access: the replica's.
         inbox: where payloads lie until they are counted.
-        own: this replica.
         content_of: the way to an outer step's content.
-        state: gives the state after all entries that were read.
-        newest: reads the log to its end, and gives the state.
-        poll_seconds: time between two looks at what the training thread has taken.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        inbox: Inbox,
-        *,
-        own: int,
-        content_of: ContentOf,
-        state: Callable[[], RunState],
-        newest: Callable[[], Awaitable[RunState]],
-        poll_seconds: float,
-    ) -> None:
+    def __init__(self, access: Access, inbox: Inbox, content_of: ContentOf) -> None:
         self.decisions: deque[Decision] = deque()
         """The decisions for the training thread, in the log's order."""
         self.news = threading.Condition()
         """The condition that is notified when a decision is ready."""
-        self._objects, self._inbox, self._own = objects, inbox, own
-        self._content_of, self._state, self._newest = content_of, state, newest
-        self._poll_seconds = poll_seconds
+        self._access, self._inbox, self._content_of = access, inbox, content_of
         self._queue: asyncio.Queue[tuple[int, OuterRef]] = asyncio.Queue()
         self._snapshots: dict[int, StoredSnapshot] = {}
         """By fragment, the one that stands for several outer steps."""
@@ -89,18 +71,15 @@ class Delivery:
         while True:
             while not ahead or (len(ahead) < _AHEAD and not self._queue.empty()):
                 author, ref = await self._queue.get()
-                ahead.append((author, ref, tasks.create_task(self._content(ref))))
+                ahead.append((author, ref, tasks.create_task(self._content_of(ref))))
             author, ref, task = ahead.popleft()
-            while len(self.decisions) >= MOST_DECISIONS_PER_FRAGMENT * len(self._objects.form.sizes):
-                await asyncio.sleep(self._poll_seconds)  # until the training thread has taken some
+            while len(self.decisions) >= MOST_DECISIONS_PER_FRAGMENT * len(self._access.objects.form.sizes):
+                await asyncio.sleep(self._access.poll_seconds)  # until the training thread has taken some
             decision = await self._decision(author, ref, await task)
             self._inbox.forget(ref.body.fragment, ref.body.contributions)
             with self.news:
                 self.decisions.append(decision)
                 self.news.notify_all()
-
-    async def _content(self, ref: OuterRef) -> Content | None:
-        return await self._content_of(ref, self._state())
 
     async def _decision(self, author: int, ref: OuterRef, content: Content | None) -> Decision:
         body, parts = ref.body, ref.body.contributions
@@ -108,10 +87,10 @@ class Delivery:
             whole = await self._snapshot_after(ref)
             own_seq = self._own_seq_until(body.fragment, whole.round)
         else:
-            whole, own_seq = content, next((c.seq for c in parts if c.replica == self._own), -1)
+            whole, own_seq = content, next((c.seq for c in parts if c.replica == self._access.own), -1)
             self._snapshots.pop(body.fragment, None)
-        state = self._state()
-        with_snapshot = author == self._own and state.rules.is_kept(body.round - 1)
+        state = self._access.state
+        with_snapshot = author == self._access.own and state.rules.is_kept(body.round - 1)
         return Decision.of(ref, state, whole, own_seq=own_seq, with_snapshot=with_snapshot)
 
     def _own_seq_until(self, fragment: int, round: int) -> int:
@@ -119,9 +98,9 @@ class Delivery:
 
         At most one offer of a fragment is not decided: older ones than the newest that was counted do not matter.
         """
-        state = self._state()
-        log, slot = state.fragments[fragment], state.members[self._own].slot
-        return log.last_seq.get(self._own, -1) if log.last_round.get(slot, 0) <= round else -1
+        state, own = self._access.state, self._access.own
+        log, slot = state.fragments[fragment], state.members[own].slot
+        return log.last_seq.get(own, -1) if log.last_round.get(slot, 0) <= round else -1
 
     async def _snapshot_after(self, ref: OuterRef) -> StoredSnapshot:
         """The snapshot that stands for an outer step whose content was deleted, since it is long ago."""
@@ -134,15 +113,15 @@ class Delivery:
 
     async def _newest_snapshot(self, ref: OuterRef) -> StoredSnapshot:
         """A fragment's newest snapshot; while it is read, newer ones may take its place, and it is deleted."""
-        p, state = ref.body.fragment, self._state()
+        p, state = ref.body.fragment, self._access.state
         while True:
             error = LogError(f"{source_of(ref.number)} counts payloads that are not in the store")
             if (refs := state.fragments[p].snapshots) and refs[-1].round >= ref.body.round:
                 try:
-                    return await self._objects.snapshot(p, refs[-1])
+                    return await self._access.objects.snapshot(p, refs[-1])
                 except LogError as missing:
                     error = missing
-            newest = await self._newest()
+            newest = await self._access.newest()
             if newest.fragments[p].snapshots == state.fragments[p].snapshots:
                 raise error
             state = newest
@@ -250,32 +229,25 @@ class Follower:
         self._store, self._log, self._own = store, log, own
         self._signer, self._pace = signer, pace
         self._changed = asyncio.Event()
-        log.patience_seconds, poll = FOR_EVER, pace.poll_seconds
-        objects = Objects(store=store, form=form, run=log.state.run)
-        self.inbox = Inbox(
-            objects,
+        log.patience_seconds = FOR_EVER
+        access = Access(
+            objects=Objects(store=store, form=form, run=log.state.run),
+            log=log,
             own=own,
-            memory_bytes=pace.memory_bytes,
-            poll_seconds=poll,
-            on_arrival=self._on_arrival,
-        )
-        self.outbox = Outbox(store, signer, form, log, own=own, inbox=self.inbox)
-        self.averager = Averager(objects, signer, self.inbox, own=own, poll_seconds=poll, newest=self._newest)
-        content_of = self.inbox.of_entry if form.second is None else self.averager.of_entry
-        self.delivery = Delivery(
-            objects,
-            self.inbox,
-            own=own,
-            content_of=content_of,
-            state=lambda: self.state,
+            signer=signer,
+            poll_seconds=pace.poll_seconds,
             newest=self._newest,
-            poll_seconds=poll,
         )
+        self.inbox = Inbox(access, memory_bytes=pace.memory_bytes, on_arrival=self._on_arrival)
+        self.outbox, self.averager = Outbox(access, self.inbox), Averager(access, self.inbox)
+        content_of = self.inbox.of_entry if form.second is None else self.averager.of_entry
+        self.delivery = Delivery(access, self.inbox, content_of)
         self.decisions, self.news = self.delivery.decisions, self.delivery.news
         """The decisions for the training thread, and the condition that is notified of them, or of a failure."""
         self._num_reads = 0
         self._to_append: deque[Body] = deque()
-        self._snapshots = SnapshotQueue(store, log)
+        self.snapshots = SnapshotQueue(store, log)
+        """The snapshots to upload, each with its entry, unless a newer one comes before its turn."""
         self._watched: set[int] = set()
         self._could_decide: dict[tuple[int, int], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -297,7 +269,7 @@ class Follower:
                     self.delivery.put(-1, ref)
                 self._tasks.create_task(self.delivery.run(self._tasks))
                 self._tasks.create_task(self._drive())
-                self._tasks.create_task(self._snapshots.run(self.append))
+                self._tasks.create_task(self.snapshots.run(self.append))
                 await self.outbox.run(self._tasks)
         except BaseExceptionGroup as group:
             self._fail(group.exceptions[0])
@@ -306,10 +278,6 @@ class Follower:
         """Write an entry when it is its turn; called in the loop."""
         self._to_append.append(body)
         self._changed.set()
-
-    def keep(self, fragment: int, last_round: int, vectors: Mapping[str, Tensor]) -> None:
-        """Upload a snapshot, and write its entry, unless a newer one comes before its turn; called in the loop."""
-        self._snapshots.put(fragment, last_round, vectors)
 
     async def leave(self, *, finished: bool) -> None:
         """Wait until own payloads are in the store, and write the entry that says so."""
@@ -360,14 +328,14 @@ class Follower:
         for replica, member in enumerate(self.state.members):
             if replica != self._own and replica not in self._watched and not (member.left or member.fenced):
                 self._watched.add(replica)
-                self._tasks.create_task(self.inbox.watch(replica, lambda: self.state))
+                self._tasks.create_task(self.inbox.watch(replica))
 
     def _on_arrival(self) -> None:
-        self.wanted = self.inbox.wanted(self.state)
+        self.wanted = self.inbox.wanted()
         self._changed.set()
 
     async def _write(self) -> bool:
-        """Write one entry, if there is one to write; whether the log has a new entry."""
+        """Write one entry, if there is one to write; true if the log has a new entry."""
         queued = self._to_append[0] if self._to_append else None  # more may come meanwhile
         if (body := queued or self._decision()) is None:
             return False
@@ -393,7 +361,7 @@ class Follower:
             log = self.state.fragments[p]
             if applied != log.round:
                 continue  # the training thread has not taken the last outer step yet
-            here = self.inbox.of_the_run(self.state, p, f"{base:016x}")
+            here = self.inbox.of_the_run(p, f"{base:016x}")
             is_over, is_late = self._deadlines(offer)
             parts = may_decide(self.state, p, here, self._own, overlap_over=is_over, patience_over=is_late)
             if parts is None and is_late and self._own in here:
@@ -412,14 +380,14 @@ class Follower:
             )
 
     def _deadlines(self, offer: Offer) -> tuple[bool, bool]:
-        """Whether τ, and τ + patience, have passed since an offer."""
+        """For τ and for τ + patience, true if so many inner steps have passed since an offer."""
         if (since := self.draining_since) is not None:  # the training thread may end it meanwhile
             return True, time.monotonic() > since + self._pace.drain_seconds
         elapsed = self.step - offer.step - offer.overlap
         return elapsed >= 0, elapsed >= self._pace.patience
 
     def _is_turn(self, p: int, number: int, parts: Sequence[Contribution]) -> bool:
-        """Whether those before this replica, in an order that changes with each entry, had time to write."""
+        """True if those before this replica, in an order that changes with each entry, had time to write."""
         since = self._could_decide.setdefault((p, number), time.monotonic())
         order = turns(self.state.previous, (c.replica for c in parts))
         is_turn = time.monotonic() >= since + order.index(self._own) * self._pace.poll_seconds / 2

@@ -14,13 +14,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.files import sha256
-from diloco.rendezvous.contract import Content, Form, Offer, Payload
+from diloco.rendezvous.contract import Content, Offer, Payload
 from diloco.rendezvous.log.entries import Claim, Contribution, LogError, Outer
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import FOR_EVER, Log, source_of
@@ -35,9 +34,30 @@ from diloco.rendezvous.objects import (
     average_of,
     header_of,
 )
-from diloco.rendezvous.store import Store, TooLargeError
+from diloco.rendezvous.store import TooLargeError
 
 _LOG = logging.getLogger("diloco")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """A replica's access to its run, which all that works beside its training thread shares."""
+
+    objects: Objects
+    log: Log
+    own: int
+    """This replica."""
+    signer: Signer
+    """The signer of what this replica writes."""
+    poll_seconds: float
+    """Time between two looks into the store."""
+    newest: Callable[[], Awaitable[RunState]]
+    """Reads the log to its end, and gives the state."""
+
+    @property
+    def state(self) -> RunState:
+        """The state after all entries that were read."""
+        return self.log.state
 
 
 class Memory:
@@ -102,30 +122,20 @@ class Inbox:
     """The newest payload of each replica for each fragment.
 
     Args:
-        objects: the store's.
-        own: this replica.
+        access: this replica's.
         memory_bytes: size of the others' payloads in memory, and of all values.
-        poll_seconds: time between two looks for a payload.
         on_arrival: called after one has arrived.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        *,
-        own: int,
-        memory_bytes: int,
-        poll_seconds: float,
-        on_arrival: Callable[[], None],
-    ) -> None:
-        self.here: list[dict[int, Arrived]] = [{} for _ in objects.form.sizes]
+    def __init__(self, access: Access, *, memory_bytes: int, on_arrival: Callable[[], None]) -> None:
+        form = access.objects.form
+        self.here: list[dict[int, Arrived]] = [{} for _ in form.sizes]
         """The payloads that are here, by fragment and replica."""
-        self.memory = Memory(memory_bytes, memory_bytes if objects.form.keep_values else 0)
-        self._objects, self._own = objects, own
-        self._poll_seconds, self._on_arrival = poll_seconds, on_arrival
+        self.memory = Memory(memory_bytes, memory_bytes if form.keep_values else 0)
+        self._access, self._on_arrival = access, on_arrival
         self._left_out: set[str] = set()
         self._fetching: dict[str, asyncio.Task[Fetched | None]] = {}
-        self._is_whole = objects.form.num_shares == 1
+        self._is_whole = form.num_shares == 1
 
     def put(self, header: Header, own: tuple[Payload, ...] = ()) -> None:
         """Take a payload that can be counted; an own one comes with its bytes."""
@@ -143,7 +153,7 @@ class Inbox:
                 del self.here[fragment][counted.replica]
                 self.memory.drop(arrived.header.name)
 
-    def of_the_run(self, state: RunState, fragment: int, base: str) -> dict[int, Contribution]:
+    def of_the_run(self, fragment: int, base: str) -> dict[int, Contribution]:
         """The payloads taken against the run's Θ_p, whose digest here is `base`; a warning names each other one.
 
         Raises:
@@ -152,7 +162,7 @@ class Inbox:
         arrived = self.here[fragment]
         here = {replica: one.contribution for replica, one in arrived.items()}
         bases = {replica: one.header.base for replica, one in arrived.items()}
-        sound = of_the_run(state, fragment, here, bases, self._own, base)
+        sound = of_the_run(self._access.state, fragment, here, bases, self._access.own, base)
         for replica in here.keys() - sound.keys():
             name = PAYLOAD.name(replica, here[replica].seq)
             if name not in self._left_out:
@@ -164,25 +174,23 @@ class Inbox:
                 )
         return sound
 
-    def wanted(self, state: RunState) -> tuple[int, ...]:
+    def wanted(self) -> tuple[int, ...]:
         """The fragments for whose next outer step another replica's payload of the open round is here."""
+        logs, own = self._access.state.fragments, self._access.own
         return tuple(
             p
             for p, here in enumerate(self.here)
-            if any(
-                replica != self._own and arrived.contribution.base_round == state.fragments[p].round
-                for replica, arrived in here.items()
-            )
+            if any(m != own and arrived.contribution.base_round == logs[p].round for m, arrived in here.items())
         )
 
-    async def watch(self, replica: int, state: Callable[[], RunState]) -> None:
+    async def watch(self, replica: int) -> None:
         """Take a replica's payloads one after another, until it has left and there are no more."""
-        seq = self._first_open(replica, state())
+        access, seq = self._access, self._first_open(replica)
         while True:
-            if self._is_whole and any(log.last_seq.get(replica) == seq for log in state().fragments):
+            if self._is_whole and any(log.last_seq.get(replica) == seq for log in access.state.fragments):
                 seq += 1  # an entry counts it already, and it is fetched for that
                 continue
-            before = state().members[replica]  # a replica that left before the answer uploads nothing more
+            before = access.state.members[replica]  # one that left before the answer uploads nothing more
             try:
                 fetched = await self._fetch(replica, seq, before.key)
             except (PayloadError, TooLargeError) as error:
@@ -195,60 +203,60 @@ class Inbox:
                 if payload is not None:
                     self.memory.keep(header.name, payload)
                 self.put(header)
-            elif (gone := _newest_gone(replica, seq, state())) >= seq:
-                seq = max(gone + 1, self._first_open(replica, state()))
+            elif (gone := _newest_gone(replica, seq, access.state)) >= seq:
+                seq = max(gone + 1, self._first_open(replica))
             elif before.left or before.fenced:
                 return
             else:
-                await asyncio.sleep(self._poll_seconds * (1 if state().is_active(replica) else _SLOWER))
+                await asyncio.sleep(access.poll_seconds * (1 if access.state.is_active(replica) else _SLOWER))
 
     async def _fetch(self, replica: int, seq: int, public: str) -> Fetched | None:
         """A payload from the store, downloaded and decoded once for all that ask for it meanwhile."""
         name = PAYLOAD.name(replica, seq)
         if (task := self._fetching.get(name)) is None:
-            task = self._fetching[name] = asyncio.create_task(self._objects.payload(replica, seq, public))
+            task = asyncio.create_task(self._access.objects.payload(replica, seq, public))
+            self._fetching[name] = task
             task.add_done_callback(lambda _: self._fetching.pop(name))
         return await asyncio.shield(task)
 
-    async def _counted(self, ref: OuterRef, part: Contribution, public: str) -> Fetched | None:
+    async def _counted(self, ref: OuterRef, part: Contribution) -> Fetched | None:
         """A payload that an entry counts and that has not arrived; None if it was deleted."""
-        return await self._objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
+        public = self._access.state.members[part.replica].key
+        return await self._access.objects.counted(ref, part, self._fetch(part.replica, part.seq, public))
 
-    def _first_open(self, replica: int, state: RunState) -> int:
+    def _first_open(self, replica: int) -> int:
         """The first of a replica's payloads that the log may still count: one per fragment is on its way."""
-        return max(0, _newest_counted(replica, state) + 1 - len(self.here))
+        return max(0, _newest_counted(replica, self._access.state) + 1 - len(self.here))
 
-    async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
+    async def of_entry(self, ref: OuterRef) -> Content | None:
         """The payloads that an outer entry counts; None if one was deleted.
 
         Raises:
             LogError: if what lies in the store is not what was counted.
         """
         parts = ref.body.contributions
-        keys = (state.members[part.replica].key for part in parts)
-        payloads = await asyncio.gather(*map(partial(self._payload, ref), parts, keys))
+        payloads = await asyncio.gather(*(self._payload(ref, part) for part in parts))
         by_member = {part.replica: x for part, x in zip(parts, payloads, strict=True) if x is not None}
         if len(by_member) < len(parts):
             return None
-        return Content(
-            payloads=by_member, bytes_received=sum(x.data.numel() for m, x in by_member.items() if m != self._own)
-        )
+        received = sum(payload.data.numel() for m, payload in by_member.items() if m != self._access.own)
+        return Content(payloads=by_member, bytes_received=received)
 
-    async def _payload(self, ref: OuterRef, part: Contribution, public: str) -> Payload | None:
+    async def _payload(self, ref: OuterRef, part: Contribution) -> Payload | None:
         """The payload of a contribution, from here or from the store; None if it was deleted."""
         arrived = self.arrived(ref, part)
         if arrived is not None and arrived.own:
             return arrived.own[0]
         if arrived is not None and (payload := self.memory.get(arrived.header.name)) is not None:
             return payload
-        if (fetched := await self._counted(ref, part, public)) is None:
+        if (fetched := await self._counted(ref, part)) is None:
             return None
         payload = fetched.payload
         assert payload is not None, "no fragment is cut"
         self.memory.keep_values(payload)
         return payload
 
-    async def header(self, ref: OuterRef, part: Contribution, public: str) -> Header | None:
+    async def header(self, ref: OuterRef, part: Contribution) -> Header | None:
         """The header of a contribution, from here or from the store; None if it was deleted.
 
         Raises:
@@ -256,7 +264,7 @@ class Inbox:
         """
         if (arrived := self.arrived(ref, part)) is not None:
             return arrived.header
-        fetched = await self._counted(ref, part, public)
+        fetched = await self._counted(ref, part)
         return None if fetched is None else fetched.header
 
     def arrived(self, ref: OuterRef, part: Contribution) -> Arrived | None:
@@ -285,21 +293,16 @@ class Outbox:
     """The payloads of one replica.
 
     Args:
-        store: where they go.
-        signer: of their headers.
-        form: of payloads.
-        log: the run's, up to the join.
-        own: the replica.
+        access: the replica's.
         inbox: where own payloads lie beside the others'.
     """
 
-    def __init__(self, store: Store, signer: Signer, form: Form, log: Log, *, own: int, inbox: Inbox) -> None:
+    def __init__(self, access: Access, inbox: Inbox) -> None:
         self.offers: dict[int, Offer] = {}
         """The offers that are in the store and were not counted yet, by fragment."""
         self.num_pending = 0
         """Uploads that are not over."""
-        self._store, self._signer, self._form, self._inbox = store, signer, form, inbox
-        self._log, self._own = log, own
+        self._access, self._inbox = access, inbox
         self._queue: asyncio.Queue[tuple[Offer, tuple[Tensor, ...], Tensor | None]] = asyncio.Queue()
         self._newest: dict[int, int] = {}
         """Number of the newest payload of each fragment that is in the store."""
@@ -316,31 +319,31 @@ class Outbox:
 
     def counted(self, body: Outer) -> None:
         """Forget what an outer entry has counted."""
-        if any(contribution.replica == self._own for contribution in body.contributions):
+        if any(contribution.replica == self._access.own for contribution in body.contributions):
             self.offers.pop(body.fragment, None)
 
     async def _upload(self, offer: Offer, payloads: tuple[Tensor, ...], values_N: Tensor | None) -> None:
         """Upload the shares, and then the header, whose readers find them there; the only share is its body."""
-        bodies = [payload.numpy().data for payload in payloads]
+        form, bodies = self._access.objects.form, [payload.numpy().data for payload in payloads]
         header = Header(
             **{name: getattr(offer, name) for name in Claim.__dataclass_fields__},
-            run=self._log.state.run,
+            run=self._access.objects.run,
             fragment=offer.fragment,
             base=f"{offer.base:016x}",
-            wire=self._form.codec.format,
-            num_elements=self._form.sizes[offer.fragment],
+            wire=form.codec.format,
+            num_elements=form.sizes[offer.fragment],
             num_bytes=bodies[0].nbytes,
             norms=offer.norms,
             sha256=await asyncio.to_thread(lambda: tuple(map(sha256, bodies))),
         )
-        head = PAYLOAD.seal(header, self._signer)
+        head = PAYLOAD.seal(header, self._access.signer)
         if header.num_shares == 1:
             await self._create(header.name, [head, *bodies])
         else:
             names = map(header.share_name, range(header.num_shares))
             await asyncio.gather(*(self._create(name, [body]) for name, body in zip(names, bodies, strict=True)))
             await self._create(header.name, [head])
-        await self._log.check_there()  # what was written below a mount point is gone when the mount is back
+        await self._access.log.check_there()  # what was written below a mount point is gone when the mount is back
         self.num_pending -= 1
         if offer.seq < self._newest.get(offer.fragment, 0):
             return  # after an outage, uploads end in any order
@@ -353,7 +356,7 @@ class Outbox:
         self._inbox.put(header, own)
 
     async def _create(self, name: str, buffers: "list[bytes | memoryview]") -> None:
-        if await self._store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
+        if await self._access.objects.store.create(name, buffers, patience_seconds=FOR_EVER) is not None:
             raise LogError(f"{name} was written by another process: two runs share one place of the store")
 
 
@@ -372,30 +375,16 @@ class Averager:
     """Makes and takes the averages of shares for one replica.
 
     Args:
-        objects: the store's.
-        signer: of those that are made here.
+        access: the replica's.
         inbox: where the headers of payloads lie, and own shares.
-        own: this replica.
-        poll_seconds: time between two looks for an average.
-        newest: reads the log to its end, and gives the state.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        signer: Signer,
-        inbox: Inbox,
-        *,
-        own: int,
-        poll_seconds: float,
-        newest: Callable[[], Awaitable[RunState]],
-    ) -> None:
-        self._objects, self._signer, self._inbox = objects, signer, inbox
-        self._own, self._poll_seconds, self._newest = own, poll_seconds, newest
+    def __init__(self, access: Access, inbox: Inbox) -> None:
+        self._access, self._objects, self._inbox = access, access.objects, inbox
         self._seconds = 0.0
         """Time that it took to make the last average."""
 
-    async def of_entry(self, ref: OuterRef, state: RunState) -> Content | None:
+    async def of_entry(self, ref: OuterRef) -> Content | None:
         """The averages of an outer entry's shares; None if they were deleted.
 
         Raises:
@@ -403,13 +392,13 @@ class Averager:
         """
         shares, looking = range(self._objects.form.num_shares), asyncio.Semaphore(_LOOKS_AT_ONCE)
         contents: list[Content] = []
-        if all(ref.number != needed.number for needed in state.fragments[ref.body.fragment].since):
+        if all(ref.number != needed.number for needed in self._access.state.fragments[ref.body.fragment].since):
             for share in shares:  # snapshots stand for it: nobody makes its averages again
-                if (content := await self._stored(ref, share, state)) is None:
+                if (content := await self._stored(ref, share)) is None:
                     return None
                 contents.append(content)
         else:
-            results = await asyncio.gather(*(self._share(ref, share, state, looking) for share in shares))
+            results = await asyncio.gather(*(self._share(ref, share, looking) for share in shares))
             contents += [content for content in results if content is not None]
             if len(contents) < len(results):
                 return None
@@ -419,63 +408,61 @@ class Averager:
             bytes_sent=sum(content.bytes_sent for content in contents),
         )
 
-    async def _stored(self, ref: OuterRef, share: int, state: RunState) -> Content | None:
+    async def _stored(self, ref: OuterRef, share: int) -> Content | None:
         """The average of a share in the store; None if it is not there."""
-        fetched = await self._objects.average(state, ref, share)
+        fetched = await self._objects.average(self._access.state, ref, share)
         return None if fetched is None else self._taken(fetched[1], fetched[1].data.numel())
 
-    async def _share(
-        self, ref: OuterRef, share: int, state: RunState, looking: asyncio.Semaphore
-    ) -> Content | None:
+    async def _share(self, ref: OuterRef, share: int, looking: asyncio.Semaphore) -> Content | None:
         """The average of one share, from the store, or made here when its turn comes; None if it was deleted."""
-        if turn := self._turn(ref, share, state):
-            content = await self._waited_for(ref, share, state, turn, looking)
+        if turn := self._turn(ref, share):
+            content = await self._waited_for(ref, share, turn, looking)
             if content is not None:
                 return content
         try:
-            return await self._made(ref, share, state)
+            return await self._made(ref, share)
         except _DeletedError:
             return None
 
     async def _waited_for(
-        self, ref: OuterRef, share: int, state: RunState, turn: int, looking: asyncio.Semaphore
+        self, ref: OuterRef, share: int, turn: int, looking: asyncio.Semaphore
     ) -> Content | None:
         """An average from the store; None if this replica's turn comes before it."""
         # In each interval as many begin as before it: few do needless work, and many dead ones cost little time.
         num_intervals, started = turn.bit_length(), time.monotonic()
         async with looking:
             while True:
-                content = await self._stored(ref, share, state)
-                seconds = _POLLS_PER_TURN * self._poll_seconds + 2 * self._seconds
+                content = await self._stored(ref, share)
+                seconds = _POLLS_PER_TURN * self._access.poll_seconds + 2 * self._seconds
                 if content is not None or time.monotonic() >= started + num_intervals * seconds:
                     return content
-                await asyncio.sleep(self._poll_seconds)
+                await asyncio.sleep(self._access.poll_seconds)
 
-    def _turn(self, ref: OuterRef, share: int, state: RunState) -> int:
+    def _turn(self, ref: OuterRef, share: int) -> int:
         """The number of replicas that try to make an average before this one."""
-        members = [part.replica for part in ref.body.contributions]
-        if self._own not in members:
+        members, own = [part.replica for part in ref.body.contributions], self._access.own
+        if own not in members:
             return 2 * len(members)  # this one can't sign for the entry, and makes the average for itself alone
-        order = turns(f"{state.run} {ref.number}", members)
-        return (order.index(self._own) - share) % len(order)
+        order = turns(f"{self._objects.run} {ref.number}", members)
+        return (order.index(own) - share) % len(order)
 
-    async def _made(self, ref: OuterRef, share: int, state: RunState) -> Content:
+    async def _made(self, ref: OuterRef, share: int) -> Content:
         """Make an average, and upload it if this replica is a member of the entry."""
         started, parts = time.monotonic(), ref.body.contributions
-        fetched = await asyncio.gather(*(self._contributed(ref, part, share, state) for part in parts))
+        fetched = await asyncio.gather(*(self._contributed(ref, part, share) for part in parts))
         shares = {part.replica: one for part, one in zip(parts, fetched, strict=True) if one is not None}
-        received = sum(payload.numel() for member, (_, payload) in shares.items() if member != self._own)
-        form = self._objects.form
+        own, state, form = self._access.own, self._access.state, self._objects.form
+        received = sum(payload.numel() for member, (_, payload) in shares.items() if member != own)
         made = await self._objects.work(average_of, state, form, ref.body, share, shares)
         self._seconds = time.monotonic() - started
         for reason in made.unsound.values():
             _LOG.warning("%s: it is left out", reason)
         average = Payload(made.payload, made.values)
-        if all(part.replica != self._own for part in parts):
+        if all(part.replica != own for part in parts):
             return self._taken(average, received)
         left_out = [part.replica for part in parts if part.replica not in shares or part.replica in made.unsound]
-        header = header_of(state, form, ref, share, made, replica=self._own, left_out=left_out)
-        buffers = [AVERAGE.seal(header, self._signer), made.payload.numpy().data]
+        header = header_of(state, form, ref, share, made, replica=own, left_out=left_out)
+        buffers = [AVERAGE.seal(header, self._access.signer), made.payload.numpy().data]
         name = AVERAGE.name(ref.number, share)
         other = await self._objects.store.create(name, buffers, patience_seconds=FOR_EVER)
         if other is None:
@@ -488,14 +475,12 @@ class Averager:
         self._inbox.memory.keep_values(average)
         return Content(averages=(average,), bytes_received=received, bytes_sent=sent)
 
-    async def _contributed(
-        self, ref: OuterRef, part: Contribution, share: int, state: RunState
-    ) -> tuple[Header, Tensor] | None:
+    async def _contributed(self, ref: OuterRef, part: Contribution, share: int) -> tuple[Header, Tensor] | None:
         """A member's header and its payload of a share; None if it is left out, since it can't be had."""
         arrived = self._inbox.arrived(ref, part)
         if arrived is not None and arrived.own:
             return arrived.header, arrived.own[share].data
-        header = await self._inbox.header(ref, part, state.members[part.replica].key)
+        header = await self._inbox.header(ref, part)
         if header is None:
             await self._check_needed(ref)
             raise LogError(f"{source_of(ref.number)} counts payloads that are not in the store")
@@ -513,5 +498,5 @@ class Averager:
         Raises:
             _DeletedError: if so.
         """
-        if (await self._newest()).has_snapshot(ref.body.fragment, ref.body.round):
+        if (await self._access.newest()).has_snapshot(ref.body.fragment, ref.body.round):
             raise _DeletedError

@@ -204,7 +204,7 @@ class Counted:
         return frozenset(ref.number for log in self.state.fragments for ref in log.since)
 
     def is_retired(self, ref: OuterRef) -> bool:
-        """Whether a payload of an entry was deleted, since a snapshot had made it needless."""
+        """True if a payload of an entry was deleted, since a snapshot had made it needless."""
         names = [PAYLOAD.name(part.replica, part.seq) for part in ref.body.contributions]
         if (num_shares := self.objects.form.num_shares) > 1:
             names += [f"{name}-{share}" for name in names for share in range(num_shares)]
@@ -404,7 +404,7 @@ class Replay:
 
     @property
     def is_whole(self) -> bool:
-        """Whether Θ is known."""
+        """True if Θ is known."""
         return len(self._vectors) == len(self._run_facts.form.sizes)
 
     def parameters(self) -> dict[str, Tensor]:

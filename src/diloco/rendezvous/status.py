@@ -82,20 +82,6 @@ class Timeline:
         return sum(life.end in ends for life in self.lives)
 
 
-def read_timeline(url: str) -> Timeline:
-    """The timeline of the run of a URL.
-
-    Raises:
-        UserError: if there is no run.
-        FileError: naming an entry that is damaged, forged or not valid.
-        StoreError: if the store can't be read.
-    """
-    look = Look(url, with_timeline=True)
-    look.again()
-    assert look.timeline is not None, "it was asked for"
-    return look.timeline
-
-
 def binned(values: Sequence[int], most: int) -> list[tuple[int, float]]:
     """Means of equal parts of a sequence, each with the number of its last element, from 1.
 
@@ -145,7 +131,7 @@ class RunStatus:
     steps: int
     """Counted inner steps of all replicas, on average over the fragments."""
     finished: bool
-    """Whether the token budget is spent."""
+    """True if the token budget is spent."""
     replicas: tuple[ReplicaStatus, ...]
     last: int
     """Number of outer steps over which averages are taken: the last ones."""
@@ -259,7 +245,7 @@ class Look:
         self.timeline: Timeline | None = None
         """The timeline up to the last look, if it was asked for."""
         self.is_behind = False
-        """Whether there is more to read than a look takes."""
+        """True if there is more to read than a look takes."""
 
     def again(self) -> RunStatus:
         """The status now.

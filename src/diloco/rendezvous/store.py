@@ -589,7 +589,7 @@ def _parts(data: "Buffer | Sequence[Buffer]") -> list[memoryview]:
 
 
 def _same(there: "obstore.Bytes", parts: Sequence[memoryview], num_bytes: int) -> bool:
-    """Whether an object holds the parts, one after another."""
+    """True if an object holds the parts, one after another."""
     if len(there) != num_bytes:
         return False
     whole, start = memoryview(there), 0

@@ -337,7 +337,7 @@ class _StoreSeat:
 
     def snapshot(self, fragment: int, round: int, vectors: Mapping[str, Tensor]) -> None:
         """Start to upload Θ_p (`outer`) and the slots after a round."""
-        self._background.call(self.follower.keep, fragment, round, vectors)
+        self._background.call(self.follower.snapshots.put, fragment, round, vectors)
 
     def leave(self, *, finished: bool = False, seconds: float | None = None) -> None:
         """Wait for own uploads and leave; see `StoreRendezvous.leave`."""

@@ -86,7 +86,7 @@ class Rules:
     """R: shares into which a fragment is cut, each averaged by one replica; 1 with gather."""
 
     def is_kept(self, round: int) -> bool:
-        """Whether Θ after a round of a fragment is kept in a snapshot.
+        """True if Θ after a round of a fragment is kept in a snapshot.
 
         The author of the next round's entry uploads it: that entry names the digest of this Θ.
         """

@@ -131,7 +131,7 @@ class RunState:
     tokens: Count = 0
     """Tokens of all contributions."""
     finished: bool = False
-    """Whether a replica has left because the token budget was spent."""
+    """True if a replica has left because the token budget was spent."""
 
     @property
     def keys(self) -> int:
@@ -139,7 +139,7 @@ class RunState:
         return self.kept[-1] if self.kept else 0
 
     def is_active(self, replica: int) -> bool:
-        """Whether decisions wait for a replica."""
+        """True if decisions wait for a replica."""
         member = self.members[replica]
         if member.left or member.fenced:
             return False
@@ -162,7 +162,7 @@ class RunState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether so many replicas have joined that the first inner step may be taken; a name counts once."""
+        """True if so many replicas have joined that the first inner step may be taken; a name counts once."""
         return len(self.names) >= self.rules.num_replicas
 
     def free_slot(self, name: str) -> int | None:
@@ -221,7 +221,7 @@ class RunState:
         return f"its norm is {norm:.4g}, more than {most:.4g}" if 0 < most < norm else None
 
     def has_snapshot(self, fragment: int, round: int) -> bool:
-        """Whether there is a snapshot of a fragment after a round, the same round included."""
+        """True if there is a snapshot of a fragment after a round, the same round included."""
         refs = self.fragments[fragment].snapshots
         return bool(refs) and refs[-1].round >= round
 
