@@ -26,6 +26,7 @@ from tests.servers import directory as directory
 from tests.servers import moto as moto
 from tests.servers import seaweedfs as seaweedfs
 from tests.servers import server as server
+from tests.servers import short_pauses as short_pauses
 from tests.servers import use_environment as use_environment
 from tests.training.runs import BOTH_REPLICAS_HAVE_FRAGMENTS_IN_FLIGHT, run
 

@@ -164,6 +164,13 @@ def use_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, s
     return use
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets requests that failed be made again soon: more faults in less time."""
+    monkeypatch.setattr("diloco.rendezvous.store._FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("diloco.rendezvous.store._LONGEST_PAUSE_SECONDS", 0.2)
+
+
 def write_certificates(folder: Path) -> None:
     """Write ca.pem, and cert.pem and key.pem of a server on this computer that it has signed."""
     authority, own = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))

@@ -1,8 +1,12 @@
-"""A log that a test writes entry by entry."""
+"""A log that a test writes entry by entry, and the header of a payload."""
+
+from collections.abc import Sequence
 
 from diloco.files import sha256
 from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Entry, Join, Outer, Rules
 from diloco.rendezvous.log.run import RunState
+from diloco.rendezvous.objects import Header
+from diloco.wire.payload import Codec
 
 
 class Log:
@@ -55,3 +59,24 @@ class Log:
         for _ in range(num):
             self.outer(*(self.contribution(replica, fragment) for replica in replicas), fragment=fragment)
         return self
+
+
+RUN = "ab" * 32
+
+
+def header_of(
+    wire: Codec, num_elements: int, bodies: Sequence[bytes | memoryview], norms: Sequence[float], **fields
+) -> Header:
+    """The header of a payload of one or several shares, with the fields that a test does not name."""
+    claim = {"replica": 3, "seq": 41, "base_round": 7, "tokens": 4096, "steps": 30, "position": 123_456}
+    offer = {
+        "run": RUN,
+        "fragment": 2,
+        "base": "0" * 16,
+        "wire": wire.format,
+        "num_elements": num_elements,
+        "num_bytes": memoryview(bodies[0]).nbytes,
+        "norms": tuple(norms),
+        "sha256": tuple(map(sha256, bodies)),
+    }
+    return Header(**(claim | offer | fields))

@@ -3,13 +3,13 @@
 Shapes: N elements of one fragment.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from tests.rendezvous.cases import header_of
 from torch import Tensor
 
 from diloco.files import sha256
@@ -19,7 +19,7 @@ from diloco.rendezvous.log.entries import FORMAT, Body, Contribution, Create, Jo
 from diloco.rendezvous.log.keys import Signer
 from diloco.rendezvous.log.log import ENTRY, sealed_entry
 from diloco.rendezvous.log.run import OuterRef, RunState
-from diloco.rendezvous.objects import PAYLOAD, Header, seal_snapshot, snapshot_name
+from diloco.rendezvous.objects import PAYLOAD, seal_snapshot, snapshot_name
 from diloco.wire import codec
 from diloco.wire.payload import Key
 
@@ -135,22 +135,11 @@ class Handwritten:
         payload = self.codec.encode(delta_N, key, base=base)
         decoded_N = self.codec.decode(payload, len(delta_N), key)
         body = payload.numpy().data
-        header = Header(
-            run=self.state.run,
-            replica=replica,
-            seq=p + nth * len(self.outer),
-            fragment=p,
-            base_round=base_round,
-            base=f"{base:016x}",
-            tokens=tokens,
-            steps=4,
-            position=1000,
-            wire=self.codec.format,
-            num_elements=len(delta_N),
-            num_bytes=len(body),
-            norms=(float(np.linalg.norm(decoded_N.numpy().astype(np.float64))),),
-            sha256=(hashlib.sha256(body).hexdigest(),),
-        )
+        claim = {"replica": replica, "seq": p + nth * len(self.outer), "base_round": base_round}
+        claim |= {"tokens": tokens, "steps": 4, "position": 1000}
+        norm = float(np.linalg.norm(decoded_N.numpy().astype(np.float64)))
+        offer = {"run": self.state.run, "fragment": p, "base": f"{base:016x}"}
+        header = header_of(self.codec, len(delta_N), [body], [norm], **claim, **offer)
         self.path(header.name).write_bytes(PAYLOAD.seal(header, self.signer(replica)) + bytes(body))
         return header.contribution(), decoded_N
 

@@ -6,7 +6,7 @@ Legend: P fragments, H sync period, θ a replica's parameters, Θ the outer para
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,9 @@ class Replica:
         # 300 of these steps, the default, are one second without a store.
         settings = {"poll_seconds": 0.004, "timeout_seconds": 20.0, "max_local_steps": 100_000} | exchange
         self.exchange = diloco.StoreRendezvous(url, name=name, **settings)
+        pace = self.exchange._pace
+        # The last payloads of one that finishes before the others are decided without them, after 2 s by default.
+        self.exchange._pace = lambda sync_every: replace(pace(sync_every), drain_seconds=0.4)
         self.engine = diloco.StreamingDiLoCo(
             self.model,
             fragments=diloco.sequential(self.model, layers_per_fragment=1),

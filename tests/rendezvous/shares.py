@@ -3,12 +3,11 @@
 Shapes: N elements of the fragment, S of a share.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from tests.rendezvous.cases import Log
+from tests.rendezvous.cases import Log, header_of
 from torch import Tensor
 
 from diloco.outer.averages import encode_shares
@@ -21,10 +20,10 @@ from diloco.rendezvous.objects import (
     AverageHeader,
     Header,
     average_of,
-    header_of,
     norm_of,
     open_average,
 )
+from diloco.rendezvous.objects import header_of as average_header_of
 from diloco.wire import codec
 
 N, R, SEED = 300, 4, 5
@@ -65,29 +64,17 @@ class CutStep:
             self.form.codec.decode(payload, self.form.share_size(1), key._replace(part=r))
             for r, payload in enumerate(shares)
         )
-        return Header(
-            run=self.state.run,
-            replica=replica,
-            seq=1,
-            fragment=1,
-            base_round=0,
-            base=f"{17:016x}",
-            tokens=100 + 50 * replica,
-            steps=4,
-            position=1000,
-            wire=self.form.codec.format,
-            num_elements=N,
-            num_bytes=shares[0].numel(),
-            norms=tuple(map(norm_of, decoded)),
-            sha256=tuple(hashlib.sha256(payload.numpy().data).hexdigest() for payload in shares),
-        )
+        claim = {"replica": replica, "seq": 1, "base_round": 0, "tokens": 100 + 50 * replica}
+        offer = {"run": self.state.run, "fragment": 1, "base": f"{17:016x}"}
+        bodies, norms = [payload.numpy().data for payload in shares], [*map(norm_of, decoded)]
+        return header_of(self.form.codec, N, bodies, norms, **claim, **offer)
 
     def made(self, share: int, *, by: int = 0, members: Sequence[int] = (0, 1)) -> tuple[AverageHeader, Tensor]:
         """The average of a share over some of the members."""
         shares = {replica: (self.headers[replica], self.sent[replica][share]) for replica in members}
         made = average_of(self.state, self.form, self.body, share, shares)
         left_out = {0, 1} - set(members)
-        header = header_of(self.state, self.form, self.ref, share, made, replica=by, left_out=left_out)
+        header = average_header_of(self.state, self.form, self.ref, share, made, replica=by, left_out=left_out)
         return header, made.payload
 
     def sealed(self, header: AverageHeader, payload: Tensor) -> bytes:

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.engine.test_elastic import counted, uncounted, until
+from tests.rendezvous.cases import header_of
 from tests.rendezvous.replay import replayed
 from tests.rendezvous.replicas import Replica, theta0
 from tests.wire import reference as wire_reference
 
 from diloco.errors import DilocoError, ExchangeError
-from diloco.files import sha256
 from diloco.rendezvous.log.keys import Signer
-from diloco.rendezvous.objects import PAYLOAD, Header
+from diloco.rendezvous.objects import PAYLOAD
+from diloco.wire import codec
 
 
 @pytest.fixture
@@ -95,22 +96,11 @@ class Rogue:
         body = wire_reference.encode("fp32", delta)
         if nan:
             body = wire_reference.sealed(body[:24], np.full(4, np.nan, np.float32).tobytes())
-        header = Header(
-            run=self.member.exchange.state.run,
-            replica=self.replica,
-            seq=self.seq,
-            fragment=0,
-            base_round=base_round,
-            base=f"{self.member.engine._membership.digests.base(0):016x}",
-            tokens=1,
-            steps=1,
-            position=1,
-            wire="fp32",
-            num_elements=4,
-            num_bytes=len(body),
-            norms=(float(np.linalg.norm(delta.astype(np.float64))),),
-            sha256=(sha256(body),),
-        )
+        claim = {"replica": self.replica, "seq": self.seq, "base_round": base_round, "position": 1}
+        base = self.member.engine._membership.digests.base(0)
+        offer = {"run": self.member.exchange.state.run, "fragment": 0, "base": f"{base:016x}"}
+        norm = float(np.linalg.norm(delta.astype(np.float64)))
+        header = header_of(codec("fp32"), 4, [body], [norm], tokens=1, steps=1, **claim, **offer)
         return PAYLOAD.seal(header, Signer()) + body
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import obstore
 import pytest
 import torch
+from tests.rendezvous.cases import RUN, header_of
 from tests.rendezvous.test_entries import object_of
 
 from diloco.errors import PayloadError
@@ -28,7 +29,7 @@ from diloco.rendezvous.objects import (
 from diloco.wire import Key, codec
 from diloco.wire.payload import checksum
 
-RUN, N = "ab" * 32, 1000
+N = 1000
 KEY = Key(5, fragment=2, round=8, replica=3)
 CODEC = codec("e3m0")
 FORM = Form(codec=CODEC, sizes=(1, 1, N), seed=5)
@@ -39,23 +40,8 @@ def payload_of(delta_N, signer=Signer(), **fields) -> tuple[bytes, Header]:  # n
     """A payload object of replica 3, with some fields of its header replaced."""
     payload = CODEC.encode(delta_N, KEY, base=17)
     body = payload.numpy().tobytes()
-    header = Header(
-        run=RUN,
-        replica=3,
-        seq=41,
-        fragment=2,
-        base_round=7,
-        base=f"{17:016x}",
-        tokens=4096,
-        steps=30,
-        position=123_456,
-        wire=CODEC.format,
-        num_elements=len(delta_N),
-        num_bytes=len(body),
-        norms=(norm_of(CODEC.decode(payload, len(delta_N), KEY)),),
-        sha256=(hashlib.sha256(body).hexdigest(),),
-    )
-    header = replace(header, **fields)
+    norm = norm_of(CODEC.decode(payload, len(delta_N), KEY))
+    header = header_of(CODEC, len(delta_N), [body], [norm], **({"base": f"{17:016x}"} | fields))
     return PAYLOAD.seal(header, signer) + body, header
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 UseEnvironment = Callable[[Mapping[str, str]], None]
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_trouble_that_passes_is_borne(seaweedfs: Server, use_environment: UseEnvironment):
     async def use(store: Store, proxy: FaultProxy) -> None:
         for fault in ("lose_request", "lose_answer", "409", "412", "429", "500", "503"):
@@ -53,6 +54,7 @@ def test_trouble_that_passes_is_borne(seaweedfs: Server, use_environment: UseEnv
         asyncio.run(use(Store.open(seaweedfs.new_url()), proxy))
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_one_of_many_wins_on_a_bad_network(seaweedfs: Server, use_environment: UseEnvironment):
     # Whoever is told that it has won has won, whatever was lost on the way: all others read its bytes.
     async def race(stores: list[Store], number: int) -> None:

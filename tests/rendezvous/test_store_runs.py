@@ -31,6 +31,7 @@ def test_in_azure(azurite: Server, use_environment: UseEnvironment) -> None:
     train(azurite.new_url())
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_through_refusals_and_answers_that_are_cut(seaweedfs: Server, use_environment: UseEnvironment) -> None:
     faults = {"409": 0.04, "429": 0.04, "503": 0.04}
     with FaultProxy(seaweedfs.port, seed=3) as proxy:
