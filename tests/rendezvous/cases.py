@@ -65,7 +65,7 @@ RUN = "ab" * 32
 
 
 def header_of(
-    wire: Codec, num_elements: int, bodies: Sequence[bytes | memoryview], norms: Sequence[float], **fields
+    wire: Codec, num_elements: int, bodies: Sequence[bytes | memoryview], norms: Sequence[float], /, **fields
 ) -> Header:
     """The header of a payload of one or several shares, with the fields that a test does not name."""
     claim = {"replica": 3, "seq": 41, "base_round": 7, "tokens": 4096, "steps": 30, "position": 123_456}

@@ -48,9 +48,12 @@ class State:
     """The part of a run's state that a watch looks at."""
 
     def __init__(self, *last_seq: int) -> None:
-        self.fragments = [SimpleNamespace(last_seq={0: seq}) for seq in last_seq]
+        self.last_seq = last_seq
         self.members = [SimpleNamespace(key="", left=False, fenced=False)]
         self.active = True
+
+    def last_seqs(self, replica: int) -> tuple[int, ...]:
+        return self.last_seq
 
     def is_active(self, replica: int) -> bool:
         return self.active
@@ -78,7 +81,7 @@ def test_payloads_that_were_deleted_while_a_replica_was_away_are_passed_over(las
         while PAYLOAD.name(0, 5) not in inbox.asked:
             await asyncio.sleep(0.001)
         inbox.names = names_of(31, 32, 33)
-        state.fragments, state.active = State(*last_seq).fragments, active
+        state.last_seq, state.active = last_seq, active
         await task
         return inbox
 

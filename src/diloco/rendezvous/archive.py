@@ -69,7 +69,7 @@ def open_index(data: "Buffer", number: int) -> Opened[Index]:
 
 def _contradiction(index: Index, number: int) -> str:
     """The reason why nobody can read on from a state; empty if one can. A replay finds out all other lies."""
-    state, refs = index.state, [ref for log in index.state.fragments for ref in log.since]
+    state, refs = index.state, index.state.since
     replicas = {index.author, *(c.replica for ref in refs for c in ref.body.contributions)}
     replicas |= {replica for log in state.fragments for replica in log.last_seq}
     if state.number != number:
@@ -112,9 +112,8 @@ def retirable(state: RunState, names: Iterable[str]) -> list[str]:
         state: that of the newest index in the store.
         names: of objects in the store.
     """
-    since = [ref for log in state.fragments for ref in log.since]
-    counted = {(c.replica, c.seq) for ref in since for c in ref.body.contributions}
-    needed = {ref.number for ref in since}
+    counted = {(c.replica, c.seq) for ref in state.since for c in ref.body.contributions}
+    needed = {ref.number for ref in state.since}
     snapshots = {
         (fragment, ref.round, sha256)
         for fragment, log in enumerate(state.fragments)
@@ -144,8 +143,7 @@ def _may_count(state: RunState, replica: int, seq: int) -> bool:
     if replica >= len(state.members):
         return True  # of a replica that joined after the index
     # The log does not say of which fragment a payload is that was not counted.
-    oldest = min(log.last_seq.get(replica, -1) for log in state.fragments)
-    return not state.members[replica].fenced and seq > oldest
+    return not state.members[replica].fenced and seq > min(state.last_seqs(replica))
 
 
 _LOG = logging.getLogger("diloco")

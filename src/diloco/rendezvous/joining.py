@@ -176,13 +176,7 @@ _MOST_TRIES = 10
 
 def outer_entries_to_replay(state: RunState) -> tuple[OuterRef, ...]:
     """The outer entries after each fragment's newest snapshot, in the log's order."""
-    refs = [
-        ref
-        for log in state.fragments
-        for ref in log.since
-        if ref.body.round > (log.snapshots[-1].round if log.snapshots else 0)
-    ]
-    return tuple(sorted(refs, key=lambda ref: ref.number))
+    return tuple(ref for ref in state.since if not state.has_snapshot(ref.body.fragment, ref.body.round))
 
 
 def _short(value: object, most: int = 200) -> str:

@@ -187,7 +187,7 @@ class Inbox:
         """Take a replica's payloads one after another, until it has left and there are no more."""
         access, seq = self._access, self._first_open(replica)
         while True:
-            if self._is_whole and any(log.last_seq.get(replica) == seq for log in access.state.fragments):
+            if self._is_whole and seq in access.state.last_seqs(replica):
                 seq += 1  # an entry counts it already, and it is fetched for that
                 continue
             before = access.state.members[replica]  # one that left before the answer uploads nothing more
@@ -226,7 +226,7 @@ class Inbox:
 
     def _first_open(self, replica: int) -> int:
         """The first of a replica's payloads that the log may still count: one per fragment is on its way."""
-        return max(0, _newest_counted(replica, self._access.state) + 1 - len(self.here))
+        return max(0, max(self._access.state.last_seqs(replica)) + 1 - len(self.here))
 
     async def of_entry(self, ref: OuterRef) -> Content | None:
         """The payloads that an outer entry counts; None if one was deleted.
@@ -273,20 +273,14 @@ class Inbox:
         return arrived if arrived is not None and arrived.contribution == part else None
 
 
-def _newest_counted(replica: int, state: RunState) -> int:
-    return max((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
-
-
 def _newest_gone(replica: int, seq: int, state: RunState) -> int:
     """The newest of a replica's payloads that is absent for ever, if payload `seq` is absent; −1 if none is known.
 
     All up to the oldest that a fragment counted last may be deleted. Uploads end in any order, so that a later one
     may still be on its way, unless its replica is gone.
     """
-    oldest = min((log.last_seq.get(replica, -1) for log in state.fragments), default=-1)
-    if state.is_active(replica):
-        return oldest
-    return max(oldest, min(seq, _newest_counted(replica, state)))
+    counted = state.last_seqs(replica)
+    return min(counted) if state.is_active(replica) else max(min(counted), min(seq, max(counted)))
 
 
 class Outbox:

@@ -201,7 +201,7 @@ class Counted:
     @cached_property
     def _needed(self) -> frozenset[int]:
         """Entries whose payloads can't be retired yet."""
-        return frozenset(ref.number for log in self.state.fragments for ref in log.since)
+        return frozenset(ref.number for ref in self.state.since)
 
     def is_retired(self, ref: OuterRef) -> bool:
         """True if a payload of an entry was deleted, since a snapshot had made it needless."""
@@ -427,7 +427,7 @@ class Replay:
         stored = {name for name, _ in await self._store.list("index")}
         self.state = await newest_state(self._store, first) if self._from_snapshot else first
         logs = self.state.fragments
-        self._outers = sorted((ref for log in logs for ref in log.since), key=lambda ref: ref.number)
+        self._outers = [*self.state.since]
         self._bases = [
             {log.round - back: base for back, base in enumerate(reversed(log.before), 1)} for log in logs
         ]

@@ -155,8 +155,7 @@ def status_of(state: RunState, form: Form, *, num_slots: int) -> RunStatus:
         num_slots: vectors that the outer rule keeps beside Θ.
     """
     num_fragments = len(state.fragments)
-    refs = sorted((ref for log in state.fragments for ref in log.since), key=lambda ref: ref.number)
-    last = refs[-4 * num_fragments :]
+    last = state.since[-4 * num_fragments :]
     return RunStatus(
         entries=state.number,
         outer_steps=state.num_outer,
@@ -196,10 +195,8 @@ def _replica(state: RunState, number: int, last: Sequence[OuterRef]) -> ReplicaS
 
 def _traffic(state: RunState, form: Form, num_slots: int) -> Traffic:
     """The traffic so far, as if the replicas that are active now had read everything."""
-    newest = [
-        max((log.last_seq.get(r, -1) for log in state.fragments), default=-1) for r in range(len(state.members))
-    ]
-    num_payloads, num_active = sum(seq + 1 for seq in newest), len(state.active)
+    num_payloads = sum(1 + max(state.last_seqs(replica)) for replica in range(len(state.members)))
+    num_active = len(state.active)
     fragments, num_shares = range(len(form.sizes)), form.num_shares
     payload_bytes = num_shares * sum(map(form.share_bytes, fragments)) / len(fragments)
     average_bytes = num_shares * sum(map(form.average_bytes, fragments)) / len(fragments)

@@ -191,8 +191,7 @@ class RunState:
         log, replica = self.fragments[fragment], contribution.replica
         if replica >= len(self.members) or self.members[replica].fenced:
             return f"replica {replica} has not joined, or was replaced"
-        is_counted = any(contribution.seq == other.last_seq.get(replica) for other in self.fragments)
-        if is_counted or contribution.seq <= log.last_seq.get(replica, -1):
+        if contribution.seq in self.last_seqs(replica) or contribution.seq <= log.last_seq.get(replica, -1):
             return f"payload {contribution.seq} of replica {replica} was counted already, or one after it"
         if contribution.base_round > log.round:
             return f"round {contribution.base_round} is still to come"
@@ -219,6 +218,15 @@ class RunState:
             return None
         most = self.rules.norm_bound * statistics.median(norms)
         return f"its norm is {norm:.4g}, more than {most:.4g}" if 0 < most < norm else None
+
+    @property
+    def since(self) -> tuple[OuterRef, ...]:
+        """The outer entries that may still have to be replayed, in the log's order."""
+        return tuple(sorted((ref for log in self.fragments for ref in log.since), key=lambda ref: ref.number))
+
+    def last_seqs(self, replica: int) -> tuple[int, ...]:
+        """For each fragment a replica's newest payload that was counted; −1 if none was."""
+        return tuple(log.last_seq.get(replica, -1) for log in self.fragments)
 
     def has_snapshot(self, fragment: int, round: int) -> bool:
         """True if there is a snapshot of a fragment after a round, the same round included."""
