@@ -157,10 +157,10 @@ def test_what_is_not_as_its_replica_sealed_it_is_refused(delta_N, signers):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"fragment": 1}, "has num_elements 1000, where 1 is expected"),
-        ({"fragment": 3}, "is of fragment 3, and there are 3"),
-        ({"wire": "fp32"}, "has wire fp32, where e3m0:block=256 is expected"),
-        ({"num_elements": N + 1}, "has num_elements 1001, where 1000 is expected"),
+        ({"fragment": 1}, "can't be used: it has num_elements 1000, where 1 is expected"),
+        ({"fragment": 3}, "can't be used: it is of fragment 3, and there are 3"),
+        ({"wire": "fp32"}, "can't be used: it has wire fp32, where e3m0:block=256 is"),
+        ({"num_elements": N + 1}, "can't be used: it has num_elements 1001, where 1000 is"),
         ({"base": f"{18:016x}"}, "was taken against the outer parameters 0000000000000011"),
         ({"norms": (1e6,)}, "has the norm .*, and its header says 1e"),
         ({"norms": (0.0,)}, "has the norm .*, and its header says 0"),

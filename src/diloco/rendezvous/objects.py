@@ -179,19 +179,17 @@ def check_header(header: Header, form: Form) -> None:
         PayloadError: naming the payload, if it is of no fragment of the run, of another codec or length, or is cut
             into another number of shares.
     """
+    source = f"payload {header.name}"
     if header.fragment >= len(form.sizes):
-        raise PayloadError(
-            f"payload {header.name} is of fragment {header.fragment}, and there are {len(form.sizes)}"
-        )
-    expected = {
-        "wire": form.codec.format,
-        "num_elements": form.sizes[header.fragment],
-        "num_shares": form.num_shares,
-        "num_bytes": form.share_bytes(header.fragment),
-    }
-    for name, value in expected.items():
-        if (actual := getattr(header, name)) != value:
-            raise PayloadError(f"payload {header.name} has {name} {actual}, where {value} is expected")
+        PAYLOAD.refuse(source, f"it is of fragment {header.fragment}, and there are {len(form.sizes)}")
+    PAYLOAD.expect(
+        header,
+        source,
+        wire=form.codec.format,
+        num_elements=form.sizes[header.fragment],
+        num_shares=form.num_shares,
+        num_bytes=form.share_bytes(header.fragment),
+    )
 
 
 def checked_values(
@@ -434,18 +432,17 @@ def open_average(
         AVERAGE.refuse(source, f"it is by replica {header.replica}, which is not in the outer step")
     AVERAGE.check(opened, state.members[header.replica].key, source)
     size, second = form.share_size(ref.body.fragment), _second(form)
-    expected = {
-        "run": state.run,
-        "entry": ref.number,
-        "share": share,
-        "left_out": tuple(member for member in members if member in header.left_out),
-        "wire": second.format,
-        "num_elements": size,
-        "num_bytes": form.average_bytes(ref.body.fragment),
-    }
-    for name, value in expected.items():
-        if (actual := getattr(header, name)) != value:
-            AVERAGE.refuse(source, f"it has {name} {actual}, where {value} is expected")
+    AVERAGE.expect(
+        header,
+        source,
+        run=state.run,
+        entry=ref.number,
+        share=share,
+        left_out=tuple(member for member in members if member in header.left_out),
+        wire=second.format,
+        num_elements=size,
+        num_bytes=form.average_bytes(ref.body.fragment),
+    )
     if len(body) != header.num_bytes or sha256(body) != header.sha256:
         AVERAGE.refuse(source, "its body does not match its header: it was cut short, damaged or changed")
     key = _key(form, ref.body.fragment, ref.body.round, state.cohort(ref.body.contributions))._replace(part=share)

@@ -407,11 +407,7 @@ class Store:
             StoreError: if it has more than `most_bytes`; none of them is received then.
         """
         retry = _Retry(self, f"read {name}", patience_seconds)
-        while True:
-            try:
-                return await self._get(name, most_bytes, retry)
-            except _Again:
-                await retry.pause()
+        return await retry.until_done(lambda: self._get(name, most_bytes, retry))
 
     async def create(
         self, name: str, data: "Buffer | Sequence[Buffer]", *, patience_seconds: float = 60.0
@@ -461,18 +457,14 @@ class Store:
             return
         retry = _Retry(self, f"delete {names[0]}", patience_seconds)
         several = list(names)
-        while True:
-            try:
-                await self._request("delete", lambda: obstore.delete_async(self._client, several), retry)
-                return
-            except FileNotFoundError:
-                # Some stores stop at the first that is absent.
-                if len(names) > 1:
-                    for name in names:
-                        await self.delete([name], patience_seconds=retry.seconds_left)
-                return
-            except _Again:
-                await retry.pause()
+        try:
+            await retry.until_done(
+                lambda: self._request("delete", lambda: obstore.delete_async(self._client, several), retry)
+            )
+        except FileNotFoundError:
+            # Some stores stop at the first that is absent.
+            for name in names if len(names) > 1 else ():
+                await self.delete([name], patience_seconds=retry.seconds_left)
 
     async def list(self, prefix: str, *, patience_seconds: float = 60.0) -> list[tuple[str, int]]:
         """Name and bytes of the objects below `prefix`, a name's leading parts such as "log", sorted."""
@@ -482,13 +474,10 @@ class Store:
             stream = obstore.list(self._client, prefix or None)
             return [(meta["path"], meta["size"]) async for chunk in stream for meta in chunk]
 
-        while True:
-            try:
-                return sorted(await self._request("list", names, retry))
-            except FileNotFoundError:
-                return []
-            except _Again:
-                await retry.pause()
+        try:
+            return sorted(await retry.until_done(lambda: self._request("list", names, retry)))
+        except FileNotFoundError:
+            return []
 
     async def _get(self, name: str, most_bytes: int, retry: "_Retry") -> "obstore.Bytes | None":
         """One attempt to read an object; `_Again` for passing trouble."""
@@ -571,6 +560,14 @@ class _Retry:
     @property
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
+
+    async def until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of the first attempt that does not fail for a passing reason."""
+        while True:
+            try:
+                return await attempt()
+            except _Again:
+                await self.pause()
 
     async def pause(self) -> None:
         pause = random.uniform(0, self._longest)

@@ -280,6 +280,16 @@ class Signed(Generic[T]):
         """
         raise self.error(f"{source} can't be used: {reason}")
 
+    def expect(self, header: T, source: str, **fields: Any) -> None:
+        """Refuse an object whose header has other values than these.
+
+        Raises:
+            FileError: the kind's, naming the first field that differs.
+        """
+        for name, value in fields.items():
+            if (actual := getattr(header, name)) != value:
+                self.refuse(source, f"it has {name} {actual}, where {value} is expected")
+
     def _message(self, line: bytes) -> bytes:
         return self.word.encode() + b"\n" + line
 
