@@ -88,14 +88,8 @@ def _contradiction(index: Index, number: int) -> str:
 
 
 _PAYLOAD = re.compile(r"payloads/(\d{1,10})/(\d{1,20})(?:[-/].*)?")
-
-
 _AVERAGE = re.compile(r"averages/(\d{10})/\d{1,10}")
-
-
 _SNAPSHOT = re.compile(r"snapshots/(\d{1,10})/(\d{1,20})-([0-9a-f]{64})")
-
-
 _INDEX = re.compile(r"index/(\d{10})")
 """The names of the objects that are retired."""
 
@@ -147,11 +141,7 @@ def _may_count(state: RunState, replica: int, seq: int) -> bool:
 
 
 _LOG = logging.getLogger("diloco")
-
-
 _RETIRED = ("payloads", "averages", "snapshots", "index")
-
-
 _MOST_LISTINGS, _LISTING_SECONDS = 10, 0.5
 
 

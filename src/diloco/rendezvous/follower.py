@@ -33,7 +33,6 @@ from diloco.rendezvous.store import Store
 
 _AHEAD = 4
 """Outer entries whose content is downloaded at once."""
-
 ContentOf = Callable[[OuterRef], Coroutine[Any, Any, Content | None]]
 """Makes or downloads the content of an outer entry; None if it was deleted."""
 

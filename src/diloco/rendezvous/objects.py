@@ -57,15 +57,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _T = TypeVar("_T")
-
-
 _MOST_HEADER_BYTES = 1 << 17
 """Length of the longest header: it may list 1024 shares."""
-
-
 _OfShares = msgspec.Meta(min_length=1, max_length=MOST_SHARES)
-
-
 _Wire = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_:=,.+-]{0,199}\Z")]
 """A codec with its options, as its `format` has them."""
 
@@ -221,8 +215,6 @@ def checked_values(
 
 _TOLERANCE = 1e-3
 """Largest relative difference between a norm in a header and the norm of the decoded values."""
-
-
 _ELEMENTS_AT_ONCE = 1 << 18
 """Elements of a piece, whose squares in FP64 stay in a cache."""
 
@@ -465,14 +457,8 @@ def _key(form: Form, fragment: int, last_round: int, cohort: Cohort) -> Key:
 
 
 _MOST_VECTORS = 16
-
-
 _MOST_SNAPSHOT_HEAD_BYTES = 1 << 14
-
-
 _LENGTH = struct.Struct("<Q")
-
-
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 
 

@@ -355,8 +355,6 @@ class Outbox:
 
 
 _POLLS_PER_TURN = 10
-
-
 _LOOKS_AT_ONCE = 8
 """Averages of one outer entry that are looked for at once: they appear at about the same time."""
 

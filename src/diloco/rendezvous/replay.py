@@ -44,8 +44,6 @@ from diloco.schedule import Sync
 from diloco.wire import codec
 
 _PLACE = "shape, fragment and place of parameter "
-
-
 INITIAL = "initial parameters (SHA-256)"
 """The fact that proves the initial parameters equal."""
 

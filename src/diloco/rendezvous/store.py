@@ -32,14 +32,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | obstore.Bytes"
-
-
 T = TypeVar("T")
-
-
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"}
-
-
 _WRONG_CREDENTIALS = {
     "AuthenticationFailed",
     "AuthorizationHeaderMalformed",
@@ -49,24 +43,14 @@ _WRONG_CREDENTIALS = {
     "InvalidToken",
     "SignatureDoesNotMatch",
 }
-
-
 _DENIED = {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"}
-
-
 _TRANSIENT_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentSHA256Mismatch"}
-
-
 _TRANSIENT_STATUS = {408, 409, 412, 425, 429, 500, 502, 503, 504, 507, 508, 509, 520, 521, 522, 523, 524, 529}
-
-
 _TRANSIENT_NUMBERS = {
     *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
 }
 """Numbers of the operating system's errors that a network's file system gives while it recovers."""
-
-
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL and AWS_REGION if the store is not AWS",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -171,8 +155,6 @@ def _number(pattern: str, text: str) -> int | None:
 
 LARGE_BYTES = 1 << 16
 """Size above which an object waits for its turn."""
-
-
 MOST_BYTES_AT_ONCE = 1 << 25
 """Size of all objects that travel at once; a larger one travels alone."""
 
@@ -220,18 +202,10 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
 }
-
-
 _ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
-
-
 _BUCKET_IN_ENDPOINT = "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"
 """The variable with which the endpoint of S3 has to name the bucket."""
-
-
 _CERTIFICATES = ("SSL_CERT_FILE", "AWS_CA_BUNDLE")
-
-
 _FOR_EVER = "1day"
 """Time limit of the client's own; `Store` has others, which depend on the size."""
 
@@ -340,11 +314,7 @@ def _endpoint_parts(variable: str, endpoint: str) -> SplitResult:
 
 SLOWEST_BYTES_S = 1 << 17
 """Lowest rate of a link's bytes, about 1 Mbit/s: a request has the time for them beside the store's time limit."""
-
-
 _FIRST_PAUSE_SECONDS = 0.1
-
-
 _LONGEST_PAUSE_SECONDS = 3.0
 
 

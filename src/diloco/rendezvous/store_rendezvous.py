@@ -24,11 +24,7 @@ from diloco.rendezvous.objects import Objects
 from diloco.rendezvous.store import Store
 
 _T = TypeVar("_T")
-
-
 _NUM_SHARES = 16
-
-
 _SECONDS_TO_WITHDRAW = 5.0
 
 

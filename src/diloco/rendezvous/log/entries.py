@@ -1,4 +1,4 @@
-"""The entries of the log: what they say.
+"""The forms of the log's entries.
 
 The SHA-256 of an entry stands in the next one as `previous`: none can be changed, taken out or put between.
 """
@@ -14,46 +14,24 @@ from diloco.schema import Count
 
 FORMAT = 3
 """Version of the log's format."""
-
-
 MOST_REPLICAS = (1 << 16) - 2
 """Numbers of replicas that codecs can tell apart."""
-
-
 MOST_SHARES = 1024
 """Largest number of shares into which a fragment is cut."""
-
-
 MOST_ENTRY_BYTES = 1 << 23
 """Length of the longest entry that is read: entry 0 names all parameters."""
-
-
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 in hexadecimal."""
-
-
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """`diloco.outer.digest.outer_digest` of Θ_p in hexadecimal."""
-
-
 Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """An Ed25519 public key in hexadecimal; empty in a run without keys."""
-
-
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """A replica's name: letters, digits, dots, dashes, at most 64."""
-
-
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-
-
 MOST_NORM = 1e33
 """Largest ‖Δ‖₂ of a payload: with it the sum of `MOST_REPLICAS` payloads is finite in FP32."""
-
-
 Norm = Annotated[float, msgspec.Meta(ge=0, le=MOST_NORM)]
-
-
 _PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 

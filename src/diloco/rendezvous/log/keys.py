@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "DILOCO_KEY"
 """The environment variable that names this replica's key file."""
-
-
 _DOMAIN = b"diloco log 1\n"
-
-
 _MOST_BYTES = 1 << 14
 
 
@@ -161,14 +157,9 @@ def _read_key(path: Path) -> Ed25519PrivateKey:
 
 
 _ALIGNMENT = 64
-
-
 _SIGNATURE = re.compile(r"([0-9a-f]{128})?")
-
-
 MOST_SIGNATURE_BYTES = 128 + _ALIGNMENT + 1
 """Size of the longest second line."""
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from diloco.rendezvous.store import Store
 from diloco.schema import converted, decoded
 
 FOR_EVER = float("inf")
-
-
 MOST_AT_ONCE = 32
 """Entries that are asked for at once by a reader that is behind."""
 

@@ -31,12 +31,8 @@ from diloco.schema import Count
 
 _MOST_TOKENS = 1 << 40
 """Largest number of tokens, or steps, of one contribution."""
-
-
 _MOST_NORMS = 64
 """Norms of which the running median is taken."""
-
-
 _FEWEST_NORMS = 8
 """Norms that there must be before one is refused."""
 
