@@ -2,14 +2,18 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.engine.test_elastic import counted, until
-from tests.rendezvous.replicas import Replica
+from tests.rendezvous.replay import replayed
+from tests.rendezvous.replicas import Replica, theta0
 
+import diloco
 from diloco.rendezvous.contract import Form, Payload
 from diloco.rendezvous.objects import PAYLOAD
 from diloco.rendezvous.payloads import Inbox, Memory
@@ -132,6 +136,25 @@ def test_a_receiver_decodes_a_payload_once_and_the_sender_never_what_it_has_sent
     a.vanish()
     b.vanish()
     assert len(counts) >= 2 * P and set(counts.values()) == {1}
+
+
+def test_a_replica_that_does_not_average_on_a_cpu_keeps_no_values(tmp_path, monkeypatch):
+    join = diloco.StoreRendezvous.join
+
+    def join_as_on_a_gpu(self, facts: Any, form: Form, **options: Any) -> Any:
+        return join(self, facts, replace(form, keep_values=False), **options)
+
+    monkeypatch.setattr(diloco.StoreRendezvous, "join", join_as_on_a_gpu)
+    a, b = (Replica(str(tmp_path), name=name, snapshot_rounds=1000) for name in "ab")
+    until(lambda: min(counted(a) + counted(b)) >= 2, a, b)
+    for replica in (a, b):
+        replica.vanish()
+        inbox = replica.exchange._seated.follower.inbox
+        payloads = [payload for here in inbox.here for arrived in here.values() for payload in arrived.own]
+        assert not any(payload.values is not None for payload in [*payloads, *inbox.memory._payloads.values()])
+    run = replayed(tmp_path, theta0())
+    for p, outer_p in enumerate(a.outer()):
+        np.testing.assert_array_equal(outer_p, run.outer[p][a.rounds[p]])
 
 
 def test_payloads_and_values_beyond_the_memory_are_given_up_the_oldest_first():

@@ -235,10 +235,12 @@ class Counted:
         if self.is_retired(ref):
             return None
         fetched = await asyncio.gather(*(self._contribution(ref, part) for part in ref.body.contributions))
-        payloads = {header.replica: payload for header, payload in fetched if payload is not None}
+        if self.objects.form.second is None:
+            payloads = {header.replica: payload for header, payload in fetched if payload is not None}
+            return Content(payloads=payloads, bytes_received=0)
         headers, shares = [header for header, _ in fetched], range(self.objects.form.num_shares)
-        averages = () if payloads else [await self._average(ref, headers, share) for share in shares]
-        return Content(payloads=payloads, averages=tuple(averages), bytes_received=0)
+        averages = [await self._average(ref, headers, share) for share in shares]
+        return Content(averages=tuple(averages), bytes_received=0)
 
     async def _contribution(self, ref: OuterRef, counted: Contribution) -> Fetched:
         """The header of a contribution, and its payload unless its shares are objects."""
@@ -424,11 +426,8 @@ class Replay:
         """Read and check all entries, and in a whole replay all indexes."""
         stored = {name for name, _ in await self._store.list("index")}
         self.state = await newest_state(self._store, first) if self._from_snapshot else first
-        logs = self.state.fragments
         self._outers = [*self.state.since]
-        self._bases = [
-            {log.round - back: base for back, base in enumerate(reversed(log.before), 1)} for log in logs
-        ]
+        self._bases = [log.bases for log in self.state.fragments]
         log = Log(self._store, self.state)
         async for number, entry in log.read():
             self.state = log.state

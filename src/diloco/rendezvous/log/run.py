@@ -96,6 +96,11 @@ class FragmentLog:
     since: tuple[OuterRef, ...] = ()
     """The outer entries since the older of the two snapshots."""
 
+    @property
+    def bases(self) -> dict[int, Checksum]:
+        """Digests of Θ_p by round, of the last rounds but the newest."""
+        return {self.round - back: base for back, base in enumerate(reversed(self.before), 1)}
+
 
 class FencedError(UserError):
     """Another process has joined under this replica's name or got its slot of the text, or its key was revoked."""
@@ -499,7 +504,7 @@ def of_the_run(
         DisagreementError: if more replicas have another Θ_p after the newest round than have this replica's own.
     """
     log = state.fragments[fragment]
-    known = {log.round: base} | {log.round - back: past for back, past in enumerate(reversed(log.before), 1)}
+    known = {log.round: base} | log.bases
     sound = {m: c for m, c in here.items() if known.get(c.base_round, bases[m]) == bases[m]}
     newest = [m for m, c in here.items() if c.base_round == log.round and not state.refusal(fragment, c)]
     num_others = sum(replica not in sound for replica in newest)
