@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from diloco.models.decoder import causal_attention, rotary, rotate
 from diloco.models.decoder_config import DecoderConfig, ladder
-from diloco.models.language_model import next_token_loss
 
 SMALL = DecoderConfig(num_layers=2, num_heads=2, width=16, vocab_size=11)
 
@@ -83,7 +82,7 @@ def test_bfloat16_autocast_rounds_and_nothing_else():
         model = config.build(seed=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             logits = model(tokens[:, :-1])
-        loss, _ = next_token_loss(logits, tokens[:, 1:])
+        loss, _ = model.loss(logits, tokens[:, 1:])
         loss.backward()
         assert loss.dtype == torch.float32
         results[enabled] = loss.item(), [p.grad.flatten() for p in model.parameters()]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diloco.models.pretrained import parse_lora
 from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import UserError
 from diloco.evaluation.likelihoods import likelihoods
 from diloco.fragments import strided
 from diloco.models.hugging_face_config import hugging_face_model
-from diloco.models.pretrained import parse_lora
 from diloco.models.writer import Writer, generate
 
 transformers = pytest.importorskip("transformers")

@@ -5,13 +5,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from diloco.models.pretrained import transformers_config, weight_files
 from tests.models.gpt2 import write_config, write_model
 
 from diloco.errors import FileError, UserError
 from diloco.models import pretrained
 from diloco.models.families import load_family
 from diloco.models.hugging_face_config import HuggingFaceConfig, hugging_face_model
-from diloco.models.pretrained import transformers_config, weight_files
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
