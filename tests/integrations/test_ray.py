@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.jobs import meet_at
 from tests.ports import free_port
 from tests.processes import run_replicas
 
@@ -72,13 +73,8 @@ def take_the_common_one() -> list[Any]:
     return results
 
 
-def test_all_replicas_take_the_newest_checkpoint_that_all_have():
-    pytest.importorskip("ray")
-    assert run_replicas(take_the_common_one, 2, joined=False) == [["at 6", None, None]] * 2
-
-
-def undisturbed_replica() -> str:
-    """The example's training without Ray."""
+def train_undisturbed() -> str:
+    """The hash of Θ after the example's training without Ray."""
     module, replica = example(), int(os.environ["DILOCO_REPLICA"])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
@@ -99,14 +95,33 @@ def undisturbed_replica() -> str:
     return engine.outer_hash()
 
 
+def both(port: int) -> tuple[list[Any], str]:
+    results = take_the_common_one()
+    meet_at(port)
+    return results, train_undisturbed()
+
+
+@pytest.fixture(scope="module")
+def without_ray() -> list[tuple[list[Any], str]]:
+    """What each of two replicas takes, and the hash of an undisturbed training."""
+    pytest.importorskip("ray")
+    return run_replicas(both, 2, free_port(), joined=False, imports=["ray.train.torch"])
+
+
+def test_all_replicas_take_the_newest_checkpoint_that_all_have(without_ray):
+    assert [taken for taken, _ in without_ray] == [["at 6", None, None]] * 2
+
+
 @pytest.mark.timeout(600)  # Ray starts a dozen processes, most of which import torch
 @pytest.mark.filterwarnings("default")  # of ray
-def test_two_replicas_are_killed_and_resume(tmp_path, monkeypatch):
+def test_two_replicas_are_killed_and_resume(without_ray, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}", prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process for each attempt of each site
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how often Ray looks for reports and deaths
+    options = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=2, **options, _system_config={"prestart_worker_first_driver": False})
     try:
         module = example()
         module.train_loop_per_worker = killing(str(tmp_path))
@@ -120,9 +135,9 @@ def test_two_replicas_are_killed_and_resume(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-0", "died-1"}
-    expected = run_replicas(undisturbed_replica, 2, joined=False)
     for result in results:
         assert result.metrics["num_steps"] == 14
+        expected = [outer_hash for _, outer_hash in without_ray]
         assert [result.metrics["outer_hash"]] * 2 == expected, "kill -9 changes no bit"
         with result.checkpoint.as_directory() as folder:
             shipped = torch.load(Path(folder, "state.pt"), weights_only=True)["model"]
