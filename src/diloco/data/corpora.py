@@ -22,7 +22,7 @@ def documents(source: str, reading: Reading = Reading()) -> Iterator[Document]: 
 
     - `stdlib`: each module of the running Python's standard library, tests left out;
     - a file, a glob (`~` and `**` are understood), or a directory, which stands for all files below it that can
-      be read, hidden ones left out: `.txt` (a document a file), `.jsonl`, `.csv` or `.parquet` (a document a row,
+      be read, hidden ones left out: `.txt` (one document per file), `.jsonl`, `.csv` or `.parquet` (one per row,
       and its `id` where it has one); all but `.parquet` also as `.gz` or `.zst`;
     - `hf:NAME[:CONFIG][:SPLIT]`: a dataset of the Hugging Face Hub, split `train` by default.
 

@@ -1,4 +1,4 @@
-"""Multiple-choice questions in files of the project's own: a JSON object a line."""
+"""Multiple-choice questions in files of the project's own: one JSON object per line."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
