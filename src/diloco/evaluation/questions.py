@@ -1,6 +1,6 @@
 """Multiple-choice questions in files of the project's own: one JSON object per line."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            questions.append(asdict(msgspec.json.decode(line, type=Question)))
+            questions.append(vars(msgspec.json.decode(line, type=Question)))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise FileError(f"{path}, line {number}, can't be read as a question: {error}") from error
     if not questions:
